@@ -112,7 +112,7 @@ def through_trainer(name, rounds, batch_size=26, cohort_size="auto", now=time.pe
     clock, module = Clock(now), Module(CASES[name][1])
     trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0, cohort_size=cohort_size))
     trainer.fit(module, datamodule=FederatedStream.from_arrays(*data, owner, **options))
-    assert (trainer.strategy.clients_at_once > 1) == (cohort_size == "auto"), trainer.strategy.why_one_at_a_time
+    assert (trainer.strategy.num_vectorized_clients > 1) == (cohort_size == "auto"), trainer.strategy.sequential_reason
     return (clock.end - clock.start) / rounds, module.state_dict()
 
 

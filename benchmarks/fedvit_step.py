@@ -63,12 +63,12 @@ class Times(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         """After a step of the body: the bare loop's turn."""
         step = None if self.start is None else self.clock() - self.start
-        if trainer.current_epoch < self.last or trainer.strategy.round.local_epoch < self.method.head_epochs:
+        if trainer.current_epoch < self.last or trainer.strategy.current_round.local_epoch < self.method.head_epochs:
             return
         if step is not None:
             self.steps.append(step)
         start = self.clock()
-        gradients(pl_module.model, [batch, *past(self.method.client.memory)], self.stream)
+        gradients(pl_module.model, [batch, *past(self.method.client.method_state)], self.stream)
         if step is not None:
             self.bare.append(self.clock() - start)
         self.start = self.clock()
@@ -163,7 +163,7 @@ class Bytes(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         """After a task's only round: count."""
-        state = trainer.strategy.server.store[trainer.datamodule.plan.clients[0]]
+        state = trainer.strategy.server.client_store[trainer.datamodule.plan.clients[0]]
         values = [value for memory in state.values() for value in memory.values()]
         self.counted.append(sum(value.numel() * value.element_size() for value in values))
 
@@ -182,7 +182,9 @@ def draw(options):
         points += [{"line": name, "round": task, "value": value} for task, value in enumerate(mib, start=1)]
     x = charts.round_axis(TASKS, "tasks (FedViT: ten images of each, 32 x 32)")
     names = [type(method).__name__ for method in methods]
-    layers = charts.bands(charts.chart_of("rows").encode(x=x), names, "MiB kept for a client", alt.Scale(type="log"))
+    layers = charts.small_multiples(
+        charts.get_chart("rows").encode(x=x), names, "MiB kept for a client", alt.Scale(type="log")
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     chart = alt.layer(*layers[1:]).properties(width=420, height=280)
     charts.write_png(options.out / "memory_with_tasks.png", charts.spec(chart, rows=points))

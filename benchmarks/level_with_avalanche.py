@@ -51,7 +51,7 @@ METHODS = {
     # Avalanche has no factor 1/2, and squares the mean gradient of a batch, about 1 / BATCH of what samples have.
     "EWC": (lambda: [EWC(100.0, normalize=False)], lambda: [EWCPlugin(50.0 * BATCH, mode="online", decay_factor=1.0)]),
     "GEM": (lambda: [GEM(20, margin=0.5)], lambda: [GEMPlugin(20, memory_strength=0.5)]),
-    # All that is remembered is the reference. Avalanche deals `sample_size` out to the tasks, and takes them in turn.
+    # All that is remembered is the reference. Avalanche deals `sample_shape` out to the tasks, and takes them in turn.
     "A-GEM": (lambda: [AGEM(20)], lambda: [AGEMPlugin(20, sample_size=20 * (TASKS - 1))]),
 }
 

@@ -18,7 +18,7 @@ import numpy as np
 import quadprog
 import torch
 
-from lightning_fcl.methods.projection import distance, project
+from lightning_fcl.methods.projection import gradient_distance, project
 
 
 def problem(k, p):
@@ -99,8 +99,8 @@ def main():
             f"project on 10 of {p:,}; columns", project, lambda g, _, c=columns: usual_in_columns(g, c), args, repeats
         )
     args = problem(10, sizes[0])
-    torch.testing.assert_close(distance(*args), distance_in_torch(*args))
-    compare(f"wasserstein to 10 of {sizes[0]:,}", distance, distance_in_torch, args, repeats)
+    torch.testing.assert_close(gradient_distance(*args), distance_in_torch(*args))
+    compare(f"wasserstein to 10 of {sizes[0]:,}", gradient_distance, distance_in_torch, args, repeats)
 
 
 if __name__ == "__main__":

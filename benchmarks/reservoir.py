@@ -108,7 +108,7 @@ def forward(table):
 def fit(reservoir, x, y):
     """States and ridge readout, all at once."""
     task = ReservoirClassifier(reservoir, CLASSES, BETA)
-    task.add(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
+    task.accumulate_samples(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
     task.readout.solve()
     return task.readout.weight
 
@@ -213,7 +213,7 @@ def add_sequences(count):
     before = status("VmRSS")
     for start in range(0, count, BATCH):
         x, y = sequences(min(BATCH, count - start), seed=start)
-        task.add(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
+        task.accumulate_samples(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
     return status("VmHWM") - before
 
 
@@ -259,7 +259,7 @@ def scaling(out, quick):
             for size, value in zip(sizes, values, strict=True)
         ]
         x = alt.X("size:Q", title=name, scale=alt.Scale(type="log"), axis=alt.Axis(values=sizes))
-        _, *layers = charts.bands(charts.chart_of(name).encode(x=x), [*both], what, alt.Scale(type="log"))
+        _, *layers = charts.small_multiples(charts.get_chart(name).encode(x=x), [*both], what, alt.Scale(type="log"))
         parts.append(alt.layer(*layers).properties(width=250, height=250))
     whole = alt.hconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
     charts.write_png(out / "reservoir_scaling.png", charts.spec(whole, **data))

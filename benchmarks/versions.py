@@ -57,7 +57,7 @@ def train(method, participation):
         def on_train_epoch_end(self, trainer, pl_module):
             server = trainer.strategy.server
             clients = trainer.datamodule.plan.clients
-            state_bytes.append(sum(server.store.nbytes(client) for client in clients) / len(clients))
+            state_bytes.append(sum(server.client_store.nbytes(client) for client in clients) / len(clients))
             upload_bytes.append(sum(server.record.upload_bytes.values()))
 
     stream = FederatedStream("digits", ClassIncremental(5, rounds_per_experience=4), Dirichlet(20, 1.0), batch_size=16)

@@ -22,9 +22,9 @@ from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, Replay
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.fedbuff import BufferedServer, FedBuff
-from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.federation.wire import TopK
 from lightning_fcl.models import MLP
 
 EXPERIENCES, ROUNDS, SEEDS = 5, 4, (0, 1, 2)
@@ -56,11 +56,13 @@ class StartAnew(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         server = trainer.strategy.server
-        if (trainer.strategy.federation.round.number + 1) % ROUNDS:
+        if (trainer.strategy.federation.current_round.number + 1) % ROUNDS:
             return
         server._server_optimizer, server._restored = None, {}
-        for client in server.store:
-            server.store[client] = {name: own for name, own in server.store[client].items() if name != "residual"}
+        for client in server.client_store:
+            server.client_store[client] = {
+                name: own for name, own in server.client_store[client].items() if name != "residual"
+            }
 
 
 def final_accuracy(seed: int, anew: bool, options: Mapping[str, Any]) -> float:

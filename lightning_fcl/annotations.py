@@ -195,7 +195,7 @@ def describe(hint: Any, plural: bool = False) -> str:
     return f"{phrase.partition(' ')[2]}s" if plural and phrase.endswith(("number", "string", "`")) else phrase
 
 
-def words_of(hint: Any) -> list[str]:
+def literal_words(hint: Any) -> list[str]:
     """Return the words that an annotation accepts, those of `Literal`."""
     return [word for one in members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
 
@@ -230,7 +230,7 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     if is_nan(value):
         example = f", such as `{name}={default!r}`" if is_number(default) else ""
         return f"Use {'a finite number' if is_number(value) else 'finite numbers'}{example}."
-    if isinstance(value, str) and (near := get_close_matches(value.lower(), words_of(hint), 1)):
+    if isinstance(value, str) and (near := get_close_matches(value.lower(), literal_words(hint), 1)):
         return f"Use `{name}={quoted_value(near[0])}`."
     found = [_convert(value, wanted) for wanted in members(hint)]
     usable = [other for other in found if other is not None and accepts(other, hint)]

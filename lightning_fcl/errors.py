@@ -21,10 +21,10 @@ from lightning_fcl.annotations import (
     field_types,
     is_nan,
     is_number,
+    literal_words,
     quoted_value,
     resolve_annotations,
     to_plain,
-    words_of,
 )
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class FileConflictError(LightningFCLError, FileExistsError):
     code = "file-conflict"
 
 
-class NoRoomError(FileAccessError):
+class DiskFullError(FileAccessError):
     """A disk is full, or a quota reached."""
 
     code = "no-room"
@@ -141,9 +141,9 @@ class MissingPackageError(LightningFCLError, ModuleNotFoundError):
     code = "missing-package"
 
 
-def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
-    near = nearest_name(name, known, cutoff)
+    near = nearest_name(name, candidates, cutoff)
     if near and near == str(name):  # a number or another type that prints as the name
         return "" if isinstance(name, str) else f' Write "{name}", as text.'
     return f" Did you mean {near}?" if near else ""
@@ -156,34 +156,34 @@ def nearest_name(name: object, known: Iterable[str], cutoff: float = 0.6) -> str
     return lowered[near[0]] if near else ""
 
 
-def listed(names: Iterable[object], most: int = 10) -> str:
+def format_names(names: Iterable[object], max_names: int = 10) -> str:
     """Names for a message: those that come first, and how many more there are."""
     all_names = [str(name) for name in names]
-    shown, more = all_names[:most], len(all_names) - most
+    shown, more = all_names[:max_names], len(all_names) - max_names
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
-def quoted(names: Iterable[object]) -> str:
+def format_code_names(names: Iterable[object]) -> str:
     """Names of entries or arguments for a message: the first three, and how many more there are."""
-    return listed((f"`{name}`" for name in names), most=3)
+    return format_names((f"`{name}`" for name in names), max_names=3)
 
 
-def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
-    """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
-    unknown = sorted(set(named) - set(clients), key=str)
+def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[str]) -> None:
+    """Refuse names of clients that the stream does not have; ``setting`` names them, after "Expected"."""
+    unknown = sorted(set(client_ids) - set(clients), key=str)
     if unknown:
         hint = (
             did_you_mean(unknown[0], clients) or f'Write names as the stream does, as in "{next(iter(clients), "0")}".'
         )
         raise UnknownNameError(
-            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.",
+            f"Expected {setting} of the stream's clients ({format_names(clients)}) but got {format_names(unknown)}.",
             hint=hint,
-            argument=what.strip("`"),
+            argument=setting.strip("`"),
             value=unknown,
         )
 
 
-def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
+def require_package(module: str, for_what: str, extra: str | None = None) -> ModuleType:
     """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
     try:
         return importlib.import_module(module)
@@ -212,14 +212,14 @@ def other_lightning(kind: type) -> str:
     )
 
 
-def refuse_other_lightning(*parts: object) -> None:
+def check_lightning_namespace(*objects: object) -> None:
     """Raise TypeError if an object is of the package `pytorch_lightning`."""
-    for kind in map(type, parts):
+    for kind in map(type, objects):
         if reason := other_lightning(kind):
             raise InvalidTypeError(reason, value=kind)
 
 
-def warn_of_other_lightning() -> None:
+def warn_other_lightning() -> None:
     """Say what is wrong with modules of `pytorch_lightning`: a Trainer refuses them before a strategy sees them."""
     package = sys.modules.get("pytorch_lightning")
     for kind in package.LightningModule.__subclasses__() if package is not None else ():
@@ -268,7 +268,7 @@ def between(low: float, high: float, **arguments: float) -> None:
     _check_range(f"between {low} and {high}", arguments, low, high)
 
 
-def share(**arguments: float) -> None:
+def unit_interval(**arguments: float) -> None:
     """Raise ValueError if an argument is not a share, above 0 and at most 1."""
     _check_range("above 0 and at most 1", arguments, 0, 1, is_open=True)
 
@@ -299,16 +299,16 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
             )
 
 
-def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
-    """A field of a dataclass whose values `check_fields` checks, by a check from above; a default of None is not."""
+def validated(default: Value, check: Callable[..., None], *bounds: object) -> Value:
+    """A field of a dataclass whose values `validate_fields` checks, by a check from above; a default of None is not."""
     value: Value = field(default=default, metadata={"check": partial(check, *bounds)})
     return value
 
 
-def check_fields(instance: object) -> None:
+def validate_fields(instance: object) -> None:
     """Raise TypeError or ValueError if the value of a dataclass's field does not fit its annotation or its range.
 
-    `argument` declares the range. Numbers of NumPy become numbers of Python.
+    `validated` declares the range. Numbers of NumPy become numbers of Python.
     """
     kind: type = type(instance)
     types = field_types(kind)
@@ -339,7 +339,7 @@ def check_argument(name: str, value: object, hint: Any, default: object = Parame
     """
     if accepts(value, hint):
         return to_plain(value)
-    words = words_of(hint) if isinstance(value, str) else []
+    words = literal_words(hint) if isinstance(value, str) else []
     if get_origin(hint) is Literal and words:
         one_of(words, **{name: value})
     error = InvalidValueError if words or is_nan(value) else InvalidTypeError

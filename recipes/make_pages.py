@@ -24,19 +24,19 @@ import numpy as np
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.comparison import compared, scatter
-from lightning_fcl.evaluation.leaderboard import board
-from lightning_fcl.evaluation.table import NEAR, Cell, Table, markdown_table, metric_number, read_table
-from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.paths import inside
-from lightning_fcl.running.rows import (
-    expanded,
+from lightning_fcl.evaluation.comparison import comparison_points, scatter
+from lightning_fcl.evaluation.leaderboard import leaderboard_table
+from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, markdown_table, metric_number, read_table
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.runs.paper_rows import (
+    expand_grids,
+    list_protocols,
     paper_folder,
     paper_rows,
-    place_of,
-    protocols_of,
     read_rows,
     recipes_folder,
+    scale_folder,
     slug,
 )
 
@@ -118,7 +118,7 @@ class Layout:
     def _shown(self, name: str, cell: Cell) -> str:
         if self.kind == "percentile":
             return _percentile(name, cell)
-        far = self.bold and cell.stands in ("spread", "outside")
+        far = self.bold and cell.verdict in ("spread", "outside")
         return cell.text(name, "**" if far else "")
 
 
@@ -134,13 +134,14 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 def verdict_block(table: Table | None, why: str) -> str:
     """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
-    found = table.standing if table else None
+    found = table.verdict_counts if table else None
     if table is None or not found or not sum(found):
         return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {why}")
     at = "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
     text = f"**{found.verdict.capitalize()}**{at}: of the {sum(found)} numbers that the paper tells, ours are within "
-    text += f"{NEAR} of {found.near}, within two standard deviations over the seeds of {found.spread} more, and "
-    text += f"further from {found.outside}. {why}"
+    text += f"{NEAR_TOLERANCE} of {found.num_near}, within two standard deviations over the seeds of "
+    text += f"{found.num_within_spread} more, and "
+    text += f"further from {found.num_outside}. {why}"
     return f"{_wrapped(text)}\n\n![Ours against the paper's numbers, cell by cell](against-paper.png)"
 
 
@@ -156,7 +157,7 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
     """Of each protocol of the leaderboard that was run its table, which a browser sorts, and its picture."""
     parts = []
     for protocol, notes in protocols.items():
-        if lines := board(table, protocol, notes):
+        if lines := leaderboard_table(table, protocol, notes):
             shown = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
             parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{shown}')
     return "\n\n".join(parts)
@@ -166,11 +167,11 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """A line for each paper: how near its table is, if there is one of its scale, and why."""
     lines = []
     for paper, (table, why) in papers.items():
-        found = table.standing if table else None
+        found = table.verdict_counts if table else None
         counts = [sum(found), *found] if found and sum(found) else ["-"] * 4
         word = found.verdict if found else "not compared"
         lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), why])
-    head = ["paper", "verdict", "numbers", f"within {NEAR}", "in the spread", "outside", "why"]
+    head = ["paper", "verdict", "numbers", f"within {NEAR_TOLERANCE}", "in the spread", "outside", "why"]
     return markdown_table(head, lines)
 
 
@@ -213,23 +214,23 @@ def _wrapped(text: str) -> str:
 
 def against_figure(table: Table) -> charts.Spec | None:
     """Each mean against the paper's number: numbers beside the points tell which lie furthest out, with their names."""
-    if not (rows := compared(table)):
+    if not (rows := comparison_points(table)):
         return None
     far = sorted((row for row in rows if row["stands"] != "within .05"), key=lambda row: -row["off"])[:_NAMED]
     places: dict[tuple[float, float], list[str]] = {}
     names = ["furthest out:"] if far else []
     for number, row in enumerate(far, start=1):
         point = row["paper"], row["ours"]
-        close = next((place for place in places if np.hypot(*np.subtract(place, point)) < NEAR / 2), point)
+        close = next((place for place in places if np.hypot(*np.subtract(place, point)) < NEAR_TOLERANCE / 2), point)
         places.setdefault(close, []).append(str(number))
         names.append(f"{number} {row['row']}\n· {row['metric']}: {row['ours']:.3f}, paper {row['paper']:.3f}")
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     scale = "at its scale" if table.scale == "paper" else f"of its own scale, ours at the scale `{table.scale}`"
-    points = scatter(rows, f", {scale}", charts.colour("metric", metrics), charts.shape("metric", metrics))
-    numbers = charts.chart_of("far").mark_text(align="left", dx=6, dy=-6, fontWeight="bold")
+    points = scatter(rows, f", {scale}", charts.color_scale("metric", metrics), charts.shape("metric", metrics))
+    numbers = charts.get_chart("far").mark_text(align="left", dx=6, dy=-6, fontWeight="bold")
     numbers = numbers.encode(x="paper:Q", y="ours:Q", text="numbers:N")
     listed = (
-        charts.chart_of("names")
+        charts.get_chart("names")
         .mark_text(align="left", baseline="top")
         .encode(x=alt.value(0), y=alt.value(0), text="names:N")
     )
@@ -260,12 +261,12 @@ def take_in(folder: Path) -> list[Path]:
             "without --rows."
         )
     figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]
-    boards = [f"{slug(protocol)}.png" for protocol in protocols_of(content)]
+    boards = [f"{slug(protocol)}.png" for protocol in list_protocols(content)]
     names = ["table.json", *(figure["file"] for figure in figures), *boards]
-    place = place_of(home, table.scale)
+    place = scale_folder(home, table.scale)
     place.mkdir(exist_ok=True)
-    found = [(inside(folder, name), inside(place, name)) for name in names]
-    written = [write_whole(to, path.read_bytes()) for path, to in found if path.is_file()]
+    found = [(safe_join(folder, name), safe_join(place, name)) for name in names]
+    written = [write_atomic(to, path.read_bytes()) for path, to in found if path.is_file()]
     against = against_figure(table)
     return [*written, charts.write_png(place / "against-paper.png", against)] if against else written
 
@@ -302,7 +303,7 @@ def _page(path: Path) -> str:
             layout = known[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
         if name == "boards":
-            return boards_block(table, protocols_of(read_rows(folder))) if (table := _table(folder)) else None
+            return boards_block(table, list_protocols(read_rows(folder))) if (table := _table(folder)) else None
         if name == "verdict":
             return verdict_block(_table(folder / of), _why(folder))
         return written_block(table, of) if name == "written" and (table := _table(folder / of)) else None
@@ -318,7 +319,7 @@ def _table(folder: Path) -> Table | None:
 def _rows(folder: Path) -> list[str]:
     """All rows of the paper that a folder belongs to: its own, or that of one of its scales."""
     home = folder if (folder / "rows.yaml").is_file() else folder.parent
-    return list(expanded(read_rows(home)))
+    return list(expand_grids(read_rows(home)))
 
 
 def _why(folder: Path) -> str:
@@ -332,7 +333,7 @@ def main(runs: Sequence[str]) -> None:
             print(f"Written: {path}")
     for path, text in pages(recipes_folder()).items():
         if path.read_text(encoding="utf-8") != text:
-            print(f"Written: {write_whole(path, text)}")
+            print(f"Written: {write_atomic(path, text)}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
@@ -161,13 +161,13 @@ def stream_words(scenario="class-incremental", partition=None, clients=None, **k
 def make_stream():
     """Makes streams of toy data."""
 
-    def make(client=None, samples=240, **kwargs):
+    def make(client_ids=None, samples=240, **kwargs):
         x, y = toy_arrays(samples)
         scenario = kwargs.get("scenario", "class-incremental")
-        words = {"clients": 3} if client is None and scenario != "flwf" else {}
+        words = {"clients": 3} if client_ids is None and scenario != "flwf" else {}
         words |= {"experiences": 2} if scenario == "class-incremental" else {}
         words |= {"batch_size": 8, "seed": 0, **kwargs}
-        return FederatedStream.from_arrays(x, y, client, **stream_words(**words))
+        return FederatedStream.from_arrays(x, y, client_ids, **stream_words(**words))
 
     return make
 
@@ -203,7 +203,7 @@ def small_recipe():
 def without_pages():
     """In its block the pages of runs are empty files: they take longer than the runs do."""
     return lambda: patch(
-        "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_whole(folder / "report.html", "")
+        "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_atomic(folder / "report.html", "")
     )
 
 
@@ -479,7 +479,7 @@ def assert_resumes(fit, make_stream, assert_same, tmp_path):
 
     def kept(trainer):
         server = trainer.strategy.server
-        return dict(server.extra), {client: dict(server.store[client]) for client in server.store}
+        return dict(server.extra_tensors), {client: dict(server.client_store[client]) for client in server.client_store}
 
     def four_clients():
         return make_stream(clients=4, rounds_per_experience=2)

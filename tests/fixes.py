@@ -73,7 +73,7 @@ from lightning_fcl.data.scenarios import (
     Stationary,
 )
 from lightning_fcl.data.split import Split
-from lightning_fcl.device.footprint import measure
+from lightning_fcl.edge.footprint import measure_footprint
 from lightning_fcl.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -81,9 +81,9 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
+from lightning_fcl.federation.compression import Quantize
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.uploads import Setting, Stage, UploadTransform
-from lightning_fcl.federation.wire import Quantize
 from lightning_fcl.models import HARCNN, MLP, Decomposed, DyTox, EchoStateNetwork, ViT
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
@@ -157,7 +157,7 @@ def fit_kind(lab, kind, **options):
 
 def small_stream(**options):
     x, y, client = torch.randn(48, 6), torch.arange(48) % 4, torch.arange(48) // 4 % 2
-    return FederatedStream.from_arrays(**{"x": x, "y": y, "client": client, "scenario": Stationary(), **options})
+    return FederatedStream.from_arrays(**{"x": x, "y": y, "client_ids": client, "scenario": Stationary(), **options})
 
 
 class Average(L.Callback):
@@ -599,7 +599,7 @@ ROWS |= {
         lambda lab, data: lab.fit(lab.task(), data(), max_epochs=1),
         {"data": lambda: L.LightningDataModule.from_datasets(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()))},
         {"data": lambda: small_stream()},
-        "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data.",
+        "`FederatedStream.from_arrays(x, y, client_ids=...)` makes one of your own data.",
     ),
     "swarm with dropout beside compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
@@ -825,7 +825,7 @@ FLAT = np.full((24, 6), np.nan, dtype=np.float32)
 
 
 def divide(lab, partition):
-    parts = partition.divide(np.repeat(np.arange(4), 6), None, np.random.default_rng(0))
+    parts = partition.partition(np.repeat(np.arange(4), 6), None, np.random.default_rng(0))
     assert all(len(part) for part in parts.values())
 
 
@@ -960,7 +960,7 @@ ROWS |= {
     "split by owners without owners": Row(
         stream_of_arrays,
         {"split": Split(test=["1"])},
-        {"client": OWNER, "partition": Natural()},
+        {"client_ids": OWNER, "partition": Natural()},
         "or pass the owners as `client`",
     ),
     "targets of a regression in a scenario of classes": Row(
@@ -1017,9 +1017,9 @@ ROWS |= {
     "targets of other samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one for each."),
     "owners of a floating type": Row(
         stream_of_arrays,
-        {"client": OWNER / 2, "partition": None},
-        {"client": OWNER.astype(str)},
-        "as `client.astype(str)` does",
+        {"client_ids": OWNER / 2, "partition": None},
+        {"client_ids": OWNER.astype(str)},
+        "as `client_ids.astype(str)` does",
     ),
     "mean without std": Row(stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass `mean` and `std`"),
     "mean of grey levels": Row(
@@ -1168,7 +1168,7 @@ class Plain(L.LightningModule):
 class StatesLoss(Plain):
     """A module that defines the loss of single samples."""
 
-    speaks_lightning_fcl = True
+    lightning_fcl_protocols = True
 
     def sample_loss(self, output, y):
         return nn.functional.cross_entropy(output, y, reduction="none")
@@ -1239,8 +1239,8 @@ class Steps(ReservoirClassifier):
 class Pairs(ReservoirClassifier):
     """Overrides the pairs of states and targets."""
 
-    def pairs(self, x, y):
-        return super().pairs(x * 2, y)
+    def readout_pairs(self, x, y):
+        return super().readout_pairs(x * 2, y)
 
 
 def run_network(lab, make, x):
@@ -1252,7 +1252,7 @@ ROWS |= {
         fit_module,
         {"module": Plain, "method": EWC(1.0)},
         {"module": StatesLoss},
-        "define it beside `speaks_lightning_fcl = True`",
+        "define it beside `lightning_fcl_protocols = True`",
     ),
     "EWC with a module that does not state its loss, as a Classifier": Row(
         fit_module,
@@ -1264,7 +1264,7 @@ ROWS |= {
         fit_module,
         {"module": StatesLoss, "method": FedProto()},
         {"module": Embeds},
-        "define them beside `speaks_lightning_fcl = True`",
+        "define them beside `lightning_fcl_protocols = True`",
     ),
     "CCVR with a module without features": Row(
         fit_module,
@@ -1276,7 +1276,7 @@ ROWS |= {
         fit_module,
         {"module": StatesLoss, "method": LogitAdjustment(prior="federation")},
         {"module": Embeds},
-        "define it beside `speaks_lightning_fcl = True`",
+        "define it beside `lightning_fcl_protocols = True`",
     ),
     "two methods that weigh the loss": Row(
         fit_one_round, {"callbacks": [FLwF2T(), BCN()]}, {"callbacks": [FLwF2T()]}, "Remove one."
@@ -1528,7 +1528,9 @@ ROWS |= {
     "reservoir with a method of a loss": Row(
         fit_reservoir, {"callbacks": [FedProx()]}, {"callbacks": []}, "Remove it."
     ),
-    "reservoir with a training step": Row(fit_reservoir, {"task": Steps}, {"task": Pairs}, "Override `pairs` instead."),
+    "reservoir with a training step": Row(
+        fit_reservoir, {"task": Steps}, {"task": Pairs}, "Override `readout_pairs` instead."
+    ),
     "plasticity in one round": Row(
         fit_reservoir,
         {"callbacks": [IntrinsicPlasticity()]},
@@ -1840,7 +1842,7 @@ def add_readouts(first, second):
         task.readout.tag.fill_(seed)
         return task.readout
 
-    readout(first).add(readout(second))
+    readout(first).merge(readout(second))
 
 
 # Rows of batches and of state
@@ -2029,6 +2031,9 @@ ROWS |= {
         'Use `scenario="fedvit"`',
     ),
     "footprint of a sample of another shape": Row(
-        lambda lab, shape: measure(lab.task(), shape), {"shape": (5,)}, {"shape": (6,)}, "Give the shape of a sample"
+        lambda lab, shape: measure_footprint(lab.task(), shape),
+        {"shape": (5,)},
+        {"shape": (6,)},
+        "Give the shape of a sample",
     ),
 }

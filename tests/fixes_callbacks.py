@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import Classifier, FederatedStream, Regressor
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, ICaRL, Replay
-from lightning_fcl.callbacks.epoch_log import EpochLog, RoundLog
+from lightning_fcl.callbacks.round_log import EpochLog, RoundLog
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.data.scenarios.papers import ODFCLScenario
@@ -39,7 +39,7 @@ def check_session(lab, classes=6, size=16, before=(), head=None, latents=False):
     if head is not None:
         network.head.classifier = head
     task = Classifier(network, classes, sgd)
-    assert BaseSession(latents=latents).check(task, before, stream) is stream
+    assert BaseSession(latents=latents).check_stream(task, before, stream) is stream
 
 
 def fit_in_order(lab, callbacks):
@@ -62,8 +62,8 @@ class LogsMetric(L.LightningModule):
 
 def log_metric(lab, is_attribute):
     module = LogsMetric(is_attribute)
-    logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
-    logs.train(torch.zeros(2))
+    logs = RoundLog(module, SimpleNamespace(num_ranks=2, rank=0))
+    logs.start_batch(torch.zeros(2))
     module.log("accuracy", module.find(), on_step=False, on_epoch=True)
 
 
@@ -98,7 +98,7 @@ def measure_items(lab, make):
 class Rule(Method):
     """Predicts by a rule of its own."""
 
-    def predict(self, server, module, x, output):
+    def rescore(self, server, module, x, output):
         return output
 
 

@@ -13,20 +13,20 @@ from fixes_files import Row, command, copy_again, search_among, stream_of, table
 from PIL import Image
 
 from lightning_fcl.cli.main import _flush
-from lightning_fcl.data.datasets import Arrays, load_dataset
-from lightning_fcl.data.datasets.files import read_arrays
+from lightning_fcl.data.datasets import ArrayDataset, load_dataset
 from lightning_fcl.data.datasets.photographs import load_miniimagenet
+from lightning_fcl.data.datasets.readers import read_arrays
 from lightning_fcl.data.tables import Table
-from lightning_fcl.deployment.own_data import _read_npz, write_split
+from lightning_fcl.deployment.node_data import _read_npz, write_split
 from lightning_fcl.errors import DamagedFileError, FileAccessError, MissingFileError, MissingValueError
-from lightning_fcl.evaluation.figures import draw_densities
+from lightning_fcl.evaluation.paper_figures import draw_densities
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.io.checkpoint import checkpoint_of_run, read_checkpoint
+from lightning_fcl.io.checkpoint import get_run_checkpoint, read_checkpoint
 from lightning_fcl.io.checksums import check_digest, sha256
 from lightning_fcl.io.reading import read_bytes
-from lightning_fcl.io.safe_yaml import SIZE, read_yaml
-from lightning_fcl.zoo.entry import WEIGHTS
+from lightning_fcl.io.safe_yaml import MAX_SIZE, read_yaml
+from lightning_fcl.zoo.model_entry import WEIGHTS
 
 ROWS: dict[str, Row] = {}
 
@@ -52,7 +52,7 @@ def tune_patiently(lab, **options):
 def fit_reservoir(lab, callbacks):
     """Fit a reservoir on the rows of digits, and draw the densities of its activations."""
     digits = load_dataset("digits")
-    rows = Arrays(digits.x[:100].reshape(100, 8, 8), digits.y[:100], None, digits.classes, None, None)
+    rows = ArrayDataset(digits.x[:100].reshape(100, 8, 8), digits.y[:100], None, digits.classes, None, None)
     lab.env.setattr("lightning_fcl.data.samples.load_dataset", lambda name, root: rows)
     (lab.folder / "reservoir.yaml").write_text(RESERVOIR.format(callbacks))
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
@@ -205,9 +205,9 @@ def newest_of(lab, damage, train=False):
     """Return the newest checkpoint of a run whose checkpoints are damaged, or of the same recipe trained again."""
     if train:
         command(lab, "fit --config run/config.yaml --out again")
-        return checkpoint_of_run(lab.folder / "again")
+        return get_run_checkpoint(lab.folder / "again")
     damage(lab.checkpoint())
-    return checkpoint_of_run(lab.run())
+    return get_run_checkpoint(lab.run())
 
 
 TRAIN = "Train the recipe in another folder: lightning-fcl fit --config "
@@ -295,7 +295,7 @@ ROWS |= {
         "set LIGHTNING_FCL_MAX_BYTES to at least",
         DamagedFileError,
     ),
-    "YAML file that is too long": Row(read_comment, {"size": SIZE}, {"size": SIZE - 7}, "Use a smaller file."),
+    "YAML file that is too long": Row(read_comment, {"size": MAX_SIZE}, {"size": MAX_SIZE - 7}, "Use a smaller file."),
     "weights that are not there": Row(weights_of, {}, copy_again, "Get the file again.", MissingFileError),
     "text in place of an npz file": Row(read_own, {"way": "text"}, {"way": "numbers"}, SAVE, DamagedFileError),
     "npz file of objects": Row(

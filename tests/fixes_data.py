@@ -9,11 +9,11 @@ from fixes import Row, pairs, stream_of, stream_of_data
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 
-from lightning_fcl.data.datasets.arrays import Arrays, Measurement, check_scale
+from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement, check_scale
 from lightning_fcl.data.datasets.faces import _with_enough
-from lightning_fcl.data.datasets.files import check_subset
 from lightning_fcl.data.datasets.images import check_faces
-from lightning_fcl.data.features import _backbone
+from lightning_fcl.data.datasets.readers import check_subset
+from lightning_fcl.data.feature_cache import _backbone
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import DomainIncremental, FedViTScenario
 from lightning_fcl.data.scenarios.papers import ODFCLScenario
@@ -26,8 +26,8 @@ SECONDS: set[str] = set()
 
 
 def arrays(lab, **options):
-    columns = {"x": np.ones((4, 6), np.float32), "y": np.arange(4), "client": None, "classes": ("a", "b", "c", "d")}
-    return Arrays(**{**columns, **options})
+    columns = {"x": np.ones((4, 6), np.float32), "y": np.arange(4), "client_ids": None, "classes": ("a", "b", "c", "d")}
+    return ArrayDataset(**{**columns, **options})
 
 
 SENSOR = {
@@ -44,7 +44,7 @@ SENSOR = {
 
 def prepare(lab, x=None, of=None, **options):
     x = np.random.default_rng(0).uniform(-1, 1, (4, 3, 2)) if x is None else x
-    assert np.isfinite(Measurement(**{**SENSOR, **(of or {})}).prepare(x, **options)).all()
+    assert np.isfinite(Measurement(**{**SENSOR, **(of or {})}).preprocess(x, **options)).all()
 
 
 SERIES = np.random.default_rng(0).uniform(-1, 1, (4, 3, 2))
@@ -86,13 +86,13 @@ ROWS |= {
         "Check that the files are not empty.",
     ),
     "arrays with a client for some samples": Row(
-        arrays, {"client": np.arange(3)}, {"client": np.arange(4)}, "Pass one entry for each sample."
+        arrays, {"client_ids": np.arange(3)}, {"client_ids": np.arange(4)}, "Pass one entry for each sample."
     ),
     "arrays with clients of a floating type": Row(
         arrays,
-        {"client": np.ones(4)},
-        {"client": np.ones(4).astype("str")},
-        "Convert it, as `client.astype(str)` does.",
+        {"client_ids": np.ones(4)},
+        {"client_ids": np.ones(4).astype("str")},
+        "Convert it, as `client_ids.astype(str)` does.",
     ),
     "arrays of a floating type": Row(
         arrays,
@@ -178,7 +178,7 @@ ROWS |= {
     ),
     "share of few samples": Row(
         lambda lab, share: stream_of(
-            scenario=FedViTScenario(2, 2, classes_per_client=(2, 2), share=share, rounds_per_task=1), client=None
+            scenario=FedViTScenario(2, 2, classes_per_client=(2, 2), share=share, rounds_per_task=1), client_ids=None
         ),
         {"share": (0.01, 0.5)},
         {"share": (0.4, 0.5)},
@@ -210,8 +210,8 @@ ROWS |= {
     ),
     "client with an empty name": Row(
         stream_of,
-        {"client": np.repeat([" ", "b"], 24)},
-        {"client": np.repeat(["a", "b"], 24)},
+        {"client_ids": np.repeat([" ", "b"], 24)},
+        {"client_ids": np.repeat(["a", "b"], 24)},
         "Rename the client, or drop these samples.",
     ),
 }

@@ -9,17 +9,17 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import GLFC, LwF
-from lightning_fcl.data.batches import joined
-from lightning_fcl.data.datasets import check
+from lightning_fcl.data.batching import concat_nested
+from lightning_fcl.data.datasets import verify
 from lightning_fcl.data.datasets.faces import load_lfw
-from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.data.datasets.hhar import load_hhar
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_wesad
+from lightning_fcl.data.labels import IndexedTargets
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Staggered
 from lightning_fcl.data.scenarios.papers import ODFCLScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.data.targets import Numbered
 from lightning_fcl.errors import InvalidTypeError, UnknownNameError
 from lightning_fcl.models import MLP
 
@@ -57,7 +57,7 @@ def read_lfw(lab, min_faces):
 
 def read_labels(lab, labels):
     read = iter(labels)
-    data = Numbered(Items(lambda index: (torch.ones(6), next(read))), {3: 0, 5: 1})
+    data = IndexedTargets(Items(lambda index: (torch.ones(6), next(read))), {3: 0, 5: 1})
     assert [data[index][1] for index in range(2)] == [0, 1]
 
 
@@ -94,7 +94,7 @@ def plan_overlap(lab, first=0, **options):
 def plan_features(lab, make):
     stream = FederatedStream(Items(make), ClassIncremental(2), partition=IID(2), features=MLP([6, 5, 4]))
     stream.setup("fit")
-    assert stream.take(np.arange(2))[0].shape == (2, 5)
+    assert stream.get_samples(np.arange(2))[0].shape == (2, 5)
 
 
 def fit_monitored(lab, monitor):
@@ -106,7 +106,7 @@ SERIES = [torch.ones(2, 9, 3), torch.ones(2, 7, 3)]
 
 ROWS |= {
     "name unlike all datasets": Row(
-        lambda lab, name: check(name),
+        lambda lab, name: verify(name),
         {"name": "qqqqqq"},
         {"name": "digits"},
         "Use one of these names.",
@@ -167,7 +167,7 @@ ROWS |= {
         "Return pairs of a tensor and a label from the dataset.",
     ),
     "samples of other shapes to join": Row(
-        lambda lab, parts: joined(parts),
+        lambda lab, parts: concat_nested(parts),
         {"parts": SERIES},
         {"parts": [SERIES[0], torch.nn.functional.pad(SERIES[1], (0, 0, 0, 2))]},
         "Pad the samples to one shape in `collate_fn`.",

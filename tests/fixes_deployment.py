@@ -15,22 +15,29 @@ from fixes_files import Row, command, fit_words, recipe, written
 from lightning_fcl import FederatedStream, callbacks
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.deployment.clock import check_clock
+from lightning_fcl.deployment.deployment_server import check_deployable
 from lightning_fcl.deployment.flower import _read_node_config
-from lightning_fcl.deployment.messages import Parcel, RefusedError, check_records, record_of
-from lightning_fcl.deployment.outline import outline_of
-from lightning_fcl.deployment.own_data import DataSource, OwnData, read_data, take_data, take_server_data, write_split
-from lightning_fcl.deployment.server import check_deployable
+from lightning_fcl.deployment.messages import Parcel, RejectedMessageError, check_records, to_record
+from lightning_fcl.deployment.node_data import (
+    DataSource,
+    NodeData,
+    read_data,
+    set_node_data,
+    set_server_data,
+    write_split,
+)
+from lightning_fcl.deployment.node_recipe import make_outline
 from lightning_fcl.errors import (
     ConnectionFailedError,
     MissingValueError,
     UnknownNameError,
 )
 from lightning_fcl.federation.pipeline import Pipeline
-from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.synchronization import Participation
 from lightning_fcl.federation.uploads import Stage, UploadTransform
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import find_recipe, recipes_folder
-from lightning_fcl.zoo.registry import find
+from lightning_fcl.runs.paper_rows import find_recipe, recipes_folder
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.zoo.registry import get_entry
 
 ROWS: dict[str, Row] = {}
 
@@ -72,16 +79,16 @@ def configure(lab, **node):
 
 def check_size(lab, limit):
     """Check a message of 1000 numbers, 4000 bytes and a header, against a limit."""
-    check_records(record_of(Parcel({}, {"w": torch.ones(1000)})), limit)
+    check_records(to_record(Parcel({}, {"w": torch.ones(1000)})), limit)
 
 
 def take_targets(lab, server, node, classes=None):
     """Give a client targets that are classes or numbers, as those of the server may be."""
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
-    outline = outline_of(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
+    outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))
     source = DataSource(str(file), columns).of_recipe({"data": {"classes": classes}})
-    take_data(FederatedStream(scenario=Stationary()), read_data(source), outline)
+    set_node_data(FederatedStream(scenario=Stationary()), read_data(source), outline)
 
 
 def set_up(stream):
@@ -93,7 +100,7 @@ def take_parts(lab, parts):
     """Give a server samples of these parts."""
     path = lab.folder / "server.npz"
     np.savez(path, x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2), part=np.array(parts))
-    take_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
+    set_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
 
 
 MODULES = """
@@ -143,7 +150,7 @@ def share_pairs(lab, module):
     if not module:
         return split_modules(lab, True, batch_size=4, shuffle=True, drop_last=False)
     data = read_data(DataSource(*loads(lab, True)[:1], init_args={"pairs": True}))
-    assert isinstance(data, OwnData) and len(data.samples) == 8
+    assert isinstance(data, NodeData) and len(data.samples) == 8
     return data
 
 
@@ -196,22 +203,22 @@ ROWS |= {
         {},
         {"client": "a", "data": "a.npz"},
         """--node-config 'client="a" data="a.npz"'.""",
-        RefusedError,
+        RejectedMessageError,
         "client",
     ),
     "message above the limit": Row(
         check_size,
         {"limit": 3999},
         {"limit": 5000},
-        "set `message-bytes` to at least",
-        RefusedError,
+        "set `max-message-bytes` to at least",
+        RejectedMessageError,
     ),
     "classes on a node, numbers on the server": Row(
         take_targets,
         {"server": np.ones(4, np.float32), "node": [1, 2, 1, 2]},
         {"classes": []},
         "Write `classes: []` below `data` of the recipe",
-        RefusedError,
+        RejectedMessageError,
         "target",
     ),
     "numbers on a node, classes on the server": Row(
@@ -219,7 +226,7 @@ ROWS |= {
         {"server": np.array(["p", "q"] * 2), "node": [0.5, 1.5, 0.5, 1.5]},
         {"node": ["p", "q", "p", "q"]},
         "Name the column of the classes in `target`, or write the names of classes as targets",
-        RefusedError,
+        RejectedMessageError,
         "target",
     ),
     "server without test samples": Row(
@@ -344,7 +351,7 @@ ROWS |= {
 
 ROWS |= {
     "unknown model, of the list": Row(
-        lambda lab, name: find(name or listed_name(lab, "zoo ls")),
+        lambda lab, name: get_entry(name or listed_name(lab, "zoo ls")),
         {"name": "zzz"},
         {"name": None},
         "List all names with `lightning-fcl zoo ls`.",

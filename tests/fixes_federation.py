@@ -9,15 +9,15 @@ from torch import nn
 
 from lightning_fcl import Classifier, Deadline, FederatedStream, Speeds
 from lightning_fcl.callbacks import FedProx
-from lightning_fcl.conformance.suite import classes_of, statements_of
+from lightning_fcl.conformance.suite import get_classes, get_statements
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.errors import UnknownNameError
-from lightning_fcl.federation.aggregation import check_state, entries
-from lightning_fcl.federation.optimizers import optimizer_memory
-from lightning_fcl.federation.robust import check_moved
+from lightning_fcl.federation.aggregation import check_state, state_tensors
+from lightning_fcl.federation.robust import check_update_norm
+from lightning_fcl.federation.server_optimizer import optimizer_state
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation.ranks import check_processes
+from lightning_fcl.simulation.multiprocess import check_processes
 
 ROWS: dict[str, Row] = {}
 SECONDS: set[str] = {
@@ -78,12 +78,12 @@ def remember(lab, kind):
     optimizer = kind(layer.parameters(), lr=0.1)
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    optimizer_memory(optimizer)
+    optimizer_state(optimizer)
 
 
 def move(lab, most):
     before = {"weight": torch.ones(4)}
-    check_moved(before, {"weight": torch.full((4,), 100.0)}, ["weight"], most)
+    check_update_norm(before, {"weight": torch.full((4,), 100.0)}, ["weight"], most)
 
 
 def fit_module_reloaded(lab, **options):
@@ -141,7 +141,7 @@ class ClaimsRight(FedProx):
 
 ROWS |= {
     "module with extra state": Row(
-        lambda lab, kind: entries(kind()),
+        lambda lab, kind: state_tensors(kind()),
         {"kind": ExtraState},
         {"kind": Extra},
         "Store the value in a buffer, with `register_buffer`.",
@@ -174,7 +174,7 @@ ROWS |= {
         remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Leave `keep_optimizer` out."
     ),
     "round that moves the server far": Row(
-        move, {"most": 10.0}, {"most": 1000.0}, "or a larger `largest-update` of the run's configuration."
+        move, {"most": 10.0}, {"most": 1000.0}, "or a larger `max-update-norm` of the run's configuration."
     ),
     "file of speeds without clients": Row(
         read_speeds,
@@ -213,13 +213,13 @@ ROWS |= {
         check_machines, {"nodes": 2}, {"nodes": 1}, "Set them as docs/scale.md tells, or leave `num_nodes` out."
     ),
     "claim of a method": Row(
-        lambda lab, kind: statements_of(kind),
+        lambda lab, kind: get_statements(kind),
         {"kind": Claims},
         {"kind": ClaimsRight},
         "Did you mean FedProx?",
         UnknownNameError,
     ),
     "method of the conformance suite": Row(
-        lambda lab, name: classes_of(name), {"name": "FedPrx"}, {"name": "FedProx"}, "Did you mean", UnknownNameError
+        lambda lab, name: get_classes(name), {"name": "FedPrx"}, {"name": "FedProx"}, "Did you mean", UnknownNameError
     ),
 }

@@ -21,66 +21,75 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_fcl import Deadline, FederatedStream, Speeds, Swarm, zoo
-from lightning_fcl.cli.jobs import Job, side_by_side
+from lightning_fcl.cli.jobs import Job, run_parallel
 from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import _named, run_rows
 from lightning_fcl.cli.search import Search, trial_recipe
-from lightning_fcl.cli.tables import _named, run_rows
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.labels import check_names as check_class_names
+from lightning_fcl.data.labels import index_targets
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Online
 from lightning_fcl.data.split import Split
 from lightning_fcl.data.tables import Table
-from lightning_fcl.data.targets import check_names as check_class_names
-from lightning_fcl.data.targets import number_targets
-from lightning_fcl.deployment.answers import Limits, Upload, decode_upload, file_name_of
-from lightning_fcl.deployment.messages import RefusedError, check_form, check_names, check_same
-from lightning_fcl.deployment.node import memories
-from lightning_fcl.deployment.outline import client_plan, outline_of, read_recipe
-from lightning_fcl.deployment.own_data import read_data, split_file, take_server_data, write_split
-from lightning_fcl.deployment.server import check_deployable
-from lightning_fcl.device.export import export_onnx
-from lightning_fcl.device.report import device_report
+from lightning_fcl.deployment.deployment_server import check_deployable
+from lightning_fcl.deployment.messages import RejectedMessageError, check_names, check_same, check_tensor
+from lightning_fcl.deployment.node import client_state_folder
+from lightning_fcl.deployment.node_data import read_data, set_server_data, split_file, write_split
+from lightning_fcl.deployment.node_recipe import client_plan, make_outline, read_recipe
+from lightning_fcl.deployment.upload_validation import Upload, UploadLimits, decode_upload, parse_file_name
+from lightning_fcl.edge.export import export_onnx
+from lightning_fcl.edge.report import device_report
 from lightning_fcl.errors import (
     ConnectionFailedError,
     DamagedFileError,
+    DiskFullError,
     FileAccessError,
     FileConflictError,
     InvalidStateError,
     InvalidTypeError,
     MissingFileError,
     MissingValueError,
-    NoRoomError,
     UnknownNameError,
 )
-from lightning_fcl.evaluation.comparison import compare_page, runs_below
-from lightning_fcl.evaluation.figures import draw_tasks
-from lightning_fcl.evaluation.headline import time_to
+from lightning_fcl.evaluation.comparison import compare_page, find_runs
+from lightning_fcl.evaluation.paper_figures import draw_tasks
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.summary import time_to
 from lightning_fcl.evaluation.table import Table as Results
 from lightning_fcl.evaluation.table import cells, read_table, write_table
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.pipeline import Pipeline
-from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.io.atomic import occupied, write_whole
-from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
-from lightning_fcl.io.checksums import check_digest, read_sums, sha256
+from lightning_fcl.federation.synchronization import Participation
+from lightning_fcl.io.atomic import run_lock, write_atomic
+from lightning_fcl.io.checkpoint import get_run_checkpoint, read_checkpoint, require_checkpoint_file
+from lightning_fcl.io.checksums import check_digest, read_checksums, sha256
 from lightning_fcl.io.download import Layout, Source, download
-from lightning_fcl.io.paths import inside
+from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import read_bytes
 from lightning_fcl.io.safe_yaml import read_yaml
-from lightning_fcl.running.fit import FederatedCLI, make_cli, resolve_recipe
-from lightning_fcl.running.lightning_errors import convert_errors
-from lightning_fcl.running.parts import read_parts
-from lightning_fcl.running.recipe import Recipe, take_settings
-from lightning_fcl.running.rows import find_recipe, recipes_folder
-from lightning_fcl.running.secret_values import with_variables
-from lightning_fcl.zoo.continued import continue_from, read_continuation
-from lightning_fcl.zoo.entry import CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files, write_list
+from lightning_fcl.runs.fit import FederatedCLI, make_cli, resolve_recipe
+from lightning_fcl.runs.lightning_errors import convert_errors
+from lightning_fcl.runs.loaded_recipe import load_recipe
+from lightning_fcl.runs.paper_rows import find_recipe, recipes_folder
+from lightning_fcl.runs.recipe import Recipe, take_settings
+from lightning_fcl.runs.secret_values import with_variables
+from lightning_fcl.zoo.continuation import continue_from, read_continuation
 from lightning_fcl.zoo.loading import read_tensors
+from lightning_fcl.zoo.model_entry import (
+    CHECK,
+    CHECKSUMS_FILE,
+    CONFIG,
+    CONTINUE,
+    WEIGHTS,
+    read_entry,
+    read_files,
+    write_entry_checksums,
+)
 from lightning_fcl.zoo.pretrained import read_samples
 from lightning_fcl.zoo.publishing import publish
-from lightning_fcl.zoo.registry import REGISTRY, collect, register
+from lightning_fcl.zoo.registry import REGISTRY, copy_to_registry, register
 
 NAME = "mlp.digits.flwf2t_replay"
 LR = "model.init_args.optimizer.init_args.lr"
@@ -136,7 +145,7 @@ def search_among(lab, file):
     written(lab, "of-another.csv", "trial,y\n0,1\n")
     written(lab, "failed.csv", f"trial,x,{LR}\n0,,0.1\n")
     written(lab, "right.csv", f"trial,x,{LR}\n0,0.5,0.1\n")
-    assert len(read_search(lab).with_trials_of(lab.folder / file).points) == 1
+    assert len(read_search(lab).load_trials(lab.folder / file).points) == 1
 
 
 def tune(lab, sizes, words=""):
@@ -179,7 +188,7 @@ def run_twice(lab, workers):
     lab.env.syspath_prepend(str(lab.folder))
     jobs = [Job(str(number), Recipe(), number, lab.folder / "killed") for number in range(2)]
     work = import_module("killed_once").work
-    assert {label for _, label in side_by_side(work, jobs, workers)} == {"0", "1"}
+    assert {label for _, label in run_parallel(work, jobs, workers)} == {"0", "1"}
 
 
 def table_rows(lab, finished):
@@ -620,7 +629,7 @@ ROWS |= {
     ),
     "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase it"),
     "no recipe": Row(
-        lambda lab, files: read_parts(Recipe(files)),
+        lambda lab, files: load_recipe(Recipe(files)),
         {"files": ()},
         {"files": (recipes_folder() / "quickstart.yaml",)},
         "Pass the name or the file of a recipe",
@@ -740,7 +749,9 @@ def read_damaged(lab, damage):
 def table_of(lab, change=None):
     """Read a table, which `change` damages before, if it is not None."""
     path = lab.folder / "table.json"
-    write_table(lab.folder, Results.of([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy"))
+    write_table(
+        lab.folder, Results.from_results([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy")
+    )
     if change is not None:
         path.write_text(change(path.read_text()))
     return read_table(path)
@@ -776,7 +787,7 @@ ROWS |= {
         MissingValueError,
     ),
     "folder without a run": Row(
-        lambda lab, name: runs_below([lab.run() / name]),
+        lambda lab, name: find_runs([lab.run() / name]),
         {"name": "checkpoints"},
         {"name": "."},
         "Pass a folder that `lightning-fcl fit` has written",
@@ -910,7 +921,7 @@ def by_hand(lab):
 
 def write_on(lab, limit):
     with lab.full_disk(limit) if limit else nullcontext():
-        return write_whole(lab.folder / "mine.bin", CONTENT)
+        return write_atomic(lab.folder / "mine.bin", CONTENT)
 
 
 def download_on(lab, limit):
@@ -946,7 +957,7 @@ def in_the_way(lab):
 
 
 def occupy(lab, folder):
-    with occupied(lab.folder / "run"):
+    with run_lock(lab.folder / "run"):
         child = os.fork()
         if child:
             _, status = os.waitpid(child, 0)
@@ -959,7 +970,9 @@ def remote_checkpoint(lab, end):
         shutil.copy(lab.checkpoint(), lab.folder / "server" / "last.ckpt")
         lab.url, _ = lab.serve(lab.folder / "server")
     digest = sha256(lab.folder / "server" / "last.ckpt")
-    return checkpoint_file(f"{lab.url}/last.ckpt{end.format(digest)}" if end != "path" else str(lab.checkpoint()))
+    return require_checkpoint_file(
+        f"{lab.url}/last.ckpt{end.format(digest)}" if end != "path" else str(lab.checkpoint())
+    )
 
 
 def load_checkpoint(lab, name):
@@ -992,30 +1005,30 @@ def copy_again(lab):
 
 
 def read_list(lab, text):
-    return read_sums(written(lab, "files.txt", text))
+    return read_checksums(written(lab, "files.txt", text))
 
 
 def link_out(lab, name):
     (lab.folder / "inner").mkdir(exist_ok=True)
     if not (lab.folder / "inner" / "linked").exists():
         (lab.folder / "inner" / "linked").symlink_to(lab.folder)
-    return inside(lab.folder / "inner", name)
+    return safe_join(lab.folder / "inner", name)
 
 
 ROWS |= {
-    "full disk": Row(write_on, {"limit": 1000}, {"limit": None}, "Make room, then", NoRoomError),
+    "full disk": Row(write_on, {"limit": 1000}, {"limit": None}, "Make room, then", DiskFullError),
     "full disk of a download": Row(
-        download_on, {"limit": 1000}, {"limit": None}, "Make room, then try again", NoRoomError
+        download_on, {"limit": 1000}, {"limit": None}, "Make room, then try again", DiskFullError
     ),
     "folder that is not there": Row(
-        lambda lab, name="new/mine.txt": write_whole(lab.folder / name, "x"),
+        lambda lab, name="new/mine.txt": write_atomic(lab.folder / name, "x"),
         {},
         lambda lab: (lab.folder / "new").mkdir(),
         "Create its folder",
         FileAccessError,
     ),
     "folder that is not there, another": Row(
-        lambda lab, name: write_whole(lab.folder / name, "x"),
+        lambda lab, name: write_atomic(lab.folder / name, "x"),
         {"name": "new/mine.txt"},
         {"name": "mine.txt"},
         "or use another folder",
@@ -1043,12 +1056,12 @@ ROWS |= {
     "data that are not there": Row(
         lambda lab: archive(lab).find(lab.folder / "data"),
         {},
-        lambda lab: lab.source.fetch(lab.folder / "data"),
+        lambda lab: lab.source.download(lab.folder / "data"),
         "Run `lightning-fcl data fetch x`",
         MissingFileError,
     ),
     "archive that cannot be unpacked": Row(
-        lambda lab: archive(lab, in_the_way).fetch(lab.folder / "data"),
+        lambda lab: archive(lab, in_the_way).download(lab.folder / "data"),
         {},
         lambda lab: shutil.rmtree(lab.folder / "data" / "x" / "original"),
         "Make room, or delete ",
@@ -1081,7 +1094,7 @@ ROWS |= {
         DamagedFileError,
     ),
     "folder that is no run": Row(
-        lambda lab, name: checkpoint_of_run(lab.run().parent / name),
+        lambda lab, name: get_run_checkpoint(lab.run().parent / name),
         {"name": "."},
         {"name": "run"},
         "Pass the folder that `lightning-fcl fit` wrote to",
@@ -1142,7 +1155,7 @@ def relist(lab, **changes):
     config = json.loads((folder / CONFIG).read_text()) | changes
     (folder / CONFIG).write_text(json.dumps(config))
     (folder / CHECK).unlink(missing_ok=True)
-    write_list(folder)
+    write_entry_checksums(folder)
     return folder
 
 
@@ -1168,7 +1181,7 @@ def once(lab, damage, read):
 def change_weights(folder):
     state = load_file(folder / WEIGHTS)
     save_file({name: value + 1 for name, value in state.items()}, folder / WEIGHTS)
-    write_list(folder)
+    write_entry_checksums(folder)
 
 
 def changed_weights(lab, **settings):
@@ -1210,7 +1223,7 @@ def packaged(lab, setting=None):
 def damaged_registry(lab):
     if not (lab.folder / "zoo").exists():
         lab.entry()
-        written(lab, f"zoo/{REGISTRY}", f"../{SUMS} {DIGEST}\n")
+        written(lab, f"zoo/{REGISTRY}", f"../{CHECKSUMS_FILE} {DIGEST}\n")
     return in_zoo(lab)
 
 
@@ -1227,7 +1240,7 @@ def collect_beside(lab):
         other.mkdir(parents=True)
         config = json.loads((lab.entry() / CONFIG).read_text()) | {"name": "mlp.other"}
         (other / CONFIG).write_text(json.dumps(config))
-    return collect(lab.entry(), lab.folder / "to")
+    return copy_to_registry(lab.entry(), lab.folder / "to")
 
 
 def publish_run(lab, to):
@@ -1291,7 +1304,7 @@ ROWS |= {
         MissingFileError,
     ),
     "list of other files": Row(
-        lambda lab: once(lab, lambda folder: (folder / SUMS).write_text(f"a {DIGEST}\n"), read_files),
+        lambda lab: once(lab, lambda folder: (folder / CHECKSUMS_FILE).write_text(f"a {DIGEST}\n"), read_files),
         {},
         copy_again,
         "Delete this copy and get the file again",
@@ -1345,7 +1358,7 @@ ROWS |= {
         {"to": "https://example.org/zoo"},
         {"to": "published"},
         "Publish to a folder, then copy the folder to the URL",
-        argument="to",
+        argument="destination",
     ),
     "model that did not come with the package": Row(
         packaged,
@@ -1403,7 +1416,7 @@ def serve_data(lab, scenario=None, data=True):
     stream = stream_of(scenario=scenario)
     np.savez(lab.folder / "a.npz", x=np.zeros((4, 6), np.float32), y=np.array(["a", "b", "c", "d"]))
     if data:
-        take_server_data(stream, read_data(lab.folder / "a.npz"), ["0", "1"])
+        set_server_data(stream, read_data(lab.folder / "a.npz"), ["0", "1"])
     else:
         stream.setup("fit")
     assert len(stream.plan.test)
@@ -1411,17 +1424,17 @@ def serve_data(lab, scenario=None, data=True):
 
 def sent(lab, change, largest=1000.0, kind=torch.float32, rule="mean", clients=1):
     state = {"w": torch.ones(4).to(kind)}
-    limits = Limits(10**6, 10, 10, largest, clients)
+    limits = UploadLimits(10**6, 10, 10, largest, clients)
     server = FederatedServer(ClientStore())
-    server.begin(torch.nn.Module(), extra={"w": (state["w"], rule)})
-    part = ClientRounds.of([ClientRound("1", 0, samples=1)])
+    server.start_fit(torch.nn.Module(), extra_tensors={"w": (state["w"], rule)})
+    part = ClientRounds.from_rounds([ClientRound("1", 0, samples=1)])
     decode_upload(Upload(1, tensors={"w": change(state["w"])}), server, part, limits)
 
 
 def plan_rounds(lab, columns, scenario=None):
     stream = stream_of(scenario=scenario)
     stream.setup("fit")
-    outline = outline_of(stream, stream.plan.clients[0])
+    outline = make_outline(stream, stream.plan.clients[0])
     rounds = None if columns is None else np.ones((8, len(outline.experiences) + columns), dtype=bool)
     return client_plan(outline, np.arange(8) % 4, rounds, 0)
 
@@ -1446,7 +1459,7 @@ ROWS |= {
         {"name": "b.npz"},
         {"name": "a.npz"},
         "Name a file, a folder of images, or a DataModule",
-        RefusedError,
+        RejectedMessageError,
         "data",
     ),
     "data of a server, single samples": Row(
@@ -1469,80 +1482,88 @@ ROWS |= {
         "Leave `schedule` out",
     ),
     "update that overflows": Row(
-        sent, {"change": lambda w: w * 3e38}, {"change": lambda w: w * 1.1}, "Decrease the learning rate", RefusedError
+        sent,
+        {"change": lambda w: w * 3e38},
+        {"change": lambda w: w * 1.1},
+        "Decrease the learning rate",
+        RejectedMessageError,
     ),
     "update that is large": Row(
         sent,
         {"change": lambda w: w * 100, "largest": 0.5},
         {"change": lambda w: w * 1.1},
         "Decrease the learning rate",
-        RefusedError,
+        RejectedMessageError,
     ),
     "update that is large, allowed": Row(
         sent,
         {"change": lambda w: w * 100, "largest": 0.5},
         {"largest": 1000.0},
-        "or increase `largest-update`",
-        RefusedError,
+        "or increase `max-update-norm`",
+        RejectedMessageError,
     ),
     "sum of a narrow type": Row(
         sent,
         {"change": lambda w: w * 100, "kind": torch.int8, "rule": "sum", "clients": 3},
         {"kind": torch.int64},
         "Use a wider type, such as float32 or int64",
-        RefusedError,
+        RejectedMessageError,
     ),
     "name of a client that is no file's": Row(
-        lambda lab, name: file_name_of({"client": name}, "client"),
+        lambda lab, name: parse_file_name({"client": name}, "client"),
         {"name": ".."},
         {"name": "ann_1"},
         "Use a shorter name of letters, digits, `_` and `-` for the client",
-        RefusedError,
+        RejectedMessageError,
     ),
     "other recipe on a node": Row(
         lambda lab, recipe: check_same({"version": version(), "recipe": recipe}, "ours", "node 1"),
         {"recipe": "theirs"},
         {"recipe": "ours"},
         SAME,
-        RefusedError,
+        RejectedMessageError,
     ),
     "other names of a node": Row(
-        lambda lab, sent: check_names(sent, ["w"], "node 1"), {"sent": ["v"]}, {"sent": ["w"]}, SAME, RefusedError
+        lambda lab, sent: check_names(sent, ["w"], "node 1"),
+        {"sent": ["v"]},
+        {"sent": ["w"]},
+        SAME,
+        RejectedMessageError,
     ),
     "other shapes of a node": Row(
-        lambda lab, size: check_form("w", torch.zeros(size), torch.zeros(3), "node 1"),
+        lambda lab, size: check_tensor("w", torch.zeros(size), torch.zeros(3), "node 1"),
         {"size": 2},
         {"size": 3},
         SAME,
-        RefusedError,
+        RejectedMessageError,
     ),
     "upload of another shape": Row(
         sent,
         {"change": lambda w: w[:2]},
         {"change": lambda w: w},
         SAME,
-        RefusedError,
+        RejectedMessageError,
     ),
     "round before the last": Row(
-        lambda lab, round: (written(lab, "round.json", '{"round": 3}'), memories(lab.folder, "1", round)),
+        lambda lab, round: (written(lab, "round.json", '{"round": 3}'), client_state_folder(lab.folder, "1", round)),
         {"round": 1},
         {"round": 3},
         "Start the server from its newest checkpoint",
-        RefusedError,
+        RejectedMessageError,
     ),
     "data of other rounds": Row(
         plan_rounds,
         {"columns": 1},
         {"columns": 0},
         "Write the data again with `lightning-fcl deploy split`",
-        RefusedError,
+        RejectedMessageError,
     ),
     "data without rounds": Row(
         plan_rounds,
         {"columns": None, "scenario": Online(ClassIncremental(2))},
         {"columns": 0},
         "Write the data with `lightning-fcl deploy split`",
-        RefusedError,
+        RejectedMessageError,
     ),
 }
 
@@ -1637,7 +1658,7 @@ ROWS |= {
         "data",
     ),
     "targets of more than 64 bits": Row(
-        lambda lab, y: number_targets(y, ()),
+        lambda lab, y: index_targets(y, ()),
         {"y": np.zeros(4, np.longdouble)},
         {"y": np.zeros(4, np.longdouble).astype(np.float32)},
         "Convert `y`, for example with `y.astype(np.float32)`",

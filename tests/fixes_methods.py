@@ -31,20 +31,20 @@ from lightning_fcl.callbacks import (
 )
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidStateError, InvalidTypeError
-from lightning_fcl.local.local_steps import client_steps
+from lightning_fcl.local_training.gradient_accumulation import count_client_batches
 from lightning_fcl.methods.compose import check_compatible, check_needs
 from lightning_fcl.methods.dytox import _task_of
 from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.intrinsic_plasticity import IntrinsicPlasticity
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.plasticity import IntrinsicPlasticity
-from lightning_fcl.methods.sample_gradients import gradients_of_samples
+from lightning_fcl.methods.per_sample_gradients import module_per_sample_gradients
 from lightning_fcl.models import MLP, DyTox
 
 ROWS: dict[str, Row] = {}
 SECONDS: set[str] = {
     "DyTox as a part of no module",
     "Re-Fed with a high learning rate",
-    "client_steps between rounds",
+    "count_client_batches between rounds",
     "strategy of Avalanche that asks for the training loop",
 }
 
@@ -77,7 +77,7 @@ def fit_local_epochs(lab, stream):
 
 
 def fit_personal(lab, strategy, has_method=True, method=None):
-    stream, methods = small_stream(client=[0] * 48), [method or Personal()] if has_method else []
+    stream, methods = small_stream(client_ids=[0] * 48), [method or Personal()] if has_method else []
     trainer = L.Trainer(strategy=strategy, max_epochs=1, callbacks=methods, **lab.quiet)
     trainer.fit(mlp(), datamodule=stream)
     return has_rounds(trainer)
@@ -133,7 +133,7 @@ class AsksSteps(L.Callback):
 
     def __init__(self, hook):
         self.counts = []
-        setattr(self, hook, lambda trainer, *args: self.counts.append(client_steps(trainer)))
+        setattr(self, hook, lambda trainer, *args: self.counts.append(count_client_batches(trainer)))
 
 
 def ask_steps(lab, hook):
@@ -161,7 +161,7 @@ def sample_gradients(lab, alone):
     def objective(output, y):
         return cross_entropy(output, y, reduction="sum")
 
-    found = [*gradients_of_samples(task, objective, state, x, y, ["model.1.weight"])]
+    found = [*module_per_sample_gradients(task, objective, state, x, y, ["model.1.weight"])]
     assert found
 
 
@@ -289,7 +289,7 @@ ROWS |= {
         {"normalize_grad": True},
         "Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
     ),
-    "client_steps between rounds": Row(
+    "count_client_batches between rounds": Row(
         ask_steps,
         {"hook": "on_train_epoch_start"},
         {"hook": "on_train_batch_start"},

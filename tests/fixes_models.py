@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier
 from lightning_fcl.errors import DamagedFileError, MissingValueError, UnknownNameError
 from lightning_fcl.models import MLP, Decomposed, DyTox, EchoStateNetwork, LoRA, fcl_vit
-from lightning_fcl.models._parts import patches
+from lightning_fcl.models._layers import count_patches
 from lightning_fcl.models.backbone import frozen_backbone
-from lightning_fcl.models.described import cast_arguments
-from lightning_fcl.models.generator import statistics_layers
-from lightning_fcl.models.hierarchical import CvTBody
+from lightning_fcl.models.generator import batchnorm_layers
 from lightning_fcl.models.quantization import quantize_backbone
 from lightning_fcl.models.ridge import RidgeReadout
+from lightning_fcl.models.serialization import validate_arguments
+from lightning_fcl.models.t2t_cvt import CvTBody
+from lightning_fcl.tasks.base import require_embedding_body
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
-from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot
-from lightning_fcl.tasks.task import embedding_body
+from lightning_fcl.tasks.ridge_statistics import OneHot, RealTargets
 
 ROWS: dict[str, Row] = {}
 SECONDS = {
@@ -43,14 +43,14 @@ class Net(nn.Module):
 def make_dytox(lab, tasks, blocks=None):
     model = DyTox(tasks, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
     if blocks is not None:
-        model.assign(blocks)
+        model.assign_classes(blocks)
     assert sorted(label for block in model.blocks for label in block) == [0, 1, 2, 3]
 
 
 def begin_tasks(lab, tasks):
     net = Decomposed(Net(), tasks)
     for _ in range(2):
-        net.begin(torch.ones(4, dtype=torch.bool))
+        net.start_task(torch.ones(4, dtype=torch.bool))
 
 
 def make_lora(lab, head):
@@ -90,8 +90,8 @@ def solve_readout(lab, value):
 
 def remove_readout(lab, rank):
     readouts = [RidgeReadout(3, 2, rank=rank) for _ in range(2)]
-    readouts[0].add(readouts[1])
-    readouts[0].remove(readouts[1])
+    readouts[0].merge(readouts[1])
+    readouts[0].unlearn(readouts[1])
     assert readouts[0].n == 0
 
 
@@ -110,13 +110,13 @@ def predict(lab, features):
 
 ROWS |= {
     "size of an image whose patches overlap": Row(
-        lambda lab, size: patches(size, 7, 4, size),
+        lambda lab, size: count_patches(size, 7, 4, size),
         {"size": 30},
         {"size": 32},
         "Resize the images to a multiple of all strides together",
     ),
     "patches smaller than their stride": Row(
-        lambda lab, kernel: patches(32, kernel, 4, 32),
+        lambda lab, kernel: count_patches(32, kernel, 4, 32),
         {"kernel": 3},
         {"kernel": 7},
         "Resize the images to a multiple of all strides together, or choose other patches, no smaller than their "
@@ -196,7 +196,7 @@ ROWS |= {
         'Use a pattern of the last layer, such as `head="head.*"`.',
     ),
     "arguments of a network in a file": Row(
-        lambda lab, name: MLP(**cast_arguments(MLP, {name: [6, 5, 4]}, "model")),
+        lambda lab, name: MLP(**validate_arguments(MLP, {name: [6, 5, 4]}, "model")),
         {"name": "size"},
         {"name": "sizes"},
         "Did you mean sizes?",
@@ -234,7 +234,7 @@ ROWS |= {
         solve_readout, {"value": float("nan")}, {"value": 1.0}, "Leave out the clients with such statistics."
     ),
     "generator for a network without batch normalization": Row(
-        lambda lab, *layers, **options: statistics_layers(nn.Sequential(nn.Conv2d(3, 4, 3), *options.values())),
+        lambda lab, *layers, **options: batchnorm_layers(nn.Sequential(nn.Conv2d(3, 4, 3), *options.values())),
         {"layer": nn.ReLU()},
         {"layer": nn.BatchNorm2d(4)},
         "Add a layer such as `nn.BatchNorm2d`, or use another method.",
@@ -254,7 +254,7 @@ ROWS |= {
     "labels of a floating type, as numbers": Row(
         lambda lab, make: make().encode(torch.tensor([[0.0], [3.0]])),
         {"make": lambda: OneHot(4)},
-        {"make": lambda: Numbers(1)},
+        {"make": lambda: RealTargets(1)},
         "Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
     ),
     "labels above the number of classes": Row(
@@ -264,13 +264,13 @@ ROWS |= {
         "Set `num_classes` to the data's number of classes.",
     ),
     "targets of a reservoir of another size": Row(
-        lambda lab, outputs: Numbers(outputs).encode(torch.zeros(4, 2)),
+        lambda lab, outputs: RealTargets(outputs).encode(torch.zeros(4, 2)),
         {"outputs": 1},
         {"outputs": 2},
         "Set `outputs` to the target's size.",
     ),
     "targets of a reservoir that are NaN": Row(
-        lambda lab, y: Numbers(1).encode(y),
+        lambda lab, y: RealTargets(1).encode(y),
         {"y": torch.full((2, 1), float("nan"))},
         {"y": torch.zeros(2, 1)},
         "Correct or drop these sequences.",
@@ -285,7 +285,7 @@ ROWS |= {
         fit_plain_reservoir, {"beta": [0.1, 1.0]}, {"beta": 0.1}, "Pass `val_dataloaders` to `fit`, or one `beta`."
     ),
     "network without features": Row(
-        lambda lab, model: embedding_body(model()),
+        lambda lab, model: require_embedding_body(model()),
         {"model": Net},
         {"model": lambda: MLP([6, 5, 4])},
         "Use a network of `lightning_fcl.models`, or define `embed` and `features`.",

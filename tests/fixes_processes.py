@@ -20,12 +20,12 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import DamagedFileError, MissingValueError
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.ranks import ALONE
+from lightning_fcl.federation.ranks import SINGLE_RANK
 from lightning_fcl.federation.reductions import Mean, Reduction
-from lightning_fcl.methods.method import sample_size
+from lightning_fcl.methods.method import sample_shape
 from lightning_fcl.simulation.gloo import GlooRanks
-from lightning_fcl.simulation.limits import check_ranks
-from lightning_fcl.simulation.ranks import check_alike
+from lightning_fcl.simulation.multiprocess import check_same_federation
+from lightning_fcl.simulation.setup_checks import check_ranks
 
 ROWS: dict[str, Row] = {}
 SECONDS: set[str] = set()
@@ -47,24 +47,24 @@ class Alone(Reduction):
 
     name = "alone"
 
-    def accumulator(self):
-        return SimpleNamespace(add=lambda values, weights: None, result=dict)
+    def make_accumulator(self):
+        return SimpleNamespace(update=lambda values, weights: None, compute=dict)
 
 
 def aggregate(lab, reduction, processes=2):
     def combine(ranks):
         aggregator = Aggregator({"w": reduction})
-        aggregator.add_all({"w": torch.ones(1, 2)}, [1.0], [ranks.rank])
-        if ranks.number > 1:
-            aggregator.combine(ranks)
-        return aggregator.uploads
+        aggregator.accumulate({"w": torch.ones(1, 2)}, [1.0], [ranks.rank])
+        if ranks.num_ranks > 1:
+            aggregator.sync(ranks)
+        return aggregator.num_uploads
 
-    found = call_together([combine] * processes) if processes > 1 else [combine(ALONE)]
+    found = call_together([combine] * processes) if processes > 1 else [combine(SINGLE_RANK)]
     assert found == [processes] * processes
 
 
 def compare(lab, recipes):
-    call_together([lambda ranks, one=recipe: check_alike(ranks, {"recipe": one}) for recipe in recipes])
+    call_together([lambda ranks, one=recipe: check_same_federation(ranks, {"recipe": one}) for recipe in recipes])
 
 
 def count_processes(lab, processes, **options):
@@ -79,7 +79,7 @@ def read_client(lab, resumes):
     (path,) = (lab.folder / "clients").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-4])
     if resumes:
-        store.replace({"a": state})
+        store.replace_all({"a": state})
     assert torch.equal(store["a"]["model"]["w"], state["model"]["w"])
 
 
@@ -160,7 +160,7 @@ def find_size(lab, simulates):
     stream.setup("fit")
     if not simulates:
         stream.plan = replace(stream.plan, train=())
-    assert sample_size(SimpleNamespace(stream=stream), "GLFC") == (6,)
+    assert sample_shape(SimpleNamespace(stream=stream), "GLFC") == (6,)
 
 
 def fit_sums(lab, scenario, participation=0.5):
@@ -176,13 +176,13 @@ ROWS |= {
         aggregate,
         {"reduction": Alone()},
         {"reduction": Mean()},
-        "Define `combine` in the accumulator, or train with `devices=1`.",
+        "Define `sync` in the accumulator, or train with `devices=1`.",
     ),
     "reduction of one process, on one device": Row(
         aggregate,
         {"reduction": Alone()},
         {"processes": 1},
-        "Define `combine` in the accumulator, or train with `devices=1`.",
+        "Define `sync` in the accumulator, or train with `devices=1`.",
     ),
     "processes with other recipes": Row(
         compare,

@@ -43,7 +43,7 @@ def fit_samples(lab, batch_size=8, **options):
 def uneven_stream():
     """Two clients with last batches of 4 and 8 samples."""
     x, y, client = torch.randn(44, 6), torch.arange(44) % 4, (torch.arange(44) >= 20).long()
-    return small_stream(x=x, y=y, client=client, batch_size=8, split=Split(test=0.0))
+    return small_stream(x=x, y=y, client_ids=client, batch_size=8, split=Split(test=0.0))
 
 
 class NoLoss(Plain):
@@ -68,7 +68,7 @@ class SingleSamples(Classifier):
     """Cannot be tried before the first round."""
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.strategy.round is None:
+        if self.trainer.strategy.current_round is None:
             raise ValueError("not yet")
         return super().training_step(batch, batch_idx)
 
@@ -82,14 +82,14 @@ class Remembers(Method):
         super().__init__()
         self.fills, self.vectorizable = fills, together
 
-    def on_download(self, client):
-        return {"seen": torch.zeros(1), **client.memory} if self.fills else client.memory
+    def prepare_client_state(self, client):
+        return {"seen": torch.zeros(1), **client.method_state} if self.fills else client.method_state
 
-    def end_round(self, client, own, data):
-        return {"seen": torch.ones(1)} if client.part.client == "1" else client.memory
+    def update_client_state(self, client, trained_state, data):
+        return {"seen": torch.ones(1)} if client.client_round.client_id == "1" else client.method_state
 
     def penalty(self, client, step):
-        return 0.0 * client.memory["seen"].sum() if "seen" in client.memory else 0.0
+        return 0.0 * client.method_state["seen"].sum() if "seen" in client.method_state else 0.0
 
 
 class AsksPart(Method):
@@ -101,13 +101,13 @@ class AsksPart(Method):
         super().__init__()
         self.stores, self.vectorizable = stores, together
 
-    def on_download(self, client):
-        return {"round": torch.tensor(float(client.part.round))} if self.stores else client.memory
+    def prepare_client_state(self, client):
+        return {"round": torch.tensor(float(client.client_round.round_idx))} if self.stores else client.method_state
 
     def penalty(self, client, step):
         if self.stores:
-            return 0.0 * client.memory["round"]
-        return 0.0 * client.part.round if client.module.trainer.current_epoch else 0.0
+            return 0.0 * client.method_state["round"]
+        return 0.0 * client.client_round.round_idx if client.module.trainer.current_epoch else 0.0
 
 
 def fit_with_method(lab, make, **options):
@@ -196,26 +196,28 @@ ROWS |= {
         fit_with_method,
         {"make": Remembers},
         {"fills": True},
-        "Add the missing entries in `on_download`, or set `vectorizable = False`.",
+        "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
     ),
     "method that keeps an entry of some clients, one at a time": Row(
         fit_with_method,
         {"make": Remembers},
         {"together": False},
-        "Add the missing entries in `on_download`, or set `vectorizable = False`.",
+        "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
     ),
     "method that asks for the client of a step": Row(
         fit_with_method,
         {"make": AsksPart},
         {"stores": True},
-        "Store the values for the step in the memory that `on_download` returns, or set `vectorizable = False`.",
+        "Store the values for the step in the memory that `prepare_client_state` returns, or set `vectorizable = "
+        "False`.",
         InvalidStateError,
     ),
     "method that asks for the client of a step, one at a time": Row(
         fit_with_method,
         {"make": AsksPart},
         {"together": False},
-        "Store the values for the step in the memory that `on_download` returns, or set `vectorizable = False`.",
+        "Store the values for the step in the memory that `prepare_client_state` returns, or set `vectorizable = "
+        "False`.",
         InvalidStateError,
     ),
     "DyTox with balanced epochs alone": Row(

@@ -3,9 +3,9 @@
 
 def memory_of(method):
     """Return the client state of a method."""
-    return method.local.memory(method.section)
+    return method.local.memory(method.section_name)
 
 
 def entries_of(method):
     """Return what the server keeps for a method."""
-    return method.local.entries(method.section)
+    return method.local.entries(method.section_name)

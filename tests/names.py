@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_fcl.zoo.entry import WEIGHTS
+from lightning_fcl.zoo.model_entry import WEIGHTS
 
 UP = ("..", "../x", "../../x", "x/../../y", "./x", "x/./y", ".", "", "/", "x/", "x//y", "~/../../x", ".../x")
 ABSOLUTE = (

@@ -14,18 +14,30 @@ from torch import nn
 import lightning_fcl
 from lightning_fcl import FederatedStrategy, FederatedStream, callbacks, models
 from lightning_fcl.data import partition, scenarios, split
-from lightning_fcl.deployment import server
-from lightning_fcl.device import report
+from lightning_fcl.deployment import deployment_server
+from lightning_fcl.edge import report
 from lightning_fcl.errors import InvalidTypeError, check_arguments
-from lightning_fcl.federation import fedbuff, robust, schedule, speeds, swarm, wire
+from lightning_fcl.federation import client_speeds, compression, fedbuff, robust, swarm, synchronization
 
-MODULES = (partition, scenarios, split, server, report, fedbuff, robust, schedule, speeds, swarm, wire)
+MODULES = (
+    partition,
+    scenarios,
+    split,
+    deployment_server,
+    report,
+    fedbuff,
+    robust,
+    synchronization,
+    client_speeds,
+    swarm,
+    compression,
+)
 
 # Public classes and functions whose numbers are checked where they are used, and why.
 EXCEPTIONS = {
     "RoundRecord": "a result, which users read",
-    "Deployment": "made by a schedule",
-    "TimedRound": "made by a schedule",
+    "TimingContext": "made by a schedule",
+    "RoundTiming": "made by a schedule",
     "Flight": "made by a schedule",
     "Clock": "made by a schedule",
     "BufferedServer": "made by a schedule",
@@ -94,7 +106,7 @@ def test_cases_cover_methods_models_and_settings():
     assert {
         "FederatedStream.batch_size", "FederatedStrategy.local_epochs", "EWC.strength",
         "Dirichlet.alpha", "ClassIncremental.experiences", "HARCNN.dropout", "Classifier.num_classes", "TopK.fraction",
-        "Deadline.seconds", "Krum.byzantine", "Device.power_mw", "Terms.round_seconds", "Split.test",
+        "Deadline.seconds", "Krum.byzantine", "DeviceProfile.power_mw", "DeploymentConfig.round_timeout", "Split.test",
     } <= named  # fmt: skip
     assert len(CASES) > 200
 
@@ -102,7 +114,7 @@ def test_cases_cover_methods_models_and_settings():
 OBJECTS = {
     nn.Module: nn.Linear(4, 3),
     models.EchoStateNetwork: models.EchoStateNetwork(4, 8),
-    speeds.Speeds: speeds.Speeds(0.01),
+    client_speeds.Speeds: client_speeds.Speeds(0.01),
     typing.Any: [0, 1],
     int: 4,
     float: 0.5,

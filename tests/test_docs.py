@@ -51,8 +51,8 @@ COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "wh
 def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In order, as printed; a recipe becomes a file of the name in its first line, or is resolved."""
     from lightning_fcl.cli.main import main
-    from lightning_fcl.running.fit import resolve_recipe
-    from lightning_fcl.running.recipe import Recipe
+    from lightning_fcl.runs.fit import resolve_recipe
+    from lightning_fcl.runs.recipe import Recipe
 
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(path.read_text())

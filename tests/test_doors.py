@@ -12,14 +12,14 @@ from raising import raises
 
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.deployment.flower import _read_node_config
-from lightning_fcl.deployment.node import own_folder
-from lightning_fcl.deployment.own_data import split_file
+from lightning_fcl.deployment.node import client_folder
+from lightning_fcl.deployment.node_data import split_file
 from lightning_fcl.errors import DamagedFileError, InvalidValueError
-from lightning_fcl.evaluation import figures
-from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.results import is_whole
+from lightning_fcl.evaluation import paper_figures
+from lightning_fcl.evaluation.paper_figures import write_figures
+from lightning_fcl.evaluation.results import is_complete
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.io.paths import inside
+from lightning_fcl.io.paths import safe_join
 
 NAMES = runpy.run_path(str(Path(__file__).with_name("names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
@@ -30,22 +30,22 @@ REFUSED = "Expected a plain name of something inside .*Use a name of letters"
 @pytest.mark.parametrize("name", EVIL, ids=lambda name: ascii(name)[:40])
 def test_no_evil_name_is_joined(tmp_path, name):
     with raises(InvalidValueError, "name"):
-        inside(tmp_path, name)
+        safe_join(tmp_path, name)
     with raises(InvalidValueError, "name"):
-        inside(tmp_path, "x", name)
+        safe_join(tmp_path, "x", name)
 
 
 @pytest.mark.parametrize(
     "name", ["a", "0", "a.png", ".part", "x/y z", "Zürich", "学校/1", "a%2F..b", "val_0.JPEG", "é" * 120]
 )
 def test_a_plain_name_is_joined_as_it_is(tmp_path, name):
-    assert inside(tmp_path, name) == tmp_path / name
-    assert inside(tmp_path, "x", name) == tmp_path / "x" / name
+    assert safe_join(tmp_path, name) == tmp_path / name
+    assert safe_join(tmp_path, "x", name) == tmp_path / "x" / name
 
 
 def test_no_name_is_none_of_the_folders():
     with raises(InvalidValueError, "name", value=""):
-        inside(Path("here"))
+        safe_join(Path("here"))
 
 
 def test_links_lead_nowhere_else(tmp_path):
@@ -60,10 +60,10 @@ def test_links_lead_nowhere_else(tmp_path):
     (folder / "deep" / "in").symlink_to("..")
     for name in (*links, "out/victim", "up/outside/victim", "self/file", "deep/in"):
         with raises(InvalidValueError, "name"):
-            inside(folder, name)
-    assert inside(folder, "deep", "in", "deep").samefile(folder / "deep")
+            safe_join(folder, name)
+    assert safe_join(folder, "deep", "in", "deep").samefile(folder / "deep")
     (tmp_path / "link").symlink_to(folder)  # a folder that someone has named may be elsewhere itself
-    assert inside(tmp_path / "link", "deep") == tmp_path / "link" / "deep"
+    assert safe_join(tmp_path / "link", "deep") == tmp_path / "link" / "deep"
 
 
 def all_below(folder):
@@ -87,7 +87,7 @@ def test_no_file_of_a_run_is_elsewhere(folder):
     def sealed(*names):
         lines = [f"{name} {WHOLE}\n" for name in ("results.json", *names)]
         (folder / "files.txt").write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
-        return is_whole(folder)
+        return is_complete(folder)
 
     assert sealed() and sealed("x.png", "a/x.png")
     for name in (*TEXTS, "../x.png", str(folder.parent / "x.png")):
@@ -96,7 +96,7 @@ def test_no_file_of_a_run_is_elsewhere(folder):
 
 
 def test_no_figure_is_drawn_elsewhere(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(figures.KINDS_OF_FIGURES, "volume_by_round", lambda *_: None)
+    monkeypatch.setitem(paper_figures.FIGURE_KINDS, "volume_by_round", lambda *_: None)
     before = all_below(tmp_path)
     for name in (*EVIL, "../x.png", "a/../../x.png", str(tmp_path / "x.png")):
         figure = {"file": name, "kind": "volume_by_round", "panels": {"": {"A": "A"}}}
@@ -125,14 +125,14 @@ def test_no_federation_and_no_client_has_a_folder_elsewhere(folder):
     for name in (*TEXTS, str(folder)):
         for names in ((name, "client"), ("federation", name)):
             try:
-                found.append(own_folder(folder, *names))
+                found.append(client_folder(folder, *names))
             except ValueError as error:
                 assert re.search(REFUSED, str(error))
     assert len(found) == len({*found}) > 100
     assert all(path.parent.parent == folder == path.resolve().parent.parent for path in found)
     for names in (("..", "x"), ("x", ".."), (".", "."), ("", "x")):
         with raises(InvalidValueError, "name"):
-            own_folder(folder, *names)
+            client_folder(folder, *names)
 
 
 def test_no_share_of_a_split_is_elsewhere(folder):

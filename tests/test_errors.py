@@ -12,17 +12,17 @@ from lightning_fcl import errors
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import (
     above,
-    argument,
     at_least,
     between,
     check_clients,
-    check_fields,
     did_you_mean,
-    listed,
+    format_code_names,
+    format_names,
     one_of,
-    quoted,
-    require,
-    share,
+    require_package,
+    unit_interval,
+    validate_fields,
+    validated,
 )
 
 
@@ -30,7 +30,7 @@ def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.delitem(sys.modules, "PIL.Image", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"^Expected `PIL`, which reads images, .*`pip install pillow`\.$"):
-        require("PIL.Image", "reads images")
+        require_package("PIL.Image", "reads images")
 
 
 def test_what_a_package_lacks_itself_is_named(monkeypatch, tmp_path):
@@ -39,7 +39,7 @@ def test_what_a_package_lacks_itself_is_named(monkeypatch, tmp_path):
     with pytest.raises(
         ModuleNotFoundError, match=r"`its_dependency`.*pip install \"lightning-fcl\[device\]\""
     ) as raised:
-        require("half_installed", "writes files", extra="device")
+        require_package("half_installed", "writes files", extra="device")
     assert raised.value.name == "its_dependency"
 
 
@@ -61,7 +61,10 @@ def test_none_is_refused_where_something_stands_by_default():
         (lambda: at_least(0, mu=float("nan")), "Expected `mu` to be at least 0 but got nan. Use 0 or more."),
         (lambda: above(0, temperature=0.0), "Expected `temperature` to be above 0 but got 0.0. Use a number above 0."),
         (lambda: between(0, 1, alpha=1.7), "Expected `alpha` to be between 0 and 1 but got 1.7. Use 1 or less."),
-        (lambda: share(rho=0.0), "Expected `rho` to be above 0 and at most 1 but got 0.0. Use a number above 0."),
+        (
+            lambda: unit_interval(rho=0.0),
+            "Expected `rho` to be above 0 and at most 1 but got 0.0. Use a number above 0.",
+        ),
         (
             lambda: one_of(["round", "seen"], history="sean"),
             'Expected `history` to be "round" or "seen" but got "sean". Did you mean seen?',
@@ -82,30 +85,30 @@ def test_what_is_out_of_range_is_named_with_the_range(check, message):
 def test_the_bounds_themselves_are_in_range():
     at_least(0, mu=0)
     between(0, 1, alpha=0, beta=1)
-    share(rho=1)
+    unit_interval(rho=1)
 
 
 def test_a_field_declares_its_range():
     @dataclass
     class Momentum:
-        mu: float = argument(0.9, between, 0, 1)
-        steps: int = argument(1, at_least, 1)
+        mu: float = validated(0.9, between, 0, 1)
+        steps: int = validated(1, at_least, 1)
 
-    check_fields(Momentum(mu=0.5, steps=2))
+    validate_fields(Momentum(mu=0.5, steps=2))
     with pytest.raises(ValueError, match=r"^Expected `mu` to be between 0 and 1 but got 1\.5\. Use 1 or less\.$"):
-        check_fields(Momentum(mu=1.5))
+        validate_fields(Momentum(mu=1.5))
     with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number, but got 1\.5\. Leave it out"):
-        check_fields(Momentum(steps=1.5))
+        validate_fields(Momentum(steps=1.5))
     with pytest.raises(
         TypeError, match=r'^Expected `mu` to be a number, but got "much"\. Leave it out for the default, 0\.9\.$'
     ):
-        check_fields(Momentum(mu="much"))
+        validate_fields(Momentum(mu="much"))
 
 
 def test_many_names_are_listed_with_their_number():
-    assert listed(range(4)) == "0, 1, 2, 3"
-    assert listed(range(1000), most=3) == "0, 1, 2 and 997 more"
-    assert quoted("abcde") == "`a`, `b`, `c` and 2 more"
+    assert format_names(range(4)) == "0, 1, 2, 3"
+    assert format_names(range(1000), max_names=3) == "0, 1, 2 and 997 more"
+    assert format_code_names("abcde") == "`a`, `b`, `c` and 2 more"
 
 
 def classes_of_errors(kind=errors.LightningFCLError):

@@ -24,7 +24,7 @@ OPENED = {"file", "content", "numbers", "packed", "opened", "archive", "io", "sy
 ALLOWED = {
     ("cli/main.py", "open"): "It writes to the null device.",
     ("data/datasets/sensors.py", "read_bytes"): "It is the path of a member of an open zip file.",
-    ("data/datasets/files.py", "load"): "It is a method of an unpickler of an open file.",
+    ("data/datasets/readers.py", "load"): "It is a method of an unpickler of an open file.",
 }
 
 

@@ -26,16 +26,16 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
     "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.": [
-        "tests/device/test_export.py::test_what_8_bits_change_too_much_is_not_written",
+        "tests/edge/test_export.py::test_what_8_bits_change_too_much_is_not_written",
     ],
     "Delete the file. The next fit trains the session again.": [
         "tests/callbacks/test_base_session.py::test_base_session_cache_cut_off_is_trained_again_once_deleted",
         "tests/callbacks/test_base_session.py::test_base_session_cache_without_a_bias_is_trained_again_once_deleted",
     ],
-    "Set `most-samples` of the run": [
+    "Set `max-samples` of the run": [
         "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
     ],
-    "Start their nodes, or decrease `clients-at-least` in the run's configuration.": [
+    "Start their nodes, or decrease `min-clients` in the run's configuration.": [
         "tests/deployment/test_restart.py::test_a_server_that_finds_too_few_clients_says_who_is_missing",
     ],
     "Start the server again when these clients run.": [
@@ -68,23 +68,23 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_a_push_is_refused_whole"],
     "Set `cohort_size=1`.": [
-        "tests/local/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
+        "tests/local_training/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
 }
 
 # Hints whose whole text comes from a table or a value, by file and function: a test of them.
 PASSED_ON: dict[str, str] = {
-    "data/own.py data_set": "tests/fixes.py, list of samples",
-    "models/described.py cast_arguments": "tests/fixes_models.py, arguments of a network in a file",
+    "data/adapters.py to_dataset": "tests/fixes.py, list of samples",
+    "models/serialization.py validate_arguments": "tests/fixes_models.py, arguments of a network in a file",
     "errors.py _check_range": "tests/test_annotations.py",
     "errors.py check_argument": "tests/test_annotations.py",
-    "simulation/limits.py check_trainer": "tests/test_fixes.py",
+    "simulation/setup_checks.py check_trainer": "tests/test_fixes.py",
     "deployment/messages.py check_same": "tests/fixes_files.py, other recipe on a node",
     "io/checkpoint.py read_checkpoint": "tests/fixes_files.py, checkpoint above the limit",
     "io/reading.py read_bytes": "tests/fixes_commands.py, file above the limit of bytes",
-    "io/reading.py reading": "tests/fixes_commands.py, arrays above the limit of bytes",
+    "io/reading.py as_file_error": "tests/fixes_commands.py, arrays above the limit of bytes",
     "io/safe_yaml.py read_yaml": "tests/fixes_files.py, values too deep",
-    "running/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
+    "runs/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
 }
 
 # Hints that no test can try, each with the reason.

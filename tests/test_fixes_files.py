@@ -9,7 +9,7 @@ from fixes_files import NAME, SMALL
 from fixes_tables import FILE_ROWS, FILE_SECONDS, FILE_TABLES
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.zoo.registry import collect, package_folder
+from lightning_fcl.zoo.registry import copy_to_registry, package_folder
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_
     def entry(folder="zoo"):
         """Copy a published model to a zoo of its own."""
         if not (tmp_path / folder / NAME).exists():
-            collect(package_folder() / NAME, tmp_path / folder)
+            copy_to_registry(package_folder() / NAME, tmp_path / folder)
         return tmp_path / folder / NAME
 
     with without_pages():

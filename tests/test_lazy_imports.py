@@ -16,7 +16,7 @@ from lightning_fcl import callbacks, conformance, methods, models, zoo
 ROOT = Path(lightning_fcl.__file__).parents[1]
 HEAVY = "{'torch', 'lightning', 'numpy', 'avalanche', 'timm', 'torchvision', 'scipy', 'yaml'}"
 OTHERS = {"timm", "avalanche", "quadprog", "sklearn", "pandas", "pooch", "jsonargparse", "optuna", "tensorboard"}
-FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "remember", "section"}
+FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "strip_prefix", "with_prefix"}
 PACKAGES = [lightning_fcl, callbacks, conformance, methods, models, zoo]
 
 
@@ -169,14 +169,14 @@ def test_type_checkers_see_the_real_type_of_every_name(tmp_path):
     unknown = [name for name, kind in zip(names, revealed, strict=True) if kind.strip('"') in ("Any", "object", "")]
     assert unknown == []
     assert any("lightning_fcl.simulation.strategy.FederatedStrategy" in kind for kind in revealed)
-    assert any("lightning_fcl.methods.averaging.FedProx" in kind for kind in revealed)
+    assert any("lightning_fcl.methods.drift_correction.FedProx" in kind for kind in revealed)
     errors = [line for line in said if "error:" in line]
     assert len(errors) == 1 and 'has no attribute "Nothing"' in errors[0], errors
 
 
 def test_short_class_names_are_found_in_recipes():
-    from lightning_fcl.running.fit import resolve_recipe
-    from lightning_fcl.running.recipe import Recipe
+    from lightning_fcl.runs.fit import resolve_recipe
+    from lightning_fcl.runs.recipe import Recipe
 
     words = ["--model=Classifier", "--model.num_classes=6", "--model.model=HARCNN"]
     recipe = resolve_recipe(Recipe.of_words([*words, "--trainer.callbacks+=FLwF2T"]))

@@ -104,9 +104,9 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
     # Each is required before.
-    drawing = ("charts.py", "run_page.py", "comparison.py", "leaderboard.py", "figures.py")
+    drawing = ("charts.py", "report.py", "comparison.py", "leaderboard.py", "paper_figures.py")
     for path in folder.rglob("*.py"):
-        if path.parent.name in ("cli", "running") or path.name in drawing:
+        if path.parent.name in ("cli", "runs") or path.name in drawing:
             continue
         text = path.read_text()
         tree = ast.parse(text)
@@ -117,9 +117,9 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
             named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for other in {name.partition(".")[0] for name in named} - known:
-                if node in tree.body or not any(way in text for way in ("require(", f'find_spec("{other}"')):
+                if node in tree.body or not any(way in text for way in ("require_package(", f'find_spec("{other}"')):
                     amiss.append(f"{path.relative_to(folder)}, line {node.lineno}: {other}")
-    assert amiss == [], "import these in the function that uses them, and `errors.require` them there"
+    assert amiss == [], "import these in the function that uses them, and `errors.require_package` them there"
 
 
 def test_what_is_missing_is_named(printed):

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import torch
 
-from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.rng import derive_seed, seed_all
 
 
 def drawn(*parts):
-    start_randomness(*parts)
+    seed_all(*parts)
     return torch.rand(4).tolist(), np.random.rand(4).tolist(), [random.random() for _ in range(4)]
 
 
@@ -21,5 +21,5 @@ def test_torch_numpy_and_python_begin_anew():
 
 def test_where_a_part_of_a_key_ends_counts():
     keys = [(1, "23"), (12, "3"), (1, "2", "3"), (123,), (0, "a", "b"), (0, "ab"), (0, "b", "a")]
-    assert len({seed_of(*key) for key in keys}) == len(keys)
-    assert seed_of(0, "client1", 3) == 56026877480392164  # SHA-256 by hand: the same on every machine
+    assert len({derive_seed(*key) for key in keys}) == len(keys)
+    assert derive_seed(0, "client1", 3) == 56026877480392164  # SHA-256 by hand: the same on every machine

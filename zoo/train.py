@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.io.atomic import locked, write_whole
-from lightning_fcl.io.checksums import check_digest, sha256, write_sums
-from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
+from lightning_fcl.io.atomic import file_lock, write_atomic
+from lightning_fcl.io.checksums import check_digest, sha256, write_checksums
+from lightning_fcl.runs.paper_rows import paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo import publish
-from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.loading import read_tensors
-from lightning_fcl.zoo.publishing import card, spread_of
+from lightning_fcl.zoo.model_entry import CARD, CHECKSUMS_FILE, CONFIG, WEIGHTS, read_entry, read_files
+from lightning_fcl.zoo.publishing import metric_spread, model_card
 from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_registry, register
 
 HERE = Path(__file__).parent
@@ -47,10 +47,10 @@ def renew_card(folder: Path) -> bool:
     entry, digests = read_entry(folder / CONFIG), read_files(folder)
     check_digest(folder / WEIGHTS, digests[WEIGHTS])
     old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
-    text = card(entry, spread_of(entry), read_tensors(folder / WEIGHTS)).encode()
-    with locked(folder.parent / LOCK):
-        write_whole(folder / CARD, text)
-        write_sums(folder / SUMS, {**digests, CARD: sha256(folder / CARD)})
+    text = model_card(entry, metric_spread(entry), read_tensors(folder / WEIGHTS)).encode()
+    with file_lock(folder.parent / LOCK):
+        write_atomic(folder / CARD, text)
+        write_checksums(folder / CHECKSUMS_FILE, {**digests, CARD: sha256(folder / CARD)})
         register(folder)
     return text != old
 

@@ -118,21 +118,21 @@ def plot(found, path):
         if len(names) > 1:  # of a single size there is no curve
             data[label] = _points(found, names, key)
             scale = alt.Scale(type="log") if key == "round" else alt.Scale(zero=True)
-            base = charts.chart_of(label).encode(x=alt.X("size:Q", title=label, scale=alt.Scale(type="log")))
+            base = charts.get_chart(label).encode(x=alt.X("size:Q", title=label, scale=alt.Scale(type="log")))
             engines = list(dict.fromkeys(point["line"] for point in data[label]))
-            parts.append(alt.layer(*charts.bands(base, engines, unit, scale)[1:]))
+            parts.append(alt.layer(*charts.small_multiples(base, engines, unit, scale)[1:]))
     data["gains"] = _gains(found)
     bars = (
-        charts.chart_of("gains")
+        charts.get_chart("gains")
         .mark_bar()
         .encode(
             x=alt.X("workload:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
             xOffset="line:N",
             y=alt.Y("value:Q", title="one process by two: times faster", scale=alt.Scale(domain=[0, 2.3])),
-            color=charts.colour("line", ["Trainer", "by hand"]),
+            color=charts.color_scale("line", ["Trainer", "by hand"]),
         )
     )
-    twice = charts.chart_of("gains").mark_rule(strokeDash=[2, 2]).encode(y=alt.datum(2))
+    twice = charts.get_chart("gains").mark_rule(strokeDash=[2, 2]).encode(y=alt.datum(2))
     parts.append(alt.layer(bars, twice))
     whole = alt.concat(*(part.properties(width=380, height=270) for part in parts), columns=2)
     whole = whole.resolve_scale(color="independent", shape="independent", strokeDash="independent")

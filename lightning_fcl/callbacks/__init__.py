@@ -11,13 +11,13 @@ _get_callback, _, _callbacks = lazy_loader.attach(
     __name__,
     submod_attrs={
         "continual_metrics": ["ContinualMetrics"],
-        "density": ["ActivationDensity"],
+        "activation_density": ["ActivationDensity"],
         "pretrain": ["BaseSession", "Pretrain"],
         "progress": ["FederatedProgressBar"],
     },
 )
 # Authors of methods need these names. They are not callbacks.
-_FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "remember", "section"}
+_FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "with_prefix", "strip_prefix"}
 __all__ = sorted({*_callbacks, *methods.__all__} - _FOR_AUTHORS)
 
 

@@ -1,7 +1,7 @@
 from lightning_fcl.methods import *  # noqa: F403
 
+from .activation_density import ActivationDensity as ActivationDensity
 from .continual_metrics import ContinualMetrics as ContinualMetrics
-from .density import ActivationDensity as ActivationDensity
 from .pretrain import BaseSession as BaseSession
 from .pretrain import Pretrain as Pretrain
 from .progress import FederatedProgressBar as FederatedProgressBar

@@ -12,26 +12,33 @@ import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, is_measured_by_step, measured_parts
-from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.callbacks.evaluator import (
+    Counts,
+    Evaluator,
+    StepEvaluator,
+    Values,
+    evaluation_groups,
+    is_evaluated_by_step,
+)
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.data.trainer_access import get_callbacks, require_stream
 from lightning_fcl.errors import (
     InvalidValueError,
     MissingValueError,
-    argument,
     check_clients,
-    check_fields,
     one_of,
+    validate_fields,
+    validated,
 )
-from lightning_fcl.evaluation.continual import part_name
+from lightning_fcl.evaluation.continual import group_name
 from lightning_fcl.evaluation.record import ACCURACY
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
-from lightning_fcl.federation.ranks import ALONE, share_by_client
-from lightning_fcl.federation.wire import RoundRecord
-from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import overriding
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.federation.protocols import HasLocalModels, HasMetrics, find_federation, get_ranks
+from lightning_fcl.federation.ranks import SINGLE_RANK, gather_by_client
+from lightning_fcl.methods.base import methods_overriding
+from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.driver import MethodDriver
 
 T = TypeVar("T")
@@ -46,9 +53,9 @@ class ContinualMetrics(Callback):
     The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
     `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
     ``server/accuracy``. In a plain Trainer each epoch is a round, and its only model is the ``"server"``'s. A module
-    that tells ``measures()``, as `Regressor` does, is measured by these in place of accuracy, as in ``server/MSE``;
-    curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits of the classes
-    is measured by what its `test_step`, else its `validation_step`, logs.
+    that tells ``configure_metrics()``, as `Regressor` does, is measured by these in place of accuracy, as in
+    ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits
+    of the classes is measured by what its `test_step`, else its `validation_step`, logs.
 
     What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries, the
     memory of its methods, an optimizer's state, what it could not send.
@@ -74,8 +81,8 @@ class ContinualMetrics(Callback):
     """
 
     clients: Literal["all", "none"] | list[str] = "all"
-    when: Literal["trained", "aggregated", "both"] = argument("trained", one_of, ("trained", "aggregated", "both"))
-    on: Literal["test", "validation"] = argument("test", one_of, ("test", "validation"))
+    when: Literal["trained", "aggregated", "both"] = validated("trained", one_of, ("trained", "aggregated", "both"))
+    on: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
     training: bool = False
     start: bool = False
     lower_is_better: list[str] | None = None
@@ -88,7 +95,7 @@ class ContinualMetrics(Callback):
                 argument="clients",
                 value=self.clients,
             )
-        check_fields(self)
+        validate_fields(self)
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
@@ -96,15 +103,15 @@ class ContinualMetrics(Callback):
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
         self._drawn: dict[int, set[str]] = {}  # who is to train in later rounds, as this one sees it
         self._ways: list[tuple[int, ...]] = []  # the experience in each round, of clients that differ in it
-        self._test: Tester | StepTester | None = None
+        self._test: Evaluator | StepEvaluator | None = None
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream = need_stream(trainer)
+        stream = require_stream(trainer)
         plan = stream.plan
         if not isinstance(self.clients, str):
             check_clients("`clients`", self.clients, plan.clients)
-        if federation_of(trainer) is None:
+        if find_federation(trainer) is None:
             self._check_order(trainer)
         samples = plan.test if self.on == "test" else plan.validation
         if not len(samples):
@@ -116,7 +123,7 @@ class ContinualMetrics(Callback):
             )
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
-        by_step = is_measured_by_step(pl_module, stream, samples)
+        by_step = is_evaluated_by_step(pl_module, stream, samples)
         if self.lower_is_better and not by_step:
             raise InvalidValueError(
                 f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
@@ -125,7 +132,7 @@ class ContinualMetrics(Callback):
                 argument="lower_is_better",
                 value=self.lower_is_better,
             )
-        self._test = (StepTester if by_step else Tester).of(stream, samples, pl_module.device)
+        self._test = (StepEvaluator if by_step else Evaluator).from_stream(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
@@ -133,9 +140,9 @@ class ContinualMetrics(Callback):
             for e in range(longest)
         ]
         if not self.record or trainer.current_epoch == 0:
-            names, sizes = stream.plan.group_names(stream.classes), self._test.sizes()
+            names, sizes = stream.plan.group_names(stream.classes), self._test.count_samples()
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
-            if measures := self._test.measures(pl_module, self.lower_is_better):
+            if measures := self._test.describe_metrics(pl_module, self.lower_is_better):
                 self.record["measures"] = measures
             if self.start:
                 self.record["start"] = self._evaluate(pl_module, "server")
@@ -143,9 +150,9 @@ class ContinualMetrics(Callback):
 
     def _check_order(self, trainer: L.Trainer) -> None:
         """Methods end their epoch first: what they do is measured."""
-        callbacks = callbacks_of(trainer)
+        callbacks = get_callbacks(trainer)
         behind = callbacks[callbacks.index(self) :]
-        ruling = [type(method).__name__ for method in overriding(methods_of(trainer), "predict")]
+        ruling = [type(method).__name__ for method in methods_overriding(get_methods(trainer), "rescore")]
         if ruling and any(isinstance(callback, MethodDriver) for callback in behind):
             raise InvalidValueError(
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
@@ -155,34 +162,34 @@ class ContinualMetrics(Callback):
                 value=ruling[0],
             )
 
-    def looks_at_clients(self, pl_module: L.LightningModule) -> bool:
-        predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
+    def needs_client_state(self, pl_module: L.LightningModule) -> bool:
+        predicts = pl_module.client_state_predicts if isinstance(pl_module, HasLocalModels) else True
         return predicts and self.when != "aggregated" and self.clients != "none"
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        if not (self.looks_at_clients(pl_module) and self._tests(client_round.client)):
+        if not (self.needs_client_state(pl_module) and self._tests(client_round.client_id)):
             return
         if self.when == "trained":
-            self._current[client_round.client] = self._evaluate(pl_module, client_round.client)
+            self._current[client_round.client_id] = self._evaluate(pl_module, client_round.client_id)
         elif self._was_last(trainer, client_round):
-            trained = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-            federation = federation_of(trainer)
+            trained = {name: value.detach().clone() for name, value in state_tensors(pl_module).items()}
+            federation = find_federation(trainer)
             assert federation is not None  # in which alone clients end
-            state = federation.client_state(client_round.client, trained)
-            self._own[client_round.client] = self._personal(trainer, pl_module, client_round, state)
-            load_entries(pl_module, trained)
+            state = federation.client_state_dict(client_round.client_id, trained)
+            self._own[client_round.client_id] = self._personal(trainer, pl_module, client_round, state)
+            load_state_tensors(pl_module, trained)
 
     def _was_last(self, trainer: L.Trainer, client_round: ClientRound) -> bool:
         """Whether no later round of the client's experience is to draw it: who takes part is known beforehand."""
-        federation = federation_of(trainer)
+        federation = find_federation(trainer)
         assert federation is not None
-        experiences = federation.stream.plan.experiences[client_round.client]
-        for later in range(client_round.round + 1, len(experiences)):
-            if experiences[later] != client_round.experience:
+        experiences = federation.stream.plan.experiences[client_round.client_id]
+        for later in range(client_round.round_idx + 1, len(experiences)):
+            if experiences[later] != client_round.experience_idx:
                 continue
             if later not in self._drawn:
-                self._drawn[later] = set(federation.participation.drawn(federation.stream.plan, later))
-            if client_round.client in self._drawn[later]:
+                self._drawn[later] = set(federation.participation.expected_clients(federation.stream.plan, later))
+            if client_round.client_id in self._drawn[later]:
                 return False
         return True
 
@@ -190,8 +197,10 @@ class ContinualMetrics(Callback):
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
+        federation = find_federation(trainer)
+        adapting = (
+            isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
+        )  # its readout waits for a later round
         if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)
         else:
@@ -205,7 +214,7 @@ class ContinualMetrics(Callback):
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
-                "experience": self._experiences(need_stream(trainer).plan, trainer.current_epoch),
+                "experience": self._experiences(require_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
                 **{name: copy.copy(happened[name]) for name in told},
@@ -218,10 +227,10 @@ class ContinualMetrics(Callback):
 
     def _gathered(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
         """What came to all clients, of what came to those that this process looks after."""
-        return share_by_client(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
+        return gather_by_client(get_ranks(trainer), mine, require_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if federation_of(trainer) is None:
+        if find_federation(trainer) is None:
             self.on_round_end(trainer, pl_module)
 
     def _experiences(self, plan: Plan, round: int) -> dict[str, int]:
@@ -234,7 +243,7 @@ class ContinualMetrics(Callback):
 
     def _whole(self, found: Counts | Values) -> dict[str, float]:
         if isinstance(found, dict):
-            every = part_name(range(len(self.record["groups"])))
+            every = group_name(range(len(self.record["groups"])))
             whole = {name: parts.get(every) for name, parts in found.items()}
             return {name: value for name, value in whole.items() if value is not None}
         counts = [count for count in found if count is not None]
@@ -242,33 +251,33 @@ class ContinualMetrics(Callback):
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Test the models with which the clients go on whose experience ends with this round."""
-        federation, round = federation_of(trainer), trainer.current_epoch
-        stream = need_stream(trainer)
+        federation, round = find_federation(trainer), trainer.current_epoch
+        stream = require_stream(trainer)
         asked = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
-        ending = [part for part in (stream.client_round(client, round) for client in asked) if part.last_round]
+        ending = [part for part in (stream.client_round(client, round) for client in asked) if part.is_last_round]
         if not ending:
             return {}
         server = self._evaluate(module, "server")
         if federation is None or self.clients == "none":
             return {"server": server}
-        received = {name: value.detach().clone() for name, value in entries(module).items()}
+        received = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         found: dict[str, Counts | Values] = {}
         for client_round in ending:
-            if not federation.hosts(client_round.client):
+            if not federation.hosts(client_round.client_id):
                 continue
-            state = federation.client_state(client_round.client, received)
+            state = federation.client_state_dict(client_round.client_id, received)
             alike = state is received  # all predict with the same model
             own = server if alike else self._personal(trainer, module, client_round, state)
-            found[client_round.client] = own
-        load_entries(module, received)
+            found[client_round.client_id] = own
+        load_state_tensors(module, received)
         return {"server": server, **self._gathered(trainer, found)}
 
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
     ) -> Counts | Values:
-        client = client_round.client
-        load_entries(module, state)
-        seen = need_stream(trainer).plan.tasks[client][: client_round.experience + 1]
+        client = client_round.client_id
+        load_state_tensors(module, state)
+        seen = require_stream(trainer).plan.tasks[client][: client_round.experience_idx + 1]
         return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
@@ -276,40 +285,42 @@ class ContinualMetrics(Callback):
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:
-            parts = measured_parts(self.record["tasks"][model], number)
+            parts = evaluation_groups(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
-            return test.measured(module, [part for part in parts if tested.issuperset(part)], self._names())
-        assert isinstance(test, Tester)
+            return test.evaluate(module, [part for part in parts if tested.issuperset(part)], self._names())
+        assert isinstance(test, Evaluator)
         if groups is None:
-            correct, steps = test.correct(module, ranks_of(module.trainer) if model == "server" else ALONE)
-            self.record["totals"] = test.sizes(steps)
+            correct, steps = test.count_correct(module, get_ranks(module.trainer) if model == "server" else SINGLE_RANK)
+            self.record["totals"] = test.count_samples(steps)
             return correct
-        return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
+        return [c if group in groups else None for group, c in enumerate(test.subset(groups).count_correct(module)[0])]
 
     def _names(self) -> list[str]:
         return [one["name"] for one in self.record["measures"]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if (federation := federation_of(trainer)) is not None:
+        if (federation := find_federation(trainer)) is not None:
             mine = [client for client in federation.stream.plan.clients if federation.hosts(client)]
             server = federation.server
-            kept = {client: server.store.nbytes(client) + server.sent_once.kept_bytes(client) for client in mine}
+            kept = {client: server.client_store.nbytes(client) + server.sent_once.kept_bytes(client) for client in mine}
             self.record["kept_bytes"] = self._gathered(trainer, kept)
         if not self.training:
             return
-        stream = need_stream(trainer)
+        stream = require_stream(trainer)
         seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
-        by_step = "measures" in self.record and not isinstance(pl_module, MeasuresPredictions)
-        learnt = (StepTester if by_step else Tester).of(stream, seen, pl_module.device, alike=True)
+        by_step = "measures" in self.record and not isinstance(pl_module, HasMetrics)
+        learnt = (StepEvaluator if by_step else Evaluator).from_stream(
+            stream, seen, pl_module.device, is_stackable=True
+        )
         if "measures" in self.record:
-            self.record["training"] = learnt.measured(pl_module, [(0,)], self._names())
+            self.record["training"] = learnt.evaluate(pl_module, [(0,)], self._names())
             return
-        assert isinstance(learnt, Tester)
-        correct, steps = learnt.correct(pl_module, ranks_of(trainer))
-        self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
+        assert isinstance(learnt, Evaluator)
+        correct, steps = learnt.count_correct(pl_module, get_ranks(trainer))
+        self.record["training"] = {"correct": correct[0], "total": learnt.count_samples(steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if federation_of(trainer) is None and self.record and "training" not in self.record:
+        if find_federation(trainer) is None and self.record and "training" not in self.record:
             self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,27 +21,27 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
-from lightning_fcl.data.batches import Collate
-from lightning_fcl.data.data_module import TRANSFER_HOOKS
+from lightning_fcl.data.batching import Collate
+from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import check_no_transfer_hook, find_stream, get_callbacks, require_stream
 from lightning_fcl.errors import (
     InvalidValueError,
     above,
-    argument,
     at_least,
     check_arguments,
-    check_fields,
     one_of,
-    require,
+    require_package,
+    validate_fields,
+    validated,
 )
-from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import reading, regular_file
-from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.io.reading import as_file_error, regular_file
+from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.quantization import freeze
-from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.models.quantization import freeze_backbone_
+from lightning_fcl.rng import derive_seed, seed_all
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.ridge import RidgeClassifier
 
@@ -70,35 +70,35 @@ class Pretrain(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.ckpt_path is not None:
             return
-        stream = need_stream(trainer)
-        torch.manual_seed(seed_of(stream.seed, "pretrain"))
+        stream = require_stream(trainer)
+        torch.manual_seed(derive_seed(stream.seed, "pretrain"))
         pupil = copy.deepcopy(pl_module)
         for hook in TRANSFER_HOOKS:
             if is_overridden(hook, stream):
                 setattr(pupil, hook, getattr(stream, hook))
-        with stream.samples.seeded(stream.plan.pretrain, "train", seed_of(stream.seed, "pretrain")):
-            fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
+        with stream.samples.seeded(stream.plan.pretrain, "train", derive_seed(stream.seed, "pretrain")):
+            fit_centralized(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
         pl_module.load_state_dict(pupil.state_dict())
 
 
-def fit_alone(
+def fit_centralized(
     module: L.LightningModule,
     loader: DataLoader[Any],
     epochs: int,
-    outer: L.Trainer,
+    parent_trainer: L.Trainer,
     precision: Any = "32-true",
-    shown: bool = False,
+    progress_label: bool = False,
 ) -> None:
     """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk."""
     own = L.Trainer(
-        accelerator=outer.strategy.root_device.type,
+        accelerator=parent_trainer.strategy.root_device.type,
         devices=1,
         precision=precision,
         max_epochs=epochs,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=shown,
+        enable_progress_bar=progress_label,
         enable_model_summary=False,
     )
     with warnings.catch_warnings():
@@ -142,44 +142,46 @@ class BaseSession(Callback):
         'int8'
     """
 
-    pretrain_epochs: int = argument(40, at_least, 0)
-    epochs: int = argument(60, at_least, 1)
-    lr: float = argument(2e-3, above, 0)
+    pretrain_epochs: int = validated(40, at_least, 0)
+    epochs: int = validated(60, at_least, 1)
+    lr: float = validated(2e-3, above, 0)
     weight_decay: float = 0.01
-    batch_size: int = argument(32, at_least, 2)  # for batch normalisation
+    batch_size: int = validated(32, at_least, 2)  # for batch normalisation
     augment: bool = True
-    backbone: Literal["int8", "float"] = argument("int8", one_of, ("int8", "float"))
+    backbone: Literal["int8", "float"] = validated("int8", one_of, ("int8", "float"))
     latents: bool = False
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        validate_fields(self)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        callbacks = callbacks_of(trainer)
-        network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), stream_of(trainer)
+        callbacks = get_callbacks(trainer)
+        network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), find_stream(trainer)
         if stream is not None:
             # Maps of an earlier fit may be another network's.
-            stream.samples = stream.samples.unmapped or stream.samples
-        if getattr(network, "frozen", False):  # `freeze` marks it so
+            stream.samples = stream.samples.raw_samples or stream.samples
+        if getattr(network, "frozen", False):  # `freeze_backbone_` marks it so
             return  # of an earlier fit, which this one goes on from
         if stage != "fit" or trainer.ckpt_path is not None:
             self.freeze(network)
             return
-        stream = self.check(pl_module, callbacks[: callbacks.index(self)], stream)
+        stream = self.check_stream(pl_module, callbacks[: callbacks.index(self)], stream)
         self._train(network, stream, trainer)
-        images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
+        images = stream.get_samples(
+            np.concatenate([stream.plan.base_samples, self._samples(stream)[0]])[:_CALIBRATION]
+        )[0]
         self.freeze(network, images)
         if isinstance(pl_module, RidgeClassifier):
-            with evaluating(network):
-                pl_module.on_base_session(*stream.take(stream.plan.base))
+            with evaluation_mode(network):
+                pl_module.on_base_session(*stream.get_samples(stream.plan.base_samples))
 
-    def check(
+    def check_stream(
         self, module: L.LightningModule, before: Sequence[Callback], stream: FederatedStream | None
     ) -> FederatedStream:
         """The stream, whose base session this can train; otherwise a ValueError. ``before``: callbacks before this."""
         network = self._network(module, before)
-        if stream is None or not len(stream.plan.base):
+        if stream is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
                 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
                 f"`datamodule` but got {stream}.",
@@ -195,7 +197,7 @@ class BaseSession(Callback):
                 argument="num_classes",
                 value=outputs,
             )
-        images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
+        images = tuple(stream.get_samples(stream.plan.base_samples[:1])[0].shape[1:])
         takes = tuple(getattr(network, "input_shape", images))
         if images != takes:
             raise InvalidValueError(
@@ -204,7 +206,7 @@ class BaseSession(Callback):
                 argument="image_size",
                 value=images,
             )
-        refuse_transfer_hook(module, stream, type(self).__name__)
+        check_no_transfer_hook(module, stream, type(self).__name__)
         return stream
 
     def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
@@ -230,36 +232,38 @@ class BaseSession(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.latents:
             network: Any = pl_module.model
-            stream = need_stream(trainer)
-            stream.samples = stream.samples.mapped(network.latent, pl_module.device)
+            stream = require_stream(trainer)
+            stream.samples = stream.samples.map(network.latent, pl_module.device)
 
     def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
-        return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
+        return samples, len(stream.plan.class_order) - stream.num_classes if stream.plan.class_order is not None else 0
 
     def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
         """Steps 1 and 2, or what the cache has of them."""
         path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
-            with reading(path, "to be a whole base session", "Delete the file. The next fit trains the session again."):
+            with as_file_error(
+                path, "to be a whole base session", "Delete the file. The next fit trains the session again."
+            ):
                 network.load_state_dict(load_file(regular_file(path)))
             return
         samples, others = self._samples(stream)
         own, head = _classifier(network), network.get_submodule("head")
         with isolate_rng():
-            start_randomness(stream.seed, "base session")
+            seed_all(stream.seed, "base session")
             if len(samples):
                 head.classifier = nn.Linear(own.in_features, others, dtype=own.weight.dtype)
                 self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
             head.classifier = own
             nn.init.zeros_(own.weight)
             nn.init.zeros_(own.bias)
-            classes = len(set(stream.y[stream.plan.base].tolist()))
-            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, outer)
+            classes = len(set(stream.y[stream.plan.base_samples].tolist()))
+            self._fit(network, stream, stream.plan.base_samples, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Other processes may be at the same session.
-            write_whole(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
+            write_atomic(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
 
     def _fit(
         self,
@@ -271,7 +275,7 @@ class BaseSession(Callback):
         classes: int,
         outer: L.Trainer,
     ) -> None:
-        x, y = stream.take(indices)
+        x, y = stream.get_samples(indices)
         loader = DataLoader(
             TensorDataset(x, y - first),
             self.batch_size,
@@ -282,18 +286,18 @@ class BaseSession(Callback):
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
         training = network.training  # that of a readout's task never is
         network.train()
-        fit_alone(pupil, loader, epochs, outer, shown=outer.progress_bar_callback is not None)
+        fit_centralized(pupil, loader, epochs, outer, progress_label=outer.progress_bar_callback is not None)
         network.train(training).cpu()
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
-        freeze(network, self.backbone, images)
+        freeze_backbone_(network, self.backbone, images)
 
     def _key(self, network: nn.Module, stream: FederatedStream) -> str:
         digest = hashlib.sha256()
         arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
         digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())
-        for indices in (self._samples(stream)[0], stream.plan.base):
-            for part in stream.take(indices):
+        for indices in (self._samples(stream)[0], stream.plan.base_samples):
+            for part in stream.get_samples(indices):
                 digest.update(part.numpy().tobytes())
         for name, value in network.state_dict().items():
             digest.update(name.encode())
@@ -303,7 +307,7 @@ class BaseSession(Callback):
 
 def mirrored_and_shifted(size: tuple[int, ...]) -> Collate:
     """Makes a batch of pairs of images and labels, each image mirrored, and shifted by up to 4 pixels, at random."""
-    v2 = require("torchvision.transforms.v2", "mirrors and shifts images")
+    v2 = require_package("torchvision.transforms.v2", "mirrors and shifts images")
     transform = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=4)])
     return lambda items: default_collate([(transform(x), y) for x, y in items])
 

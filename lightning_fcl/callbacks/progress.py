@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 
-from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import require
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.data.trainer_access import find_stream, require_stream
+from lightning_fcl.errors import require_package
+from lightning_fcl.federation.protocols import find_federation
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -46,15 +46,15 @@ class FederatedProgressBar(ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        console = require("rich.console", "shows the progress").Console(stderr=True)
-        stream = stream_of(trainer)
+        console = require_package("rich.console", "shows the progress").Console(stderr=True)
+        stream = find_stream(trainer)
         if (
             stream is None
             or not (self._enabled and trainer.is_global_zero)
             or not (console.is_terminal or console.is_jupyter)
         ):
             return
-        rich = require("rich.progress", "shows the progress")
+        rich = require_package("rich.progress", "shows the progress")
         self._bar = rich.Progress(
             rich.TextColumn("experience {task.fields[experience]}, round {task.fields[round]}"),
             rich.BarColumn(bar_width=None),
@@ -77,12 +77,12 @@ class FederatedProgressBar(ProgressBar):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            numbers, round = need_stream(trainer).plan.experiences.values(), trainer.current_epoch
+            numbers, round = require_stream(trainer).plan.experiences.values(), trainer.current_epoch
             now, last = max(of[round] for of in numbers), max(of[-1] for of in numbers)
             of_all = f"{round + 1}/{trainer.max_epochs}"
             self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
 
-    def looks_at_clients(self, pl_module: L.LightningModule) -> bool:
+    def needs_client_state(self, pl_module: L.LightningModule) -> bool:
         return False
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
@@ -92,7 +92,7 @@ class FederatedProgressBar(ProgressBar):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            if (federation := federation_of(trainer)) is not None:
+            if (federation := find_federation(trainer)) is not None:
                 self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed)
             lost = f", {self._lost} lost" if self._lost else ""
             self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost)

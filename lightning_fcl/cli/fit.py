@@ -24,14 +24,14 @@ from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.cli.listings import public_summaries
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, did_you_mean
-from lightning_fcl.evaluation.results import CONFIG, run_of
-from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.checkpoint import checkpoint_of_run
+from lightning_fcl.evaluation.results import CONFIG, find_run_folder
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.io.checkpoint import get_run_checkpoint
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import load_yaml
-from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file
-from lightning_fcl.running.rows import Row, find_recipe, find_recipes
-from lightning_fcl.running.secret_values import secrets_of, text_without_secrets
+from lightning_fcl.runs.paper_rows import Row, find_recipe, find_recipes
+from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
+from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets
 
 _HELPED = [
     "lightning_fcl",
@@ -90,21 +90,21 @@ class Fit(Command):
         if options.pretrained:
             recipe = recipe.with_values(_published(options.pretrained))
         recipe = recipe.with_values({name: value for name, value in given.items() if value})
-        runs = [] if continues else list(filter(None, map(run_of, recipe.files)))
+        runs = [] if continues else list(filter(None, map(find_run_folder, recipe.files)))
         if not continues and not options.ckpt_path and not printed:
             recipe = recipe.with_values({"out": str(_free_folder(options))})
         elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
         with fast_imports():  # after the errors that do not need them
-            from lightning_fcl.running.federated_cli import FitCLI
-            from lightning_fcl.running.fit import resolved_text, run
+            from lightning_fcl.runs.federated_cli import FitCLI
+            from lightning_fcl.runs.fit import resolved_text, run_cli
         if printed:
             text = resolved_text(recipe, list(filter(None, options.print_config.split(","))))
             print(text_without_secrets(text, list(secrets_of(recipe.content()))), end="")
             return
-        done = run("fit", recipe, FitCLI)
-        if done.leaves_results:
-            print(_end(done.out))
+        done = run_cli("fit", recipe, FitCLI)
+        if done.should_write_results:
+            print(_end(done.output_folder))
 
 
 def is_run(folder: Path) -> bool:
@@ -114,7 +114,7 @@ def is_run(folder: Path) -> bool:
 
 def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
     """Return the recipe of a run with its folder, the checkpoint to continue from, and the settings of a command."""
-    checkpoint = options.ckpt_path or str(checkpoint_of_run(folder))
+    checkpoint = options.ckpt_path or str(get_run_checkpoint(folder))
     recipe = Recipe((folder / CONFIG,)).with_values({"ckpt_path": checkpoint, "out": str(folder)})
     return recipe.with_layers(*options.layers)
 
@@ -122,8 +122,8 @@ def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
 def print_help(command: str) -> None:
     """Print every argument that a command takes, and end."""
     with fast_imports():
-        from lightning_fcl.running.federated_cli import FederatedCLI
-        from lightning_fcl.running.fit import make_cli
+        from lightning_fcl.runs.federated_cli import FederatedCLI
+        from lightning_fcl.runs.fit import make_cli
     make_cli([command, "--help"], FederatedCLI)
 
 
@@ -134,7 +134,7 @@ def _free_folder(options: Namespace) -> Path:
         given = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
         files = [file for file in given if file.is_file()]
         outs = [str(content["out"]) for content in map(read_recipe_file, files) if content.get("out")]
-        outs += [str(run) for file in given if (run := run_of(file))]
+        outs += [str(run) for file in given if (run := find_run_folder(file))]
         names = [file.stem if file in files else str(file).replace("@", "-") for file in given]
         out = outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
     folder = Path(out)
@@ -144,7 +144,7 @@ def _free_folder(options: Namespace) -> Path:
             f"Expected a folder for results at {out} but {above} is a file.", hint="Use another folder with `--out`."
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    free = next(one for one in chain([folder], numbered) if run_of(one / CONFIG) is None)
+    free = next(one for one in chain([folder], numbered) if find_run_folder(one / CONFIG) is None)
     if free != folder:
         command = shlex.join(["lightning-fcl", "fit", str(folder)])
         print(f"{folder} holds another run, with which `{command}` goes on: this one goes to {free}.")
@@ -153,10 +153,10 @@ def _free_folder(options: Namespace) -> Path:
 
 def _end(out: Path) -> str:
     """What has come out, where it is, and what can be done with it."""
-    from lightning_fcl.evaluation.headline import headlines
     from lightning_fcl.evaluation.results import read_results
+    from lightning_fcl.evaluation.summary import summary_metrics
 
-    numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in headlines(read_results(out))]
+    numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in summary_metrics(read_results(out))]
     folder = shlex.quote(str(out))
     lines = [f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {folder}"]
     return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
@@ -182,10 +182,10 @@ class _Help(Action):
 
 def _published(name: str) -> dict[str, str]:
     """The settings that put a published network in place of a recipe's, so that ``config.yaml`` tells which it is."""
-    from lightning_fcl.zoo.entry import read_folder
-    from lightning_fcl.zoo.registry import folder_of
+    from lightning_fcl.zoo.model_entry import read_folder
+    from lightning_fcl.zoo.registry import resolve_folder
 
-    entry = read_folder(folder_of(name))
+    entry = read_folder(resolve_folder(name))
     full = name if "/" in name else entry.full_name
     if entry.network["class_path"] == "lightning_fcl.models.ReservoirReadout":
         return {"model.reservoir": "lightning_fcl.zoo.pretrained_reservoir", "model.reservoir.name": full}
@@ -223,9 +223,9 @@ class Test(Command):
         if options.out:
             recipe = recipe.with_values({"out": options.out})
         with fast_imports():
-            from lightning_fcl.running.federated_cli import FederatedCLI
-            from lightning_fcl.running.fit import run
-        run("test", recipe, FederatedCLI)
+            from lightning_fcl.runs.federated_cli import FederatedCLI
+            from lightning_fcl.runs.fit import run_cli
+        run_cli("test", recipe, FederatedCLI)
 
 
 class Validate(Command):
@@ -242,7 +242,7 @@ class Validate(Command):
         )
 
     def run(self, options: Namespace) -> None:
-        from lightning_fcl.running.parts import describe_recipe
+        from lightning_fcl.runs.loaded_recipe import describe_recipe
 
         print(describe_recipe(find_recipes(options.recipes).with_layers(*options.layers)))
 
@@ -260,11 +260,11 @@ class Cp(Command):
             raise InvalidValueError(
                 f"Expected a new file but {options.file} is there.", hint="Use another file name, or pass `--force`."
             )
-        write_whole(options.file, flat(find_recipe(options.recipe)))
+        write_atomic(options.file, flatten_recipe(find_recipe(options.recipe)))
         print(f"{options.file}: train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")
 
 
-def flat(row: Row) -> str:
+def flatten_recipe(row: Row) -> str:
     """Return a recipe as one file with the same content but no folder, and with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120

@@ -24,14 +24,14 @@ from lightning_fcl import __version__
 from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.record import first_tasks
-from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
-from lightning_fcl.io.atomic import occupied, write_whole
+from lightning_fcl.evaluation.record import truncate_record
+from lightning_fcl.evaluation.results import clear_run, is_complete, read_results, write_files
+from lightning_fcl.io.atomic import run_lock, write_atomic
 from lightning_fcl.io.reading import read_bytes, read_text
 from lightning_fcl.io.safe_yaml import load_yaml
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.secret_values import secrets_of, text_without_secrets
-from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets
+from lightning_fcl.runs.signals import Stopped, end_worker_with_parent, shorten_thread_errors, stop
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Job:
         text = text_without_secrets("\x1f".join(parts), list(secrets_of(self.recipe.content())))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def needs(self, results: Mapping[str, Any]) -> bool:
+    def needs_run(self, results: Mapping[str, Any]) -> bool:
         """Whether it has tasks that a run of it which has come to these results was not to train."""
         trained: int | None = results.get("tasks")
         return trained is not None and (self.tasks is None or self.tasks > trained)
@@ -73,21 +73,21 @@ class Job:
         results = read_results(self.out)
         if self.tasks is None or results.get("tasks") == self.tasks:
             return results
-        record = first_tasks(results["record"], self.tasks)
+        record = truncate_record(results["record"], self.tasks)
         return results | {"record": record, "metrics": summarize(record), "tasks": self.tasks}
 
-    def sign(self, folder: Path) -> None:
-        write_whole(folder / _STAMP, self.fingerprint)
+    def write_fingerprint(self, folder: Path) -> None:
+        write_atomic(folder / _STAMP, self.fingerprint)
 
-    def wrote(self, folder: Path) -> bool:
+    def has_written(self, folder: Path) -> bool:
         """Whether what a folder holds is of this very job."""
         stamp = folder / _STAMP
         return stamp.is_file() and read_bytes(stamp) == self.fingerprint.encode()
 
     @property
-    def is_displaced(self) -> bool:
+    def is_foreign_folder(self) -> bool:
         """Whether its folder is of another job."""
-        return (self.out / _STAMP).is_file() and not self.wrote(self.out)
+        return (self.out / _STAMP).is_file() and not self.has_written(self.out)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Failure:
     def read(cls, job: Job) -> Failure | None:
         """Return why a job failed. None if it did not fail. A file of an earlier version has the message alone."""
         file = job.out / _FAILURE
-        if not job.wrote(job.out) or not file.is_file():
+        if not job.has_written(job.out) or not file.is_file():
             return None
         text = read_text(file)
         with suppress(yaml.YAMLError):
@@ -127,7 +127,7 @@ class Failure:
 
     def write(self, job: Job) -> None:
         """Write the failure into the folder of a job."""
-        write_whole(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
+        write_atomic(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
 
     def is_like(self, other: Failure) -> bool:
         """Return whether both have the same class and code of the error. Unknown ones are different."""
@@ -135,14 +135,14 @@ class Failure:
         return any(kind) and kind == (other.error, other.code)
 
 
-def at_least_one(**given: int | None) -> None:
+def check_at_least_one(**arguments: int | None) -> None:
     """Refuse an option below 1, of those that are given."""
-    at_least(1, **{name: number for name, number in given.items() if number is not None})
+    at_least(1, **{name: number for name, number in arguments.items() if number is not None})
 
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     """Run jobs side by side, in a process per core or so many; each continues where an interruption left it."""
-    todo = [job for job in jobs if not finished(job)]
+    todo = [job for job in jobs if not is_finished(job)]
     done = len(jobs) - len(todo)
     if done:
         print(f"{done} of {len(jobs)} runs are there already.", file=sys.stderr)
@@ -150,7 +150,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     def so_far() -> str:
         return f"{done} of {len(jobs)} runs are finished; the same command goes on with the others where they were."
 
-    with saying_how_to_go_on(so_far):
+    with print_resume_hint_on_stop(so_far):
         if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
             for job in todo:
                 print(f"[{done + 1}/{len(jobs)}] {job.label}", file=sys.stderr)
@@ -158,14 +158,14 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
                 done += 1
             return
         with tqdm(total=len(todo), unit="run") as bar:
-            for job, _ in side_by_side(run_job, todo, workers):
+            for job, _ in run_parallel(run_job, todo, workers):
                 done += 1
                 bar.set_description_str(f"done: {job.label}")
                 bar.update()
 
 
 @contextmanager
-def saying_how_to_go_on(how_to_go_on: Callable[[], str]) -> Iterator[None]:
+def print_resume_hint_on_stop(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     """Let a command that is told to stop in this block say what is finished and how to go on."""
     stop.how_to_go_on = how_to_go_on
     try:
@@ -176,7 +176,7 @@ def saying_how_to_go_on(how_to_go_on: Callable[[], str]) -> Iterator[None]:
         stop.how_to_go_on = str
 
 
-def side_by_side(
+def run_parallel(
     function: Callable[[Job], T], jobs: Sequence[Job], workers: int | None
 ) -> Generator[tuple[Job, T], None, None]:
     """Call a function on each job, here or in several processes (None: one per core), what is done first first."""
@@ -192,7 +192,7 @@ def side_by_side(
 
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
-        with stop.after(end_workers):
+        with stop.defer_stop(end_workers):
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's alone
             try:
                 futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
@@ -213,47 +213,47 @@ def side_by_side(
 
 def _begin_worker() -> None:
     end_worker_with_parent()
-    threads_say_one_line()
+    shorten_thread_errors()
     import torch
 
     torch.set_num_threads(1)  # several processes with several threads each get in each other's way
 
 
-def finished(job: Job) -> bool:
+def is_finished(job: Job) -> bool:
     """Whether all files of a job are there and whole, and are of this very job."""
-    return job.wrote(job.out) and is_whole(job.out) and not job.needs(read_results(job.out))
+    return job.has_written(job.out) and is_complete(job.out) and not job.needs_run(read_results(job.out))
 
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
-    with occupied(job.out):
-        if not job.wrote(job.out):
-            begin(job)
+    with run_lock(job.out):
+        if not job.has_written(job.out):
+            start_job(job)
         try:
             results = read_results(job.out)
         except (FileNotFoundError, ValueError):
             results = {"finished": False}
-        if results["finished"] and not job.needs(results):
+        if results["finished"] and not job.needs_run(results):
             write_files(job.out)  # what is missing beside the results
         else:
             _train(job)
 
 
-def begin(job: Job) -> None:
+def start_job(job: Job) -> None:
     """Remove what an earlier, different run has left in a job's folder, and sign it."""
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
-    start_over(job.out)
+    clear_run(job.out)
     (job.out / _FAILURE).unlink(missing_ok=True)
     job.out.mkdir(parents=True, exist_ok=True)
-    job.sign(job.out)
+    job.write_fingerprint(job.out)
 
 
 def _train(job: Job) -> None:
     from lightning_fcl.io.checkpoint import newest_checkpoint
 
     with fast_imports():
-        from lightning_fcl.running.federated_cli import FederatedCLI
-        from lightning_fcl.running.fit import run
+        from lightning_fcl.runs.federated_cli import FederatedCLI
+        from lightning_fcl.runs.fit import run_cli
 
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
     more: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}
@@ -263,4 +263,4 @@ def _train(job: Job) -> None:
         more["recipe.tasks"] = job.tasks
     if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
         more["trainer.enable_progress_bar"] = False
-    run("fit", job.whole_recipe.with_values(more), FederatedCLI)
+    run_cli("fit", job.whole_recipe.with_values(more), FederatedCLI)

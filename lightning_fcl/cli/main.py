@@ -22,12 +22,12 @@ from typing import ClassVar
 from lightning_fcl import __version__
 from lightning_fcl.errors import FileAccessError, LightningFCLError, did_you_mean
 from lightning_fcl.evaluation.results import CONFIG
-from lightning_fcl.io.atomic import own_temporary_folder
+from lightning_fcl.io.atomic import private_temporary_folder
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.library_errors import LibraryError, first_line, match_error
-from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file, take_settings
-from lightning_fcl.running.secret_values import secrets_of, text_without_secrets, words_without_secrets
-from lightning_fcl.running.stop import Stopped, end, stop
+from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file, take_settings
+from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets, words_without_secrets
+from lightning_fcl.runs.signals import Stopped, exit_now, stop
 
 
 class Command(ABC):
@@ -35,11 +35,11 @@ class Command(ABC):
 
     Attributes:
         takes_settings: Whether every argument that a recipe holds can follow, as in ``--data.batch_size 16``.
-        passes_on: First words behind which all others are for another program.
+        forwards_arguments: First words behind which all others are for another program.
     """
 
     takes_settings: ClassVar[bool] = False
-    passes_on: ClassVar[tuple[str, ...]] = ()
+    forwards_arguments: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -52,29 +52,32 @@ class Command(ABC):
 
 # The class of a command, whose module is imported when it is asked for, and what it does.
 COMMANDS = {
-    "ls": ("show.Ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
+    "ls": ("list_command.Ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
     "cp": ("fit.Cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
     "validate": ("fit.Validate", "check a recipe, its data and its shapes, without training"),
     "fit": ("fit.Fit", "train what a recipe says:    lightning-fcl fit quickstart"),
     "test": ("fit.Test", "test a run's model:          lightning-fcl test runs/quickstart"),
-    "report": ("tables.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
-    "reproduce": ("tables.Reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
-    "leaderboard": ("tables.Leaderboard", "methods under the same protocols: lightning-fcl leaderboard --protocols P4"),
+    "report": ("reproduce.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
+    "reproduce": ("reproduce.Reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
+    "leaderboard": (
+        "reproduce.Leaderboard",
+        "methods under the same protocols: lightning-fcl leaderboard --protocols P4",
+    ),
     "tune": ("tune.Tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
-    "device-report": ("devices.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
-    "export": ("devices.Export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
+    "device-report": ("edge.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
+    "export": ("edge.Export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
     "deploy": (
-        "devices.Deploy",
+        "edge.Deploy",
         "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app",
     ),
-    "conformance": ("show.Conformance", "whether an implementation of a method does what its paper states"),
+    "conformance": ("list_command.Conformance", "whether an implementation of a method does what its paper states"),
     "zoo": ("zoo.Zoo", "published networks: list, verify, predict with, or publish"),
-    "demo": ("tables.Demo", "the quickstart, compared with plain fine-tuning"),
+    "demo": ("reproduce.Demo", "the quickstart, compared with plain fine-tuning"),
     "data": (
-        "show.Data",
+        "list_command.Data",
         "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart",
     ),
-    "completion": ("show.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
+    "completion": ("list_command.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
 _FORESEEN = (LightningFCLError, ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
@@ -134,17 +137,17 @@ def _run_command(arguments: Sequence[str] | None) -> None:
     own = argparse.ArgumentParser(
         f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve", allow_abbrev=False
     )
-    with stop.listening():
+    with stop.installed():
         try:
-            with own_temporary_folder(), ExitStack() as others:
+            with private_temporary_folder(), ExitStack() as others:
                 # Only the first of a federation's processes says what the command says; launchers number as PyTorch's.
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
                     others.enter_context(redirect_stdout(others.enter_context(open(os.devnull, "w"))))
-                asked = command_of(COMMANDS[command][0])
+                asked = load_command(COMMANDS[command][0])
                 own.description, _, own.epilog = (getdoc(asked) or "").partition("\n\n")
                 asked.arguments(own)
                 rest, layers = words[1:], list[Path | Setting]()
-                if words[1:2] and words[1] in asked.passes_on:
+                if words[1:2] and words[1] in asked.forwards_arguments:
                     rest = words[1:2]
                 elif asked.takes_settings:
                     rest, layers = take_settings(words[1:], own._option_string_actions)
@@ -164,7 +167,7 @@ def _run_command(arguments: Sequence[str] | None) -> None:
             foreseen = isinstance(error, _FORESEEN)
             if stop.signal and not foreseen:
                 # What was still to be done, with processes that were told to stop as well, has come to no end.
-                end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
+                exit_now(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             if isinstance(error, MemoryError) or match_error(error, LibraryError.NO_MEMORY):
@@ -224,9 +227,9 @@ def _flush() -> None:
         ) from error
 
 
-def command_of(place: str) -> Command:
+def load_command(path: str) -> Command:
     """The command of a class, as in ``show.Ls``."""
-    module, _, name = place.partition(".")
+    module, _, name = path.partition(".")
     command: Command = getattr(import_module(f"lightning_fcl.cli.{module}"), name)()
     return command
 

@@ -25,12 +25,12 @@ from lightning_fcl.errors import (
     one_of,
 )
 from lightning_fcl.evaluation.metrics import find_metric
-from lightning_fcl.io.reading import open_file, reading
-from lightning_fcl.io.safe_yaml import parse, read_yaml
+from lightning_fcl.io.reading import as_file_error, open_file
+from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
 from lightning_fcl.library_errors import one_line
-from lightning_fcl.running.merging import SECTIONS, merge
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import paper_rows
+from lightning_fcl.runs.merging import SECTIONS, merge
+from lightning_fcl.runs.paper_rows import paper_rows
+from lightning_fcl.runs.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Search:
         one_of(self.cases or (None,), case=self.case)
         if self.direction is None:
             object.__setattr__(self, "direction", self._metric_direction())
-        if twice := sorted({*self.fixed} & {*self.space}):
+        if twice := sorted({*self.case_overrides} & {*self.space}):
             raise InvalidValueError(
                 f"Expected settings in `space` or in `cases` but got {twice[0]} in both.",
                 hint=f"Remove {twice[0]} from one of them.",
@@ -123,7 +123,7 @@ class Search:
             content["configs"] = [content["configs"]]
         content |= {} if trials is None else {"trials": trials}
         none_yet: dict[str, object] = {"recipe": Recipe(), "points": ()}
-        search = parse(cls, content, path, space=space, cases=cases, case=case, **none_yet)
+        search = parse_dataclass(cls, content, path, space=space, cases=cases, case=case, **none_yet)
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise MissingValueError(
@@ -132,14 +132,14 @@ class Search:
             )
         if row is None:
             return replace(search, recipe=Recipe(recipes))
-        told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.fixed}
+        told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.case_overrides}
         settings = [setting for setting in told.settings if setting.name not in set_here]
         return replace(search, recipe=Recipe((*told.configs, *recipes, *settings)))
 
-    def with_trials_of(self, file: Path) -> Search:
+    def load_trials(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
-        with reading(file, expected, "Pass another file with `--among`."):
+        with as_file_error(file, expected, "Pass another file with `--among`."):
             trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"it has no column {missing[0]}")
@@ -156,7 +156,7 @@ class Search:
         return replace(self, sampler="grid", points=points)
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def case_overrides(self) -> dict[str, Any]:
         return self.cases[self.case] if self.case is not None else {}
 
     @property
@@ -182,9 +182,9 @@ class Search:
             points.append([round(what.low + index * what.step, 12) for index in range(number)])
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
-    def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def to_settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """What Optuna's parameters stand for in the recipe, and the settings of the case."""
-        return self.fixed | {
+        return self.case_overrides | {
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
         }
@@ -239,14 +239,14 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
     return recipe
 
 
-def try_settings(search: Search) -> list[dict[str, Any]]:
+def validate_space(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
-    from lightning_fcl.running.federated_cli import as_list
-    from lightning_fcl.running.fit import resolve_recipe
+    from lightning_fcl.runs.federated_cli import as_list
+    from lightning_fcl.runs.fit import resolve_recipe
 
     callbacks: list[dict[str, Any]] = as_list(resolve_recipe(search.recipe)["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
-    first = search.fixed | lowest
+    first = search.case_overrides | lowest
 
     def problem(settings: Mapping[str, Any]) -> LightningFCLError | None:
         try:

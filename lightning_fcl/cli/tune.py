@@ -28,16 +28,24 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Failure, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
+from lightning_fcl.cli.jobs import (
+    Failure,
+    Job,
+    check_at_least_one,
+    is_finished,
+    print_resume_hint_on_stop,
+    run_job,
+    run_parallel,
+)
 from lightning_fcl.cli.main import Command
-from lightning_fcl.cli.search import Search, trial_recipe, try_settings
+from lightning_fcl.cli.search import Search, trial_recipe, validate_space
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import slug
+from lightning_fcl.runs.paper_rows import slug
+from lightning_fcl.runs.recipe import Recipe
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
@@ -79,13 +87,13 @@ class Tune(Command):
         add("--restart", action="store_true", help="delete the trials that are there and begin anew")
 
     def run(self, options: Namespace) -> None:
-        at_least_one(trials=options.trials, workers=options.workers)
+        check_at_least_one(trials=options.trials, workers=options.workers)
         search = Search.read(options.file, options.trials, options.case, options.row)
-        search = search if options.among is None else search.with_trials_of(options.among)
+        search = search if options.among is None else search.load_trials(options.among)
         grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
         names = [slug(name) for name in (search.case, options.row) if name is not None]
         out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
-        callbacks = try_settings(search)
+        callbacks = validate_space(search)
         out.mkdir(parents=True, exist_ok=True)
         for folder in out.glob("trial-[0-9]*") if options.restart else ():
             shutil.rmtree(folder)
@@ -99,14 +107,16 @@ class Tune(Command):
                 f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
             )
 
-        with saying_how_to_go_on(so_far), tqdm(total=number, unit="trial") as bar:
+        with print_resume_hint_on_stop(so_far), tqdm(total=number, unit="trial") as bar:
             for start in range(0, number, size):
                 jobs: dict[int, list[Job]] = {}
                 for index in range(start, min(start + size, number)):
                     trial = propose(study, search, options.seed, index, grid)
-                    jobs[index] = trial_jobs(search, index, trial_recipe(search.settings(trial.params), callbacks), out)
-                for index, failure in outcomes(jobs, options.workers):
-                    settle(study, search, index, jobs[index], failure, failures)
+                    jobs[index] = trial_jobs(
+                        search, index, trial_recipe(search.to_settings(trial.params), callbacks), out
+                    )
+                for index, failure in iter_finished_trials(jobs, options.workers):
+                    record_trial(study, search, index, jobs[index], failure, failures)
                     best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
                     bar.set_postfix_str(
                         f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
@@ -138,15 +148,15 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     folder.mkdir(exist_ok=True)
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
     before = read_text(file) if file.exists() else content
-    write_whole(file, content)
+    write_atomic(file, content)
     more = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
     whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(more)
     jobs = [
         Job(f"trial {number}, seed {seed}", whole, seed, folder / f"seed-{seed}")
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
-    if any(job.is_displaced for job in jobs):
-        write_whole(file, before)
+    if any(job.is_foreign_folder for job in jobs):
+        write_atomic(file, before)
         raise InvalidValueError(
             f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
             "version is another.",
@@ -155,12 +165,14 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     return jobs
 
 
-def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, Failure | None]]:
+def iter_finished_trials(
+    jobs: Mapping[int, Sequence[Job]], workers: int | None
+) -> Iterator[tuple[int, Failure | None]]:
     """Yield each trial when all its runs have ended, with the failure of the first run that failed."""
     numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
-    known: dict[Job, Failure | None] = {job: None for job in numbers if finished(job)}
+    known: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
     known |= {job: failure for job in numbers if job not in known and (failure := Failure.read(job))}
-    with closing(side_by_side(attempt, [job for job in numbers if job not in known], workers)) as done:
+    with closing(run_parallel(run_trial, [job for job in numbers if job not in known], workers)) as done:
         for job, failure in itertools.chain(known.items(), done):
             failures[job] = failure
             runs = jobs[numbers[job]]
@@ -168,7 +180,7 @@ def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator
                 yield numbers[job], next((failures[run] for run in runs if failures[run]), None)
 
 
-def attempt(job: Job) -> Failure | None:
+def run_trial(job: Job) -> Failure | None:
     """Run a job. Return why it failed, if it failed, and write the failure into its folder.
 
     Raises:
@@ -190,7 +202,7 @@ def attempt(job: Job) -> Failure | None:
     return None
 
 
-def settle(
+def record_trial(
     study: optuna.Study,
     search: Search,
     number: int,
@@ -230,7 +242,9 @@ def settle(
         )
 
 
-def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, Failure], named: str, out: Path) -> None:
+def write_trials(
+    study: optuna.Study, search: Search, failures: Mapping[int, Failure], best_name: str, out: Path
+) -> None:
     """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
@@ -238,7 +252,7 @@ def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, Fai
     ]
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
     frame["failure"] = [failures[one].message if one in failures else "" for one in frame["trial"]]
-    table = write_whole(out / "trials.csv", frame.to_csv(index=False))
+    table = write_atomic(out / "trials.csv", frame.to_csv(index=False))
     done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
     if done.empty:
         reason = next(iter(failures.values())).message
@@ -247,7 +261,7 @@ def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, Fai
             hint="Correct the cause, then run the command with `--restart`.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
-    recipe = write_best(study.best_trial, len(frame), search, named, out)
+    recipe = write_best(study.best_trial, len(frame), search, best_name, out)
     shown = done.sort_values(search.objective, ascending=search.direction == "minimize", kind="stable")[:10]
     columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
     exactly = {search.objective: "{:.4f}".format}
@@ -262,7 +276,7 @@ def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, Fai
 def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
     """The objective of a search's trials against each setting, a panel per setting, later trials darker."""
     order = alt.Color("trial:Q", scale=alt.Scale(range=["#b9d4e8", "#08306b"]), legend=None)
-    base = charts.chart_of("rows").mark_point(filled=True, size=60, opacity=0.9)
+    base = charts.get_chart("rows").mark_point(filled=True, size=60, opacity=0.9)
     base = base.encode(y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)), color=order)
     panels = []
     for path, name in _short(list(search.space)).items():
@@ -280,7 +294,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
     return charts.spec(alt.concat(*panels, columns=4), rows=rows)
 
 
-def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out: Path) -> Path:
+def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
@@ -288,11 +302,11 @@ def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out:
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
     head = (
-        f"# The best of {number} trials of {named}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
+        f"# The best of {number} trials of {best_name}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
         f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
         f"# lightning-fcl fit {configs}{again}\n"
     )
-    return write_whole(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))
+    return write_atomic(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))
 
 
 def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:

@@ -55,25 +55,25 @@ class Zoo(Command):
 
 
 def _ls(options: Namespace) -> None:
-    from lightning_fcl.zoo.entry import WEIGHTS
+    from lightning_fcl.zoo.model_entry import WEIGHTS
     from lightning_fcl.zoo.registry import list_published
 
     for published in list_published(options.pattern).values():
-        entry, weights = published.entry, published.beside / published.folder / WEIGHTS
+        entry, weights = published.entry, published.registry_folder / published.folder / WEIGHTS
         accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
         size = f"{weights.stat().st_size / 1e6:7.2f} MB" if weights.is_file() else "      afar"
         print(f"{entry.full_name:40} {accuracy} {size}  {entry.about}")
 
 
 def _info(options: Namespace) -> None:
-    from lightning_fcl.zoo.entry import CARD
-    from lightning_fcl.zoo.registry import folder_of
+    from lightning_fcl.zoo.model_entry import CARD
+    from lightning_fcl.zoo.registry import resolve_folder
 
-    print(read_text(folder_of(options.name) / CARD))
+    print(read_text(resolve_folder(options.name) / CARD))
 
 
 def _fetch(options: Namespace) -> None:
-    from lightning_fcl.zoo.registry import collect, folder_of, list_models
+    from lightning_fcl.zoo.registry import copy_to_registry, list_models, resolve_folder
 
     names = list_models() if options.all else options.names
     if not names:
@@ -82,8 +82,8 @@ def _fetch(options: Namespace) -> None:
             hint="Pass a name of `lightning-fcl zoo ls`, or `--all`.",
         )
     for name in names:
-        folder = folder_of(name)
-        print(f"{name}: {collect(folder, options.to) if options.to else folder}")
+        folder = resolve_folder(name)
+        print(f"{name}: {copy_to_registry(folder, options.to) if options.to else folder}")
 
 
 def _verify(options: Namespace) -> None:
@@ -99,11 +99,15 @@ def _verify(options: Namespace) -> None:
                 raise
             print(f"{name}: not here ({error})", file=sys.stderr)
             continue
-        measured = "not measured: " + verdict.why if verdict.measured is None else f"{verdict.measured:.4f}"
-        card = "none" if verdict.card is None else f"{verdict.card:.4f}"
-        word = "as its card says" if verdict.right else "NOT AS ITS CARD SAYS"
+        measured = (
+            "not measured: " + verdict.reason
+            if verdict.measured_accuracy is None
+            else f"{verdict.measured_accuracy:.4f}"
+        )
+        card = "none" if verdict.published_accuracy is None else f"{verdict.published_accuracy:.4f}"
+        word = "as its card says" if verdict.is_reproduced else "NOT AS ITS CARD SAYS"
         print(f"{verdict.name}: {word}; accuracy {measured} (card: {card}), outputs within {verdict.difference:.1e}")
-        wrong += not verdict.right
+        wrong += not verdict.is_reproduced
     if wrong:
         raise SystemExit(1)
 
@@ -125,7 +129,7 @@ def _push(options: Namespace) -> None:
 
     terms = {"weights": options.weights_licence, "data": options.data_licence}
     licence = {name: text for name, text in terms.items() if text}
-    how = {"numbers": options.numbers, "features": options.features}
+    how = {"numbered_classes": options.numbers, "features": options.features}
     place = publish(options.run, options.name, options.to, options.about, licence, options.limit, **how)
     setting, name = "", place
     if isinstance(place, Path):

@@ -1,5 +1,5 @@
-from .suite import classes_of as classes_of
-from .suite import statements_of as statements_of
-from .suite import try_statements as try_statements
-from .trial import NotTriedError as NotTriedError
-from .trial import Statement as Statement
+from .fixtures import NotApplicableError as NotApplicableError
+from .fixtures import Statement as Statement
+from .suite import get_classes as get_classes
+from .suite import get_statements as get_statements
+from .suite import run_statements as run_statements

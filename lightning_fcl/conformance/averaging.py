@@ -9,51 +9,51 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.conformance.trial import (
+from lightning_fcl.conformance.fixtures import (
     CLASSES,
-    Net,
+    SmallNet,
     assert_close,
     assert_same,
-    make,
-    states,
-    task_of,
+    make_method,
+    make_stream,
+    make_task,
+    statement,
     train,
-    trial_stream,
 )
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.method import Method
-from lightning_fcl.models.decomposed import LoRA
+from lightning_fcl.models.decomposition import LoRA
 
 
-def is_fedavg(
+def register_fedavg_statement(
     claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
 ) -> None:
     """State of a method that it is FedAvg: with such arguments, or in such a stream."""
     when = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
-    @states(claim, f"{when}: it is FedAvg" if says else f"{when} it is FedAvg")
+    @statement(claim, f"{when}: it is FedAvg" if says else f"{when} it is FedAvg")
     def _(kind: type[Method]) -> None:
-        stream = partial(trial_stream, clients, tasks, rounds, batch_size=batch_size)
-        found, wanted = (train(methods, stream()) for methods in ([make(kind, **arguments)], []))
+        stream = partial(make_stream, clients, tasks, rounds, batch_size=batch_size)
+        found, wanted = (train(methods, stream()) for methods in ([make_method(kind, **arguments)], []))
         assert_same(found, wanted, when)
 
 
-is_fedavg("FedProx", mu=0.0)
-is_fedavg("FedProto", strength=0.0)
-is_fedavg("LogitAdjustment", tau=0.0)
-is_fedavg("FedNTD", beta=0.0)
-is_fedavg("MOON", mu=0.0)
-is_fedavg("FedDyn", alpha=0.0)
-is_fedavg("EWC", strength=0.0)
-is_fedavg("MAS", strength=0.0)
-is_fedavg("SI", strength=0.0)
-is_fedavg("LwF", strength=0.0)
-is_fedavg("TARGET", kd=0.0)
-is_fedavg("TARGET", images=0)
+register_fedavg_statement("FedProx", mu=0.0)
+register_fedavg_statement("FedProto", strength=0.0)
+register_fedavg_statement("LogitAdjustment", tau=0.0)
+register_fedavg_statement("FedNTD", beta=0.0)
+register_fedavg_statement("MOON", mu=0.0)
+register_fedavg_statement("FedDyn", alpha=0.0)
+register_fedavg_statement("EWC", strength=0.0)
+register_fedavg_statement("MAS", strength=0.0)
+register_fedavg_statement("SI", strength=0.0)
+register_fedavg_statement("LwF", strength=0.0)
+register_fedavg_statement("TARGET", kd=0.0)
+register_fedavg_statement("TARGET", images=0)
 
 
-@states("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
+@statement("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
 def _(kind: type[Method]) -> None:
     draws = torch.Generator().manual_seed(0)
     received = {"w": torch.randn(5, generator=draws), "b": torch.randn(3, generator=draws)}
@@ -61,39 +61,43 @@ def _(kind: type[Method]) -> None:
     apart = sum(float((params[name] - value).square().sum()) for name, value in received.items())
     nothing = torch.empty(0)
     for given, wanted in ((received, 0.0), (params, 0.3 / 2 * apart)):
-        client, step = Client(server=received), Step(given, received, nothing, nothing, lambda state, x: x)
-        found = float(make(kind, mu=0.3).penalty(client, step))
+        client, step = Client(received_state=received), Step(given, received, nothing, nothing, lambda state, x: x)
+        found = float(make_method(kind, mu=0.3).penalty(client, step))
         if abs(found - wanted) > 1e-5:
             raise AssertionError(f"the penalty is {found:.6f} and not {wanted:.6f}")
 
 
-is_fedavg("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
-is_fedavg("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
-is_fedavg("SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240)
-is_fedavg("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
-is_fedavg("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
-is_fedavg("APFL", "what clients make of the server's model for themselves stays with them")
-is_fedavg("Ditto", "what clients make of the server's model for themselves stays with them")
-is_fedavg("RegMean", "a single client gets its own weights back", clients=1)
-is_fedavg("LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1)
+register_fedavg_statement("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
+register_fedavg_statement("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
+register_fedavg_statement(
+    "SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240
+)
+register_fedavg_statement("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
+register_fedavg_statement("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
+register_fedavg_statement("APFL", "what clients make of the server's model for themselves stays with them")
+register_fedavg_statement("Ditto", "what clients make of the server's model for themselves stays with them")
+register_fedavg_statement("RegMean", "a single client gets its own weights back", clients=1)
+register_fedavg_statement(
+    "LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1
+)
 
 
-@states("LoRM", "of a single client one round trains B and the head, and where tasks come together says the same")
+@statement("LoRM", "of a single client one round trains B and the head, and where tasks come together says the same")
 def _(kind: type[Method]) -> None:
     outcomes = []
-    for methods, train_a in (([make(kind)], True), ([], False)):
-        stream, task = trial_stream(clients=1, tasks=1, rounds=1), task_of()
+    for methods, train_a in (([make_method(kind)], True), ([], False)):
+        stream, task = make_stream(clients=1, tasks=1, rounds=1), make_task()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            task.model = LoRA(Net(), rank=2, train_a=train_a)
+            task.model = LoRA(SmallNet(), rank=2, train_a=train_a)
         train(methods, stream, task)
-        outcomes.append({"outputs": task(stream.take(stream.plan.test)[0].double())})
+        outcomes.append({"outputs": task(stream.get_samples(stream.plan.test)[0].double())})
     assert_close(outcomes[0], outcomes[1], "after a round of one client", 1e-8)
 
 
-@states("FedRep", "heads never leave the clients: the server's is what it was, its body learns")
+@statement("FedRep", "heads never leave the clients: the server's is what it was, its body learns")
 def _(kind: type[Method]) -> None:
-    before, after = task_of().double(), train([make(kind)])
+    before, after = make_task().double(), train([make_method(kind)])
     heads, bodies = (
         [{name: value for name, value in task.state_dict().items() if part in name} for task in (before, after)]
         for part in (".head.", ".body.")
@@ -106,21 +110,21 @@ def _(kind: type[Method]) -> None:
 _BETA = 0.5
 
 
-@states("Fed3R", "however the samples are spread over clients, the classifier is the same")
+@statement("Fed3R", "however the samples are spread over clients, the classifier is the same")
 def _(kind: type[Method]) -> None:
     heads = []
     for clients in (1, 3, 8):
-        task = train([make(kind)], trial_stream(clients, tasks=1, rounds=1), task_of(rate=0.0))
+        task = train([make_method(kind)], make_stream(clients, tasks=1, rounds=1), make_task(rate=0.0))
         heads.append({name: value for name, value in task.state_dict().items() if ".head." in name})
     for other in heads[1:]:
         assert_close(other, heads[0], "of other clients", 1e-7)
 
 
 def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int, **arguments: Any) -> None:
-    @states(claim, f"{says}, it is the ridge regression of all samples in one place")
+    @statement(claim, f"{says}, it is the ridge regression of all samples in one place")
     def _(kind: type[L.LightningModule]) -> None:
         for number in clients:
-            stream = trial_stream(number, tasks, rounds=1, batch_size=240)
+            stream = make_stream(number, tasks, rounds=1, batch_size=240)
             task = _solved(kind, stream, **arguments)
             wanted, x = _pooled(task, stream)
             assert_close({"outputs": task(x)}, {"outputs": wanted}, f"of {number} clients", 1e-8)
@@ -131,9 +135,9 @@ _is_pooled_ridge("AnalyticFCL", "of tasks in sequence, whose classes come one af
 _is_pooled_ridge("FedRAN", "of full rank", (3,), 2, rank=12)
 
 
-@states("AnalyticFCL", "what it says of classes that nobody has seen is 0")
+@statement("AnalyticFCL", "what it says of classes that nobody has seen is 0")
 def _(kind: type[L.LightningModule]) -> None:
-    stream = trial_stream(tasks=3, rounds=1, batch_size=240)
+    stream = make_stream(tasks=3, rounds=1, batch_size=240)
     task = _solved(kind, stream, max_epochs=1, gamma=1.0)
     unseen = sorted({*range(CLASSES)} - {*stream.plan.tasks["0"][0]})
     said = task(_inputs(stream))[:, unseen]
@@ -141,9 +145,9 @@ def _(kind: type[L.LightningModule]) -> None:
         raise AssertionError(f"of classes {unseen} it says up to {float(said.abs().max()):.2g} before they have come")
 
 
-@states("RanPAC", "random features are common to all: however the samples are spread, the classifier is the same")
+@statement("RanPAC", "random features are common to all: however the samples are spread, the classifier is the same")
 def _(kind: type[L.LightningModule]) -> None:
-    streams = [trial_stream(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
+    streams = [make_stream(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
     found = [_solved(kind, stream, random_features=40)(_inputs(stream)) for stream in streams]
     for other in found[1:]:
         assert_close({"outputs": other}, {"outputs": found[0]}, "of other clients", 1e-7)
@@ -152,21 +156,21 @@ def _(kind: type[L.LightningModule]) -> None:
 def _solved(kind: Any, stream: FederatedStream, max_epochs: int | None = None, **arguments: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        task = make(kind, model=Net(), num_classes=CLASSES, beta=_BETA, min_samples=1, **arguments)
+        task = make_method(kind, model=SmallNet(), num_classes=CLASSES, beta=_BETA, min_samples=1, **arguments)
     return train([], stream, task, max_epochs=max_epochs, reductions={}).eval()
 
 
 def _inputs(stream: FederatedStream) -> Tensor:
-    x: Tensor = stream.take(stream.plan.test)[0]
+    x: Tensor = stream.get_samples(stream.plan.test)[0]
     return x.double()
 
 
 def _pooled(task: Any, stream: FederatedStream) -> tuple[Tensor, Tensor]:
     """What the ridge regression of all training samples says of the test samples; and these."""
     rows = torch.cat([torch.from_numpy(own) for current in stream.plan.train for own in current.values()])
-    x, y = stream.take(rows.numpy())
+    x, y = stream.get_samples(rows.numpy())
     with torch.no_grad():
-        features, asked = (task.model.embed(one.double()) for one in (x, stream.take(stream.plan.test)[0]))
+        features, asked = (task.model.embed(one.double()) for one in (x, stream.get_samples(stream.plan.test)[0]))
     targets = torch.eye(CLASSES, dtype=torch.float64)[y]
     gram = features.T @ features + _BETA * torch.eye(features.shape[1], dtype=torch.float64)
     return asked @ torch.linalg.solve(gram, features.T @ targets), _inputs(stream)

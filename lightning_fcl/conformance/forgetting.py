@@ -15,39 +15,39 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_fcl.conformance.averaging import is_fedavg
-from lightning_fcl.conformance.trial import (
+from lightning_fcl.conformance.averaging import register_fedavg_statement
+from lightning_fcl.conformance.fixtures import (
     CLASSES,
-    NotTriedError,
+    NotApplicableError,
     assert_same,
-    make,
-    rules_for,
+    make_method,
+    make_rules,
+    make_stream,
+    make_task,
     state_distance,
-    states,
-    task_of,
+    statement,
     train,
-    trial_stream,
 )
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.functional import GradientOf
+from lightning_fcl.federation.protocols import require_federation
+from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.methods.functional import GradientFn
 from lightning_fcl.methods.method import Method
 
 _SEEDS = range(4)
 
 
 for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed", "FOT"):
-    is_fedavg(_claim, "in the first task there is nothing to keep", tasks=1)
+    register_fedavg_statement(_claim, "in the first task there is nothing to keep", tasks=1)
 
 
 def _holds_more(claim: str, **arguments: Any) -> None:
-    @states(claim, "a second task moves the model less than fine-tuning does, on four seeds")
+    @statement(claim, "a second task moves the model less than fine-tuning does, on four seeds")
     def _(kind: type[Method]) -> None:
         for seed in _SEEDS:
-            first = train([], trial_stream(clients=1, seed=seed), max_epochs=2)
-            free = state_distance(train([], trial_stream(clients=1, seed=seed)), first)
-            held = state_distance(train([make(kind, **arguments)], trial_stream(clients=1, seed=seed)), first)
+            first = train([], make_stream(clients=1, seed=seed), max_epochs=2)
+            free = state_distance(train([], make_stream(clients=1, seed=seed)), first)
+            held = state_distance(train([make_method(kind, **arguments)], make_stream(clients=1, seed=seed)), first)
             if not held < 0.95 * free:
                 raise AssertionError(f"seed {seed}: it moves by {held:.3f}, fine-tuning by {free:.3f}")
 
@@ -57,17 +57,17 @@ _holds_more("MAS", strength=5.0)
 _holds_more("SI", strength=5.0)
 
 
-@states("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")
+@statement("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")
 def _(kind: type[Method]) -> None:
     for seed in _SEEDS:
-        stream = trial_stream(clients=1, seed=seed)
+        stream = make_stream(clients=1, seed=seed)
         stream.setup("fit")
-        x = stream.take(stream.plan.test)[0].double()
+        x = stream.get_samples(stream.plan.test)[0].double()
         old = torch.tensor(sorted(stream.plan.tasks["0"][0]))
-        first = train([], trial_stream(clients=1, seed=seed), max_epochs=2)
+        first = train([], make_stream(clients=1, seed=seed), max_epochs=2)
         apart = []
-        for methods in ([make(kind, strength=3.0)], []):
-            now = train(methods, trial_stream(clients=1, seed=seed))
+        for methods in ([make_method(kind, strength=3.0)], []):
+            now = train(methods, make_stream(clients=1, seed=seed))
             said, taught = (model(x)[:, old].softmax(dim=1) for model in (now, first))
             apart.append(float((said - taught).detach().abs().sum(dim=1).mean()))
         if not apart[0] < 0.95 * apart[1]:
@@ -77,21 +77,21 @@ def _(kind: type[Method]) -> None:
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
     """With all that a client has had in memory, past tasks' gradients are known without a look into it."""
 
-    @states(claim, "no step goes against the gradient of what is remembered of past tasks")
+    @statement(claim, "no step goes against the gradient of what is remembered of past tasks")
     def _(kind: type[Method]) -> None:
-        stream, against = trial_stream(clients=1), []
+        stream, against = make_stream(clients=1), []
         stream.setup("fit")
-        x, y = stream.take(stream.plan.train[0]["0"])
+        x, y = stream.get_samples(stream.plan.train[0]["0"])
 
         class Watched(kind):  # type: ignore[valid-type, misc]
-            def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-                stepped: Tensor = super().project(client, gradient, gradient_of)
-                if client.part.experience == 1:
-                    reference = gradient_of(x.double(), y)
+            def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
+                stepped: Tensor = super().project_gradient(client, gradient, gradient_fn)
+                if client.client_round.experience_idx == 1:
+                    reference = gradient_fn(x.double(), y)
                     against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
                 return stepped
 
-        train([make(Watched, max_size=1.0, **arguments)], trial_stream(clients=1))
+        train([make_method(Watched, max_size=1.0, **arguments)], make_stream(clients=1))
         if not against:
             raise AssertionError("no step of the second task was projected")
         if min(against) < -1e-6:
@@ -102,12 +102,12 @@ _never_against_the_past("GEM", margin=0.0)
 _never_against_the_past("AGEM")
 
 
-@states("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")
-@states("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
+@statement("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")
+@statement("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 def _(kind: type[Method]) -> None:
     seen = _Seen()
-    train([make(kind, max_size=100_000)], trial_stream(clients=1), callbacks=[seen])
-    stream = trial_stream(clients=1)
+    train([make_method(kind, max_size=100_000)], make_stream(clients=1), callbacks=[seen])
+    stream = make_stream(clients=1)
     stream.setup("fit")
     for round in range(stream.plan.rounds):
         rows = [stream.plan.train[past]["0"] for past in ({round} if round < 2 else {0, round})]
@@ -116,22 +116,22 @@ def _(kind: type[Method]) -> None:
             raise AssertionError(f"in round {round + 1} the labels trained on are {seen.labels[round]}, not {wanted}")
 
 
-@states("GLFC", "where all samples learn at one pace and no class is old, it is the mean binary cross-entropy")
+@statement("GLFC", "where all samples learn at one pace and no class is old, it is the mean binary cross-entropy")
 def _(kind: type[Method]) -> None:
-    draws, y, method = torch.Generator().manual_seed(0), torch.arange(12) % CLASSES, make(kind)
+    draws, y, method = torch.Generator().manual_seed(0), torch.arange(12) % CLASSES, make_method(kind)
     z = torch.randn(12, CLASSES, generator=draws, dtype=torch.float64)
     z[torch.arange(12), y] = 0.5
-    client = Client(part=ClientRound("0", 0, num_classes=CLASSES, new_classes=tuple(range(CLASSES))))
-    client.memory = method.on_download(client)
+    client = Client(client_round=ClientRound("0", 0, num_classes=CLASSES, new_classes=tuple(range(CLASSES))))
+    client.method_state = method.prepare_client_state(client)
     found = float(method.penalty(client, Step({"w": z}, {}, z, z, lambda state, x: x, y=y)))
     wanted = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
     if (weight := method.task_weight(client)) != 0 or abs(found - wanted) > 1e-6:
         raise AssertionError(f"beside {weight} of the task loss it is {found:.6f} and not {wanted:.6f}")
 
 
-@states("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
+@statement("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
 def _(kind: type[Method]) -> None:
-    with_proxy, without = (train([make(kind, proxy=proxy)], trial_stream(tasks=1)) for proxy in (True, False))
+    with_proxy, without = (train([make_method(kind, proxy=proxy)], make_stream(tasks=1)) for proxy in (True, False))
     assert_same(with_proxy, without, "with a proxy server", tolerance=0)
 
 
@@ -150,7 +150,7 @@ class _Seen(Callback):
         self.labels[-1].update(batch[1].tolist())
 
 
-@states("Method", "its draws come from the stream's seed alone, not from global generators")
+@statement("Method", "its draws come from the stream's seed alone, not from global generators")
 def _(kind: type[Method]) -> None:
     outcomes = []
     for seed in (1, 2):
@@ -158,50 +158,50 @@ def _(kind: type[Method]) -> None:
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
-            outcomes.append(train([make(kind)]))
+            outcomes.append(train([make_method(kind)]))
     assert_same(outcomes[1], outcomes[0], "after global generators of another seed", tolerance=0)
 
 
-@states("Method", "clients that train side by side come to what they come to one at a time")
+@statement("Method", "clients that train side by side come to what they come to one at a time")
 def _(kind: type[Method]) -> None:
     if not kind.vectorizable:
-        raise NotTriedError("it says that clients who use it do not train side by side")
-    alone, together = (train([make(kind)], cohort_size=size, precision="32-true") for size in (1, 3))
+        raise NotApplicableError("it says that clients who use it do not train side by side")
+    alone, together = (train([make_method(kind)], cohort_size=size, precision="32-true") for size in (1, 3))
     assert_same(together, alone, "side by side, in single precision", tolerance=1e-4)
 
 
-@states("Method", "a fit that is stopped and goes on comes to the bits of one that is not")
+@statement("Method", "a fit that is stopped and goes on comes to the bits of one that is not")
 def _(kind: type[Method]) -> None:
-    whole = train([make(kind)])
+    whole = train([make_method(kind)])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stopped.ckpt"
-        train([make(kind)], callbacks=[_SaveAfter(path)], max_epochs=2)
+        train([make_method(kind)], callbacks=[_SaveAfter(path)], max_epochs=2)
         try:
-            continued = train([make(kind)], ckpt_path=str(path))
-        except NotTriedError as reason:
+            continued = train([make_method(kind)], ckpt_path=str(path))
+        except NotApplicableError as reason:
             raise AssertionError(f"stopped after round 2 it cannot go on: {reason}") from reason
     assert_same(continued, whole, "stopped after round 2 and continued", tolerance=0)
 
 
-@states("Method", "who does not use it trains as without it, to the bit")
+@statement("Method", "who does not use it trains as without it, to the bit")
 def _(kind: type[Method]) -> None:
-    unused = make(kind, clients=[])
-    assert_same(train([unused]), train([], reductions=rules_for(unused)), "with `clients=[]`", tolerance=0)
+    unused = make_method(kind, clients=[])
+    assert_same(train([unused]), train([], reductions=make_rules(unused)), "with `clients=[]`", tolerance=0)
 
 
-@states("Method", "what clients keep on disk comes back to the bit")
+@statement("Method", "what clients keep on disk comes back to the bit")
 def _(kind: type[Method]) -> None:
-    assert_same(train([make(kind)], client_store="disk"), train([make(kind)]), "from disk", tolerance=0)
+    assert_same(train([make_method(kind)], client_store="disk"), train([make_method(kind)]), "from disk", tolerance=0)
 
 
-@states("Method", "what clients and the server keep is finite")
+@statement("Method", "what clients and the server keep is finite")
 def _(kind: type[Method]) -> None:
-    train([make(kind)], callbacks=[_LooksForNaN()])
+    train([make_method(kind)], callbacks=[_LooksForNaN()])
 
 
-@states("Method", "it leaves the module as it was: no hooks, and the same parameters may learn")
+@statement("Method", "it leaves the module as it was: no hooks, and the same parameters may learn")
 def _(kind: type[Method]) -> None:
-    before, task = task_of(), train([make(kind)])
+    before, task = make_task(), train([make_method(kind)])
     for name, part in task.named_modules():
         hooks = [*part._forward_hooks, *part._forward_pre_hooks, *part._backward_hooks]
         if hooks:
@@ -221,8 +221,10 @@ class _SaveAfter(Callback):
 
 class _LooksForNaN(Callback):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        server = need_federation(trainer, "a statement", "it has no clients").server
-        kept = {client: server.store[client] for client in server.store} | {"the server": {"state": server.state}}
+        server = require_federation(trainer, "a statement", "it has no clients").server
+        kept = {client: server.client_store[client] for client in server.client_store} | {
+            "the server": {"state": server.state}
+        }
         for who, sections in kept.items():
             for section, memory in sections.items():
                 for name, value in memory.items():

@@ -15,18 +15,18 @@ import lightning.pytorch as L
 import lightning_fcl
 from lightning_fcl import methods
 from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
-from lightning_fcl.conformance.trial import STATEMENTS, Kind, NotTriedError, Statement
+from lightning_fcl.conformance.fixtures import STATEMENTS, NotApplicableError, Statement, Target
 from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.methods.method import Method
 
 
-def claims_of(kind: Kind) -> tuple[str, ...]:
+def implemented_targets(kind: Target) -> tuple[str, ...]:
     """The methods that a class claims to be: what its ``claims`` says, a name or several; else its own name."""
     said: object = getattr(kind, "claims", kind.__name__)
     return (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else ()
 
 
-def statements_of(kind: Kind) -> list[Statement]:
+def get_statements(kind: Target) -> list[Statement]:
     """The statements that a class has to stand up to.
 
     Args:
@@ -39,10 +39,10 @@ def statements_of(kind: Kind) -> list[Statement]:
 
     Example:
         >>> from lightning_fcl.methods import FedProx
-        >>> [str(one) for one in statements_of(FedProx) if one.claim == "FedProx"][0]
+        >>> [str(one) for one in get_statements(FedProx) if one.target == "FedProx"][0]
         'FedProx: with mu = 0.0 it is FedAvg'
     """
-    claims, known = claims_of(kind), sorted({one.claim for one in STATEMENTS})
+    claims, known = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
     for claim in claims if "claims" in vars(kind) else ():
         if claim not in known:
             raise UnknownNameError(
@@ -50,7 +50,7 @@ def statements_of(kind: Kind) -> list[Statement]:
                 hint=did_you_mean(claim, known),
             )
     general = ("Method",) if issubclass(kind, Method) else ()
-    return [one for one in STATEMENTS if one.claim in (*general, *claims)]
+    return [one for one in STATEMENTS if one.target in (*general, *claims)]
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Outcome:
         return f"{self.result}: {self.why}" if self.why else self.result
 
 
-def try_statements(kind: Kind) -> Iterator[tuple[Statement, Outcome]]:
+def run_statements(kind: Target) -> Iterator[tuple[Statement, Outcome]]:
     """Try each statement that a class has to fulfill, and yield it with the outcome."""
-    for statement in statements_of(kind):
+    for statement in get_statements(kind):
         try:
             statement.check(kind)
-        except NotTriedError as reason:
+        except NotApplicableError as reason:
             yield statement, Outcome("not tried", str(reason))
         except AssertionError as reason:
             yield statement, Outcome("fails", str(reason))
@@ -84,7 +84,7 @@ def try_statements(kind: Kind) -> Iterator[tuple[Statement, Outcome]]:
             yield statement, Outcome("holds")
 
 
-def classes_of(target: str, claims: str | None = None) -> list[Kind]:
+def get_classes(target: str, claims: str | None = None) -> list[Target]:
     """The classes that a target stands for: a name of this library, a Python file, or a class's path.
 
     Raises:

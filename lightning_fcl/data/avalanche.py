@@ -22,7 +22,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import require_package
 
 __all__ = [
     "AvalancheDataset",
@@ -101,7 +101,7 @@ def _load_settings() -> None:
 
 with _light_import(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    require("avalanche", "divides classes into experiences and provides the buffers of `Replay`")
+    require_package("avalanche", "divides classes into experiences and provides the buffers of `Replay`")
     from avalanche.benchmarks import CLScenario, nc_benchmark
     from avalanche.benchmarks.utils import AvalancheDataset, DataAttribute, TaskAwareSupervisedClassificationDataset
     from avalanche.training import storage_policy

@@ -9,17 +9,17 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset, default_collate
 
-from lightning_fcl.data.batches import Collate
-from lightning_fcl.data.data_module import Parts
+from lightning_fcl.data.batching import Collate
+from lightning_fcl.data.datamodule_adapter import SplitDatasets
 from lightning_fcl.data.generators import Generators
-from lightning_fcl.data.targets import ItemsOf, as_array
-from lightning_fcl.errors import InvalidValueError, MissingValueError, listed
+from lightning_fcl.data.labels import ItemsOf, to_array
+from lightning_fcl.errors import InvalidValueError, MissingValueError, format_names
 
 # What people and Hugging Face call the parts of a data set.
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
-def check_sizes(clients: Mapping[Any, Parts]) -> None:
+def check_sizes(clients: Mapping[Any, SplitDatasets]) -> None:
     """Raise ValueError if a client has no samples."""
     for client, parts in clients.items():
         if not any(len(data) for data, _ in parts.values()):  # type: ignore[arg-type]  # map-style
@@ -30,7 +30,7 @@ def check_sizes(clients: Mapping[Any, Parts]) -> None:
             )
 
 
-def check_shapes(clients: Mapping[Any, Parts], collate_fn: Collate) -> None:
+def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> None:
     """Raise ValueError if torch's `default_collate` cannot make a batch of the samples of several clients.
 
     The first sample of each dataset is compared. Datasets that read batches by ``__getitems__`` are not, because they
@@ -57,13 +57,13 @@ def check_shapes(clients: Mapping[Any, Parts], collate_fn: Collate) -> None:
                     )
 
 
-def targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[str, NDArray[Any]]]:
+def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
     """Return the targets of each part of each client."""
     named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if named is None or named.keys() != clients.keys():
-        got = type(y).__name__ if named is None else f"those of {listed(named) or 'none'}"
+        got = type(y).__name__ if named is None else f"those of {format_names(named) or 'none'}"
         raise InvalidValueError(
-            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}.",
+            f"Expected `y` to have the targets of each client ({format_names(clients)}), but got {got}.",
             hint="Pass a dict or a list with the clients of `data`.",
             argument="y",
             value=got,
@@ -71,18 +71,19 @@ def targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[s
     return {client: targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
 
 
-def targets_in(y: Any, parts: Parts, whose: str) -> dict[str, NDArray[Any]]:
+def targets_in(y: Any, parts: SplitDatasets, whose: str) -> dict[str, NDArray[Any]]:
     """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
     given = {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
     if given.keys() != parts.keys():
         raise InvalidValueError(
-            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}.",
+            f"Expected `y` to have the targets of {format_names(parts)} of {whose}, but got those of "
+            f"{format_names(given)}.",
             hint="Pass a dict with one array for each.",
             argument="y",
         )
     found = {}
     for name, (data, _) in parts.items():
-        found[name], size = as_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
+        found[name], size = to_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
         if found[name].shape[:1] != (size,):
             got = len(found[name]) if found[name].ndim else "a single value"
             raise InvalidValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning_fcl.data.batches import Request, plan_client
+from lightning_fcl.data.batching import BatchRequest, plan_client
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
@@ -60,5 +60,11 @@ class ClientLoader:
             return
         rows = plan.train[round][client]
         batches = plan_client(len(rows), stream.batching, stream.seed, client, round)
-        requests = (Request.of(rows[own], stream.seed, client, round, 0, step) for step, own in enumerate(batches))
-        yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)
+        requests = (
+            BatchRequest.keyed(rows[own], stream.seed, client, round, 0, step) for step, own in enumerate(batches)
+        )
+        yield from (
+            stream.read_batches(requests)
+            if stream.samples.is_random
+            else (stream.get_samples(one.rows) for one in requests)
+        )

@@ -21,13 +21,13 @@ class ClientRound:
     """One client's part in one round: what a method may know about it.
 
     Args:
-        round: From 0.
-        experience: The client's experience in this round, from 0.
+        round_idx: From 0.
+        experience_idx: The client's experience in this round, from 0.
         labels: Labels of the client's samples in this round, shape (n,); empty where labels are unknown.
         num_classes: Number of classes of the whole stream; 0 where unknown.
-        last_round: Whether this is the last round of the client's experience.
-        stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
-        rehearsed: Number of remembered samples that join them.
+        is_last_round: Whether this is the last round of the client's experience.
+        num_stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
+        num_replay_samples: Number of remembered samples that join them.
         new_classes: Classes that any client of the federation learns in this round and none has learnt before.
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
         task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
@@ -36,22 +36,22 @@ class ClientRound:
         in_step: Whether all clients of the stream enter each experience in the same round.
     """
 
-    client: str
-    round: int
-    experience: int = 0
+    client_id: str
+    round_idx: int
+    experience_idx: int = 0
     labels: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     num_classes: int = 0
-    last_round: bool = True
+    is_last_round: bool = True
     samples: int = 0
-    stream_samples: int = 0
-    rehearsed: int = 0
+    num_stream_samples: int = 0
+    num_replay_samples: int = 0
     new_classes: tuple[int, ...] = ()
     old_classes: tuple[int, ...] = ()
     task_classes: tuple[int, ...] = ()
     in_step: bool = True
 
     @property
-    def balanced(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether all classes are there, the rarest at least half as often as the most frequent."""
         if not self.num_classes or not len(self.labels):
             return False
@@ -117,36 +117,36 @@ class ClientRounds(Sequence[ClientRound]):
 
     def __init__(
         self,
-        round: int,
-        clients: Sequence[str],
+        round_idx: int,
+        client_ids: Sequence[str],
         samples: NDArray[np.int64],
-        make: Callable[[str], ClientRound],
-        rehearsed: NDArray[np.int64] | None = None,
+        make_client_round: Callable[[str], ClientRound],
+        num_replay_samples: NDArray[np.int64] | None = None,
     ) -> None:
-        self.round = round
-        self.clients = clients
+        self.round_idx = round_idx
+        self.client_ids = client_ids
         self.samples = samples
-        self.rehearsed = rehearsed
-        self._make = make
+        self.num_replay_samples = num_replay_samples
+        self._make = make_client_round
         self._made: dict[str, ClientRound] = {}
 
     @classmethod
-    def of(cls, parts: Sequence[ClientRound]) -> ClientRounds:
-        known = {part.client: part for part in parts}
+    def from_rounds(cls, client_rounds: Sequence[ClientRound]) -> ClientRounds:
+        known = {part.client_id: part for part in client_rounds}
         return cls(
-            parts[0].round if parts else 0,
+            client_rounds[0].round_idx if client_rounds else 0,
             list(known),
-            np.array([part.samples for part in parts], dtype=np.int64),
+            np.array([part.samples for part in client_rounds], dtype=np.int64),
             known.__getitem__,
         )
 
     @property
-    def trained(self) -> NDArray[np.int64]:
+    def num_trained_samples(self) -> NDArray[np.int64]:
         """Number of samples that each client trains on, shape (clients,)."""
-        return self.samples if self.rehearsed is None else self.samples + self.rehearsed
+        return self.samples if self.num_replay_samples is None else self.samples + self.num_replay_samples
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return len(self.client_ids)
 
     @overload
     def __getitem__(self, index: int) -> ClientRound: ...
@@ -155,10 +155,14 @@ class ClientRounds(Sequence[ClientRound]):
     def __getitem__(self, index: int | slice) -> ClientRound | Sequence[ClientRound]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        client = self.clients[index]
+        client = self.client_ids[index]
         if client not in self._made:
             part = self._make(client)
-            self._made[client] = part if self.rehearsed is None else replace(part, rehearsed=int(self.rehearsed[index]))
+            self._made[client] = (
+                part
+                if self.num_replay_samples is None
+                else replace(part, num_replay_samples=int(self.num_replay_samples[index]))
+            )
         return self._made[client]
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_fcl.contents import Kind, kind_of
 from lightning_fcl.data.reachable import reachable
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
+from lightning_fcl.snapshot_values import ValueKind, find_kind
 
 # The global generators, which a read seeds and restores by itself.
 _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__sel
 class _Found(NamedTuple):
     path: str
     generator: Any
-    kind: Kind
+    kind: ValueKind
 
 
 class Generators:
@@ -79,7 +79,7 @@ def _seeded(generators: Sequence[tuple[str, _Found]], seed: int) -> Iterator[Non
     try:
         for name, found in generators:
             assert found.kind.seed is not None
-            found.kind.seed(found.generator, seed_of(seed, name, found.path))
+            found.kind.seed(found.generator, derive_seed(seed, name, found.path))
         yield
     finally:
         for found, state in before:
@@ -88,7 +88,7 @@ def _seeded(generators: Sequence[tuple[str, _Found]], seed: int) -> Iterator[Non
 
 def _generators_in(root: object) -> Iterator[_Found]:
     for path, value, _ in reachable({"": root}):
-        kind = kind_of(value)
+        kind = find_kind(value)
         if kind is None or kind.seed is None or not kind.can_change(value):
             continue
         if all(value is not generator for generator in _GLOBAL):

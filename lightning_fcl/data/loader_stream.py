@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
-from lightning_fcl.data.scenarios.scenario import EMPTY, Plan
-from lightning_fcl.randomness import global_seed
+from lightning_fcl.data.scenarios.base import EMPTY, Plan
+from lightning_fcl.rng import global_seed
 
 CLIENT = "local"
 """The name of the client."""
@@ -44,7 +44,7 @@ class LoaderStream:
         >>> stream.begin_round(experience=1, round=0, rounds=2)
         >>> stream.add(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         >>> part = stream.client_round("local", 0)
-        >>> part.samples, part.experience, part.last_round
+        >>> part.samples, part.experience_idx, part.is_last_round
         (3, 1, False)
     """
 
@@ -100,4 +100,6 @@ class LoaderStream:
 
 def _plan(experience: int, rounds: int) -> Plan:
     experiences = {CLIENT: (experience,) * rounds}
-    return Plan((_SAMPLES,) * rounds, experiences, {CLIENT: ((),) * (experience + 1)}, EMPTY, EMPTY, of_classes=False)
+    return Plan(
+        (_SAMPLES,) * rounds, experiences, {CLIENT: ((),) * (experience + 1)}, EMPTY, EMPTY, groups_are_classes=False
+    )

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
+from lightning_fcl.data.labels import ItemsOf, to_array
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.data.targets import ItemsOf, as_array
 from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _contents(data: Any) -> NDArray[np.int64]:
 
 def _hashes(arrays: Sequence[Any]) -> NDArray[np.int64]:
     """Return a key of the content of each row of some arrays, shape (n, 2)."""
-    columns = [np.ascontiguousarray(as_array(one)) for one in arrays]
+    columns = [np.ascontiguousarray(to_array(one)) for one in arrays]
     return _pairs([hash(tuple(one[row].tobytes() for one in columns)) for row in range(len(arrays[0]))], _ROW)
 
 

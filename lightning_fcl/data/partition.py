@@ -1,7 +1,7 @@
 """Divide samples among clients.
 
-A partition is an object: its arguments say how, and `divide` gives each client its samples. In a recipe its class name
-is enough. A sample goes to one client at most, and all randomness comes from the generator that is handed in.
+A partition is an object: its arguments say how, and `partition` gives each client its samples. In a recipe its class
+name is enough. A sample goes to one client at most, and all randomness comes from the generator that is handed in.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.scenarios import IntArray, views
-from lightning_fcl.errors import InvalidValueError, argument, between, check_fields, share
+from lightning_fcl.data.scenarios import IntArray, concat_views
+from lightning_fcl.errors import InvalidValueError, between, unit_interval, validate_fields, validated
 
 _ATTEMPTS = 1000
 
 
 class Partition(ABC):
-    """How samples go to clients. A partition of your own is a subclass with a `divide`."""
+    """How samples go to clients. A partition of your own is a subclass with a `partition`."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        validate_fields(self)
 
     @property
     def needs_classes(self) -> bool:
@@ -32,12 +32,13 @@ class Partition(ABC):
         return False
 
     @abstractmethod
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
 
         Args:
             y: Label of each sample, shape ``(n,)``; all 0 where targets are no classes.
-            owner: Natural owner of each sample, integers or strings, shape ``(n,)``; None where the data name none.
+            client_ids: Natural owner of each sample, integers or strings, shape ``(n,)``; None where the data name
+                none.
             rng: Source of randomness.
 
         Raises:
@@ -50,22 +51,22 @@ class Natural(Partition):
     """Every owner that the data name (a subject, a user) is a client with its own samples.
 
     Example:
-        >>> parts = Natural().divide(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
+        >>> parts = Natural().partition(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
         >>> {name: index.tolist() for name, index in parts.items()}
         {'2': [1], '10': [0, 2]}
     """
 
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        if owner is None:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+        if client_ids is None:
             raise InvalidValueError(
                 "Expected the owner of each sample for the partition `Natural` but the data name none.",
                 hint="Use another `partition`, such as `IID`.",
                 argument="partition",
             )
-        names, number = np.unique(owner, return_inverse=True)
+        names, number = np.unique(client_ids, return_inverse=True)
         # One stable sort for all: looking for each owner's samples in turn takes the square of their number.
         rows = np.argsort(number, kind="stable").astype(np.int64, copy=False)
-        return views(list(map(str, names.tolist())), rows, np.bincount(number))
+        return concat_views(list(map(str, names.tolist())), rows, np.bincount(number))
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class IID(Partition):
         ValueError: If there are fewer samples than clients.
 
     Example:
-        >>> parts = IID(3).divide(np.zeros(7, int), None, np.random.default_rng(0))
+        >>> parts = IID(3).partition(np.zeros(7, int), None, np.random.default_rng(0))
         >>> sorted(len(index) for index in parts.values())
         [2, 2, 3]
     """
 
     clients: int = 10
 
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         return _named([np.array_split(rng.permutation(len(y)), self.clients)])
 
@@ -108,17 +109,17 @@ class Dirichlet(Partition):
 
     Example:
         >>> y = np.repeat([0, 1], 50)
-        >>> parts = Dirichlet(4, alpha=0.5, min_size=5).divide(y, None, np.random.default_rng(0))
+        >>> parts = Dirichlet(4, alpha=0.5, min_size=5).partition(y, None, np.random.default_rng(0))
         >>> sum(len(index) for index in parts.values()), min(len(index) for index in parts.values()) >= 5
         (100, True)
     """
 
     needs_classes = True
     clients: int = 10
-    alpha: float = argument(0.5, between, 1e-9, 1e6)
+    alpha: float = validated(0.5, between, 1e-9, 1e6)
     min_size: int = 1
 
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         for _ in range(_ATTEMPTS if self.min_size <= len(y) // self.clients else 0):
             pieces = []
@@ -154,7 +155,7 @@ class Shards(Partition):
         ValueError: If there are more shards than samples, or none.
 
     Example:
-        >>> parts = Shards(2, shards_per_client=1).divide(np.array([1, 0, 1, 0]), None, np.random.default_rng(0))
+        >>> parts = Shards(2, shards_per_client=1).partition(np.array([1, 0, 1, 0]), None, np.random.default_rng(0))
         >>> sorted(index.tolist() for index in parts.values())
         [[0, 2], [1, 3]]
     """
@@ -163,7 +164,7 @@ class Shards(Partition):
     clients: int = 10
     shards_per_client: int = 2
 
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         between(1, len(y) // self.clients, shards_per_client=self.shards_per_client)
         pieces = np.array_split(np.argsort(y, kind="stable"), self.clients * self.shards_per_client)
@@ -189,7 +190,7 @@ class ClassSubsets(Partition):
 
     Example:
         >>> y = np.repeat(np.arange(5), 20)
-        >>> parts = ClassSubsets(3, classes_per_client=2, fraction=0.1).divide(y, None, np.random.default_rng(0))
+        >>> parts = ClassSubsets(3, classes_per_client=2, fraction=0.1).partition(y, None, np.random.default_rng(0))
         >>> [(len(index), len(np.unique(y[index]))) for index in parts.values()]
         [(4, 2), (4, 2), (4, 2)]
     """
@@ -202,10 +203,10 @@ class ClassSubsets(Partition):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = _range(self.fraction)
-        share(fraction=low)
+        unit_interval(fraction=low)
         between(low, 1, fraction=high)
 
-    def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
+    def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         classes = np.unique(y)
         fewest, most = _range(self.classes_per_client)

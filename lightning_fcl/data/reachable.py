@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fcl.contents import CONSTANT, LEFT_ALONE, is_of
+from lightning_fcl.snapshot_values import CONSTANT, LEFT_ALONE, is_of
 
 _SIMPLE = (*CONSTANT, Tensor, np.ndarray, np.generic)
 _CONTAINERS = (dict, list, tuple, deque)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_fcl.contents import Content, Names, kind_of
-from lightning_fcl.data.batches import Request
+from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.reachable import Reachable, reachable
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import format_code_names
+from lightning_fcl.snapshot_values import ContainerValue, NamedValues, find_kind
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = Tr
         warn: Whether this process warns.
     """
     samples.generators.forget()
-    if warn and samples.draws and len(rows):
+    if warn and samples.is_random and len(rows):
         _warn_of_changes(samples, rows, seed)
 
 
 def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
-    request = Request(rows[:1], seed, ("check",))
+    request = BatchRequest(rows[:1], seed, ("check",))
     roots = samples.readers(request.rows, "train")
     data = roots.pop("0")
     try:
-        changed, same = changes_of(lambda: request.read(samples.take), {"": data, **roots})
+        changed, same = changes_of(lambda: request.load(samples.get), {"": data, **roots})
     except Exception:  # such as a `collate_fn` for several samples; training raises all others
         log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
         return
@@ -53,7 +53,7 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
             "`num_workers` and on the clients that trained before. Compute it from the index in `__getitem__`, or draw "
             "it from a random generator that is an attribute: `self.rng = np.random.default_rng(0)` in `__init__`.",
             who,
-            quoted(changed),
+            format_code_names(changed),
         )
     elif not same:
         log.warning(
@@ -104,16 +104,16 @@ class _Snapshot:
     """What some objects hold, by their paths."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._parts: list[Names | Content] = []
+        self._parts: list[NamedValues | ContainerValue] = []
         self._held: list[tuple[Reachable, dict[str, Any]]] = []
         for found in reachable(roots):
-            value, kind, own = found.value, kind_of(found.value), getattr(found.value, "__dict__", None)
+            value, kind, own = found.value, find_kind(found.value), getattr(found.value, "__dict__", None)
             held = found.held()
             self._held.append((found, held))
             if held and isinstance(own, dict):
-                self._parts.append(Names("", own, frozenset(), dict(own), attributes=True))
+                self._parts.append(NamedValues("", own, frozenset(), dict(own), attributes=True))
             if kind is not None and kind.can_change(value) and getattr(value, "nbytes", 0) <= _SMALL:
-                self._parts.append(Content(found.path, value, kind, kind.copy(kind.read(value))))
+                self._parts.append(ContainerValue(found.path, value, kind, kind.copy(kind.read(value))))
 
     def changed(self) -> list[str]:
         """Return the paths of what is no longer equal, attributes and items before what holds them."""
@@ -121,7 +121,7 @@ class _Snapshot:
         for found, held in self._held:
             now = found.held()
             names += [path for path in {**held, **now} if not _is_same(held.get(path), now.get(path))]
-        contents = [part for part in self._parts if isinstance(part, Content)]
+        contents = [part for part in self._parts if isinstance(part, ContainerValue)]
         names += [part.name for part in contents if not _is_same(part.saved, part.kind.read(part.value))]
         return list(dict.fromkeys(names))
 
@@ -145,7 +145,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.dtype is other.dtype and (
             torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
         )
-    kind = kind_of(one)
+    kind = find_kind(one)
     if kind is not None:
-        return kind.same(kind.read(one), kind.read(other)) if kind.can_change(one) else True
+        return kind.is_equal(kind.read(one), kind.read(other)) if kind.can_change(one) else True
     return bool(one == other) if isinstance(one, bool | int | float | complex | str | bytes | np.generic) else True

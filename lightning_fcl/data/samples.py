@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading, as_it_is, fetch
-from lightning_fcl.data.data_module import SampledRows
-from lightning_fcl.data.datasets import Arrays, load_dataset
+from lightning_fcl.data.batching import Collate, LoaderConfig, as_it_is, fetch
+from lightning_fcl.data.datamodule_adapter import SampledRows
+from lightning_fcl.data.datasets import ArrayDataset, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement, check_scale
 from lightning_fcl.data.generators import Generators
+from lightning_fcl.data.labels import IndexedTargets, check_names, check_targets
 from lightning_fcl.data.origins import origins_of
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.data.targets import Numbered, check_names, check_targets
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,28 @@ class Samples:
         targets: Target of each sample, shape (n, ...): labels 0..C-1 if there are ``classes``. Of a data set, whose
             items hold their own targets, empty where these are no classes.
         classes: Names of the classes; empty where targets are no classes.
-        owner: Natural owner of each sample, shape (n,), as ``group`` is its natural domain.
+        client_ids: Natural owner of each sample, shape (n,), as ``group`` is its natural domain.
         test: True for the samples of the data's own test set, shape (n,), as ``validation`` for its validation set.
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
-        loaders: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
-        divided: Whether its own test and validation sets are the split, unless another is asked for.
-        unmapped: The samples as they were before any `mapped`; None: these are.
+        loader_configs: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
+        has_client_splits: Whether its own test and validation sets are the split, unless another is asked for.
+        raw_samples: The samples as they were before any `map`; None: these are.
     """
 
     x: Tensor | Dataset[Any]
     targets: NDArray[Any]
     classes: tuple[str, ...] = ()
-    owner: NDArray[Any] | None = None
+    client_ids: NDArray[Any] | None = None
     group: NDArray[Any] | None = None
     test: NDArray[np.bool_] | None = None
     validation: NDArray[np.bool_] | None = None
     scale: tuple[Tensor, Tensor] | None = None
     collate_fn: Collate = default_collate
-    loaders: Mapping[str, Loading] = field(default_factory=dict)
+    loader_configs: Mapping[str, LoaderConfig] = field(default_factory=dict)
     measurement: Measurement | None = None
     name: str = "the data"
-    divided: bool = False
-    unmapped: Samples | None = None
+    has_client_splits: bool = False
+    raw_samples: Samples | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError if targets, names of classes, or mean and standard deviation are invalid."""
@@ -96,17 +96,17 @@ class Samples:
         return origins_of(self.x) if isinstance(self.x, Dataset) else None
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether taking samples runs a data set's own code, which may draw random numbers."""
         return isinstance(self.x, Dataset)
 
-    def collate(self, part: str) -> Collate:
+    def collate(self, split_name: str) -> Collate:
         """What makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
         if not isinstance(self.x, Dataset):
             return default_collate
-        return self.loaders[part].collate_fn if part in self.loaders else self.collate_fn
+        return self.loader_configs[split_name].collate_fn if split_name in self.loader_configs else self.collate_fn
 
-    def in_single_precision(self) -> Samples:
+    def to_float32(self) -> Samples:
         """These, whose arrays of double precision, NumPy's default, are such as models have them."""
         if not isinstance(self.x, Tensor):
             return self
@@ -119,22 +119,22 @@ class Samples:
         """The random generators that a data set's own code holds."""
         return Generators()
 
-    def take(self, indices: IntArray, part: str = "train", seed: int = 0) -> Any:
+    def get(self, indices: IntArray, split_name: str = "train", seed: int = 0) -> Any:
         """Return some samples, stacked: ``[x, y]``, or the content of a data set's items.
 
         Args:
             indices: Numbers of the samples, shape (n,).
-            part: ``"train"``, ``"validation"`` or ``"test"``, whose `collate_fn` is used.
+            split_name: ``"train"``, ``"validation"`` or ``"test"``, whose `collate_fn` is used.
             seed: Seed of the random generators that a data set holds. Their own state stays as it is.
         """
         if isinstance(self.x, Dataset):
-            batch = self.read(indices, part, seed)
+            batch = self.read(indices, split_name, seed)
             return list(batch) if type(batch) is tuple else batch
-        x, y = self.stored(indices)
-        return [self.prepared(x), y]
+        x, y = self.get_stored(indices)
+        return [self.normalize(x), y]
 
     def read(self, indices: Iterable[int], part: str, seed: int) -> Any:
-        """Return a batch of a data set's items as `collate_fn` makes it. See `take`."""
+        """Return a batch of a data set's items as `collate_fn` makes it. See `get`."""
         data: Any = self.x
         with self.seeded(indices, part, seed):
             return self.collate(part)(fetch(data, [int(i) for i in indices]))
@@ -159,23 +159,23 @@ class Samples:
         for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
             self.generators.of(data)
 
-    def mapped(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
+    def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
         """What a function makes of these, batch by batch, on a device: features of a frozen backbone."""
         everything = np.arange(len(self))
         with torch.no_grad():
             parts = [
-                function(self.take(part, "test", seed=int(part[0]))[0].to(device)).cpu()
+                function(self.get(part, "test", seed=int(part[0]))[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
-        return replace(self, x=torch.cat(parts), scale=None, unmapped=self.unmapped or self)
+        return replace(self, x=torch.cat(parts), scale=None, raw_samples=self.raw_samples or self)
 
-    def stored(self, indices: IntArray, seed: int = 0) -> Any:
-        """As `take`, but pixels as they are stored, which `prepared` makes samples of."""
+    def get_stored(self, indices: IntArray, seed: int = 0) -> Any:
+        """As `get`, but pixels as they are stored, which `normalize` makes samples of."""
         if isinstance(self.x, Dataset):
-            return self.take(indices, "test", seed)
+            return self.get(indices, "test", seed)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
 
-    def prepared(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """Samples as models take them, on whatever device they are: stored pixels normalised, others as they are."""
         if self.scale is None:
             return x
@@ -183,22 +183,22 @@ class Samples:
         return (x - mean) / std
 
     @property
-    def pixels(self) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+    def pixel_encoding(self) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
         """Mean, standard deviation and shape of stored images; None where samples are stored as models take them."""
         return None if self.scale is None or isinstance(self.x, Dataset) else (*self.scale, tuple(self.x.shape[1:]))
 
 
-def name_of(data: object) -> str:
+def data_name(data: object) -> str:
     """The name of a public data set, or of the class of whatever else a `FederatedStream` takes as its data."""
     if isinstance(data, str):
         return data
     return data.name if isinstance(data, PublicData | Samples) else type(data).__name__
 
 
-def of_public(data: str | PublicData | Arrays) -> Samples:
+def load_public(data: str | PublicData | ArrayDataset) -> Samples:
     """The samples of a public data set, or of arrays as its loader gives them."""
     name, scale = "the data", None
-    if not isinstance(data, Arrays):
+    if not isinstance(data, ArrayDataset):
         wanted = PublicData(data) if isinstance(data, str) else data
         data, name = load_dataset(wanted.name, wanted.root, **wanted.options), wanted.name
     if data.mean is not None and data.std is not None:
@@ -208,7 +208,7 @@ def of_public(data: str | PublicData | Arrays) -> Samples:
         x,
         data.y,
         data.classes,
-        data.client,
+        data.client_ids,
         data.group,
         data.official_test,
         scale=scale,
@@ -257,7 +257,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-        x, y = self.samples.take(self.indices[rows])
+        x, y = self.samples.get(self.indices[rows])
         return list(zip(x, y, strict=True))
 
 
@@ -282,23 +282,23 @@ class _SeededRows(Dataset[Any]):
         return self.samples.read(self.indices[rows], self.part, self._seed(rows[0]))
 
     def _seed(self, first: int) -> int:
-        return seed_of(self.seed, "server", self.part, first)
+        return derive_seed(self.seed, "server", self.part, first)
 
 
-def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
+def select_samples(samples: Samples, indices: IntArray) -> Dataset[Any]:
     return Subset(samples.x, indices.tolist()) if isinstance(samples.x, Dataset) else SampleRows(samples, indices)
 
 
-def loader_of(samples: Samples, indices: IntArray, loading: Loading, part: str, seed: int) -> DataLoader[Any]:
+def loader_of(samples: Samples, indices: IntArray, loading: LoaderConfig, part: str, seed: int) -> DataLoader[Any]:
     """Return a loader of the samples of a part, whose batches do not depend on `num_workers`."""
     if not any(map(samples.generators.of, samples.readers(indices, part).values())):
-        return loading.loader(rows_of(samples, indices))
-    return replace(loading, collate_fn=as_it_is).loader(_SeededRows(samples, indices, part, seed))
+        return loading.make_loader(select_samples(samples, indices))
+    return replace(loading, collate_fn=as_it_is).make_loader(_SeededRows(samples, indices, part, seed))
 
 
 def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
     """Yield the data sets that hold some items, without those of torch and of this package that join others."""
-    if type(data) is Numbered:
+    if type(data) is IndexedTargets:
         yield from _holding(data.data, rows)
     elif type(data) is Subset or type(data) is SampledRows:
         yield from _holding(data.dataset, (data.indices[int(row)] for row in rows))
@@ -317,7 +317,7 @@ def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
     if type(data) is ConcatDataset or type(data) is Joined:
         for part in data.datasets:
             yield from _all_within(part)
-    elif type(data) is Numbered:
+    elif type(data) is IndexedTargets:
         yield from _all_within(data.data)
     elif type(data) is Subset or type(data) is SampledRows:
         yield from _all_within(data.dataset)
@@ -325,7 +325,7 @@ def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
         yield data
 
 
-def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
+def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
     """Samples of uint8 images that are normalised when they are taken."""
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:

@@ -11,8 +11,8 @@ import numpy as np
 from lightning_fcl.data.origins import check_apart, warn_of_equal
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
-from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
-from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_fields, did_you_mean, listed
+from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, SamplePool, Scenario, concat_views, stratified_split
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean, format_names, validate_fields
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Split:
     train_clients: list[str] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        validate_fields(self)
 
-    def parts(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
+    def split_indices(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
         """The training, validation and test samples.
 
         Raises:
@@ -79,7 +79,7 @@ def _set_aside(
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
         hint = did_you_mean(what, ["official"])
         raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{what}".', hint=hint, argument=name)
-    if samples.owner is None:
+    if samples.client_ids is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
         other = "Leave it out" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
         raise InvalidValueError(
@@ -88,14 +88,14 @@ def _set_aside(
             argument=name,
             value=what,
         )
-    present = samples.owner[indices].astype(str)
+    present = samples.client_ids[indices].astype(str)
     wanted = np.array([str(owner) for owner in what])
     missing = sorted(set(wanted) - set(present))
     if missing:
-        among = listed(sorted(set(present)))
+        among = format_names(sorted(set(present)))
         raise InvalidValueError(
-            f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.",
-            hint=did_you_mean(missing[0], present.tolist()) or f"Leave {listed(missing)} out.",
+            f"Expected `{name}` to be among the owners {among} but got {format_names(missing)}.",
+            hint=did_you_mean(missing[0], present.tolist()) or f"Leave {format_names(missing)} out.",
             argument=name,
         )
     among_them = np.isin(present, wanted)
@@ -107,11 +107,11 @@ def _set_fraction_aside(
 ) -> tuple[IntArray, IntArray]:
     """Split samples into the rest and a fraction of each class; samples of one origin stay together."""
     if samples.origin is None:
-        kept, chosen = split(samples.labels[indices], fraction, rng)
+        kept, chosen = stratified_split(samples.labels[indices], fraction, rng)
         return indices[kept], indices[chosen]
     origin = samples.origin[indices]
     different = indices[np.sort(np.unique(origin, return_index=True)[1])]
-    _, chosen = split(samples.labels[different], fraction, rng)
+    _, chosen = stratified_split(samples.labels[different], fraction, rng)
     is_chosen = np.isin(origin, samples.origin[different[chosen]])
     return indices[~is_chosen], indices[is_chosen]
 
@@ -121,7 +121,7 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
     if samples.origin is None and samples.name != Samples.name:
         return  # The splits of published datasets are as published.
     is_trained = np.zeros(len(samples), dtype=np.bool_)
-    is_trained[np.concatenate([plan.pretrain, plan.base])] = True
+    is_trained[np.concatenate([plan.pretrain, plan.base_samples])] = True
     for current in plan.different_rounds:
         is_trained[np.concatenate([EMPTY, *current.values()])] = True
     trained = np.flatnonzero(is_trained)
@@ -129,10 +129,10 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
         remedy = (
             "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together."
         )
-        if scenario.own_split:
+        if scenario.provides_split:
             remedy = f"Remove the copies from the data, as `{scenario}` draws the test samples."
         parts = {"training": trained, "validation": plan.validation, "test": plan.test}
-        check_apart(samples.origin, parts, samples.owner, remedy)
+        check_apart(samples.origin, parts, samples.client_ids, remedy)
     warn_of_equal(samples.x, samples.targets, trained, plan.test)
 
 
@@ -155,7 +155,7 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
             )
 
 
-def draw(
+def draw_split(
     samples: Samples, scenario: Scenario, partition: Partition | None, division: Split | None, seed: int
 ) -> tuple[Samples, Plan]:
     """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
@@ -166,26 +166,26 @@ def draw(
     """
     if division is None:
         division = Split(
-            test="official" if samples.divided and samples.test is not None else Split.test,
-            validation="official" if samples.divided and samples.validation is not None else Split.validation,
+            test="official" if samples.has_client_splits and samples.test is not None else Split.test,
+            validation="official" if samples.has_client_splits and samples.validation is not None else Split.validation,
         )
     check_classes(samples, scenario, partition)
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
-    pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))
-    if not scenario.own_split:
-        train, validation, test = division.parts(samples, rng)
+    pool = SamplePool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))
+    if not scenario.provides_split:
+        train, validation, test = division.split_indices(samples, rng)
         pool = replace(pool, train=train, validation=validation, test=test)
-    if not scenario.own_clients:
-        owner = samples.owner[pool.train] if samples.owner is not None else None
-        parts = (partition or IID()).divide(y[pool.train], owner, rng)
+    if not scenario.provides_clients:
+        owner = samples.client_ids[pool.train] if samples.client_ids is not None else None
+        parts = (partition or IID()).partition(y[pool.train], owner, rng)
         counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
         rows = np.concatenate(list(parts.values())) if parts else EMPTY
         # All in one array: of many clients, copies would take most of the memory.
-        pool = replace(pool, clients=views(list(parts), pool.train[rows], counts))
+        pool = replace(pool, clients=concat_views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
     if unnamed := [client for client in plan.clients if not client.strip()]:
-        number = plan.samples_of(unnamed[0])
+        number = plan.num_client_samples(unnamed[0])
         raise InvalidValueError(
             f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples.',
             hint="Rename the client, or drop these samples.",
@@ -197,7 +197,7 @@ def draw(
         raise InvalidValueError(
             f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.', argument="client"
         )
-    if plan.order is not None:
-        names = tuple(samples.classes[c] for c in plan.order[: plan.outputs])
-        samples = replace(samples, targets=np.argsort(plan.order)[samples.targets], classes=names)
+    if plan.class_order is not None:
+        names = tuple(samples.classes[c] for c in plan.class_order[: plan.outputs])
+        samples = replace(samples, targets=np.argsort(plan.class_order)[samples.targets], classes=names)
     return samples, plan

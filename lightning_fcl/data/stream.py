@@ -15,19 +15,27 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, read
+from lightning_fcl.data.adapters import (
+    Benchmark,
+    StreamData,
+    check_unused_arguments,
+    is_client_mapping,
+    samples_from_arrays,
+    samples_from_benchmark,
+    to_samples,
+)
+from lightning_fcl.data.batching import BatchPlan, BatchRequest, Collate, LoaderConfig, TakeFn, read_batches
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
-from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
-from lightning_fcl.data.features import as_pixels, embedded
-from lightning_fcl.data.own import Benchmark, Data, names_clients, of_anything, of_benchmark, refuse_dealt, samples_of
+from lightning_fcl.data.datamodule_adapter import call_seeded, check_no_hooks, client_modules, delegate_hooks
+from lightning_fcl.data.feature_cache import compute_features, to_pixels
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.plain_tensors import plain_samples
-from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, rows_of
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
-from lightning_fcl.data.split import Split, draw
+from lightning_fcl.data.samples import Samples, data_name, loader_of, normalize_samples, select_samples
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, from_name
+from lightning_fcl.data.split import Split, draw_split
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
-from lightning_fcl.randomness import global_seed
+from lightning_fcl.rng import global_seed
 
 
 class FederatedStream(L.LightningDataModule):
@@ -35,10 +43,10 @@ class FederatedStream(L.LightningDataModule):
 
     Args:
         data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
-            its `Arrays`, or a map-style data set: anything with ``__len__`` and ``__getitem__``; a LightningDataModule,
-            whose own test and validation sets then are the `split`, and whose loaders say what is left open below; a
-            dict of the splits ``train``, ``validation`` and ``test``; or a dict, or a list, of one of these for each
-            client.
+            its `ArrayDataset`, or a map-style data set: anything with ``__len__`` and ``__getitem__``; a
+            LightningDataModule, whose own test and validation sets then are the `split`, and whose loaders say what is
+            left open below; a dict of the splits ``train``, ``validation`` and ``test``; or a dict, or a list, of one
+            of these for each client.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
@@ -69,7 +77,7 @@ class FederatedStream(L.LightningDataModule):
     @check_arguments
     def __init__(
         self,
-        data: Data = "digits",
+        data: StreamData = "digits",
         # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
@@ -86,7 +94,7 @@ class FederatedStream(L.LightningDataModule):
     ) -> None:
         super().__init__()
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
-        self.left_open = [name for name, value in given.items() if value is None]
+        self.inferred_settings = [name for name, value in given.items() if value is None]
         self.batch_size = 32 if batch_size is None else batch_size
         self.shuffle = True if shuffle is None else shuffle
         self.drop_last = bool(drop_last)
@@ -94,17 +102,17 @@ class FederatedStream(L.LightningDataModule):
         at_least(1, batch_size=self.batch_size)
         at_least(0, num_workers=self.num_workers)
         self.data = data
-        self._modules = modules_of(data)
+        self._modules = client_modules(data)
         if self._modules:
-            lend_hooks(self._modules, self)
-        self.scenario = named(
+            delegate_hooks(self._modules, self)
+        self.scenario = from_name(
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
-        self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
-        if self.partition is None and names_clients(data) and not self.scenario.own_clients:
+        self.partition = None if partition is None else from_name("partition", partition, Partition.__subclasses__())
+        if self.partition is None and is_client_mapping(data) and not self.scenario.provides_clients:
             self.partition = Natural()
         self.split = split
-        refuse_dealt(self.scenario, partition=partition, split=split)
+        check_unused_arguments(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
         self._classes, self._targets, self.features = classes, y, features
         self._seed = seed
@@ -122,7 +130,7 @@ class FederatedStream(L.LightningDataModule):
         cls,
         x: Any,
         y: Any = None,
-        client: Any = None,
+        client_ids: Any = None,
         group: Any = None,
         classes: Sequence[str] | None = None,
         mean: float | Sequence[float] | None = None,
@@ -136,7 +144,7 @@ class FederatedStream(L.LightningDataModule):
             y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; or others, as all
                 of a floating type are. Default: what a data set's items hold: the second entry of a tuple, or that of
                 a dict called labels, label, targets, target or y.
-            client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
+            client_ids: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
                 ``()``: targets are none, even if they are whole numbers.
@@ -154,10 +162,10 @@ class FederatedStream(L.LightningDataModule):
             >>> stream.setup("fit"); stream.plan.clients
             ('0', '1', '2')
         """
-        samples = of_anything(x, y, client, group, classes, kwargs.get("collate_fn") or default_collate)
-        stream = cls(samples if mean is None and std is None else normalised(samples, mean, std), **kwargs)
-        refuse_dealt(stream.scenario, client=None if client is None else "owners")
-        if client is not None and stream.partition is None:
+        samples = samples_from_arrays(x, y, client_ids, group, classes, kwargs.get("collate_fn") or default_collate)
+        stream = cls(samples if mean is None and std is None else normalize_samples(samples, mean, std), **kwargs)
+        check_unused_arguments(stream.scenario, client_ids=None if client_ids is None else "owners")
+        if client_ids is not None and stream.partition is None:
             stream.partition = Natural()
         return stream
 
@@ -175,13 +183,13 @@ class FederatedStream(L.LightningDataModule):
                 domain; or one of these with other arguments than the experiences.
             kwargs: Arguments of `FederatedStream`.
         """
-        samples, scenario = of_benchmark(benchmark, scenario)
+        samples, scenario = samples_from_benchmark(benchmark, scenario)
         if samples.test is not None:
             kwargs.setdefault("split", Split(test="official"))
         return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
-        return f"{type(self).__name__} of {name_of(self.data)}, scenario {self.scenario}"
+        return f"{type(self).__name__} of {data_name(self.data)}, scenario {self.scenario}"
 
     @property
     def seed(self) -> int:
@@ -206,20 +214,20 @@ class FederatedStream(L.LightningDataModule):
         if self._torn_down or not len(self.samples):
             if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
                 self.prepare_data()
-            left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
-            samples = samples_of(self.data, self._classes, self.seed, left_open, self.collate_fn, self._targets)
-            samples, self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
-            self.hold(samples)
+            left_open = [*self.inferred_settings, *(["collate_fn"] if self.collate_fn is None else [])]
+            samples = to_samples(self.data, self._classes, self.seed, left_open, self.collate_fn, self._targets)
+            samples, self.plan = draw_split(samples, self.scenario, self.partition, self.split, self.seed)
+            self.set_samples(samples)
             self._torn_down = False
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
 
-    def setup_images(self) -> nn.Module | str | None:
+    def setup_with_images(self) -> nn.Module | str | None:
         """As `setup`, to test on images in place of features, as the backbone takes them, which comes back."""
         backbone, self.features = self.features, None
         self.setup("test")
         if backbone is not None:
-            self.samples = as_pixels(self.samples)
+            self.samples = to_pixels(self.samples)
         return backbone
 
     def teardown(self, stage: str) -> None:
@@ -229,62 +237,64 @@ class FederatedStream(L.LightningDataModule):
                 module.teardown(stage)
                 self._torn_down = True
 
-    def hold(self, samples: Samples) -> None:
+    def set_samples(self, samples: Samples) -> None:
         """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
         given: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
-        if "num_workers" not in self.left_open:
+        if "num_workers" not in self.inferred_settings:
             given["num_workers"] = self.num_workers
-        loaders = {part: replace(loading, **given) for part, loading in samples.loaders.items()}
-        for name in self.left_open if loaders else ():
+        loaders = {part: replace(loading, **given) for part, loading in samples.loader_configs.items()}
+        for name in self.inferred_settings if loaders else ():
             setattr(self, name, getattr(loaders["train"], name))
         if self.trainer is None or self.trainer.precision != "64-true":
-            samples = samples.in_single_precision()
-        self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
+            samples = samples.to_float32()
+        self.samples = replace(samples, loader_configs=loaders, collate_fn=self.collate_fn or samples.collate_fn)
         if self.features is not None:
-            refuse_hooks("`features`", self.data, self)
+            check_no_hooks("`features`", self.data, self)
             device = None if self.trainer is None else self.trainer.strategy.root_device
-            self.samples = embedded(self.samples, self.features, self.num_workers, device)
+            self.samples = compute_features(self.samples, self.features, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
 
     # What the strategy asks for.
 
     @property
-    def take(self) -> Take:
+    def get_samples(self) -> TakeFn:
         """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
-        return partial(self.samples.take, seed=self.seed)  # without the stream: a spawned process gets no Trainer
+        return partial(self.samples.get, seed=self.seed)  # without the stream: a spawned process gets no Trainer
 
-    def client_samples(self, client: str, round: int, seed: int) -> Any:
+    def client_samples(self, client: str, round_idx: int, seed: int) -> Any:
         """Return a client's samples of a round, stacked, as plain tensors. Each call returns the same samples."""
-        return plain_samples(Request.of(self.plan.train[round][client], seed, client, round).read(self.take))
+        return plain_samples(
+            BatchRequest.keyed(self.plan.train[round_idx][client], seed, client, round_idx).load(self.get_samples)
+        )
 
-    def read(self, requests: Iterable[Request], part: str = "train") -> Generator[Any, None, None]:
+    def read_batches(self, requests: Iterable[BatchRequest], split_name: str = "train") -> Generator[Any, None, None]:
         """Yield the requested batches of a part, read by `num_workers` processes, which have no Trainer.
 
         Close the generator after the last batch. Otherwise its processes stay until the garbage collector ends them.
         """
-        loading = self.loading(part)
+        loading = self.loader_config(split_name)
         if loading.num_workers:
             self.samples.find_generators()
-        return read(partial(self.samples.take, part=part), requests, loading)
+        return read_batches(partial(self.samples.get, split_name=split_name), requests, loading)
 
-    def client_round(self, client: str, round: int) -> ClientRound:
+    def client_round(self, client: str, round_idx: int) -> ClientRound:
         """What is known of a client's part in a round."""
         plan = self.plan
-        indices, numbers = plan.train[round].get(client, EMPTY), plan.experiences[client]
-        last = round + 1 == plan.rounds or numbers[round + 1] != numbers[round]
-        new, old = plan.classes(round)
+        indices, numbers = plan.train[round_idx].get(client, EMPTY), plan.experiences[client]
+        last = round_idx + 1 == plan.rounds or numbers[round_idx + 1] != numbers[round_idx]
+        new, old = plan.class_split(round_idx)
         return ClientRound(
             client,
-            round,
-            numbers[round],
+            round_idx,
+            numbers[round_idx],
             torch.from_numpy(self.y[indices] if self.num_classes else EMPTY),
             self.num_classes,
             last,
             len(indices),
-            plan.samples_of(client),
+            plan.num_client_samples(client),
             new_classes=new,
             old_classes=old,
-            task_classes=plan.classes_of_task(client, numbers[round]),
+            task_classes=plan.classes_of_task(client, numbers[round_idx]),
             in_step=plan.in_step,
         )
 
@@ -298,9 +308,9 @@ class FederatedStream(L.LightningDataModule):
         return SampleHistory(rows, rows, parts[True], parts[False])
 
     @property
-    def batching(self) -> Batching:
+    def batching(self) -> BatchPlan:
         """How a client's samples become batches."""
-        return Batching(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
+        return BatchPlan(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return whether a client has the same samples in two rounds."""
@@ -319,11 +329,11 @@ class FederatedStream(L.LightningDataModule):
             # Lightning asks for an empty list of loaders, and warns of one.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
-        return loader_of(self.samples, self.plan.validation, self.loading("validation"), "validation", self.seed)
+        return loader_of(self.samples, self.plan.validation, self.loader_config("validation"), "validation", self.seed)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The common test set."""
-        return loader_of(self.samples, self.plan.test, self.loading("test"), "test", self.seed)
+        return loader_of(self.samples, self.plan.test, self.loader_config("test"), "test", self.seed)
 
     def predict_dataloader(self) -> Any:
         """What a data module predicts; of other data the common test set."""
@@ -339,13 +349,13 @@ class FederatedStream(L.LightningDataModule):
                 argument="scenario",
                 value=self.scenario,
             )
-        loading = Loading(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
-        return loading.loader(rows_of(self.samples, self.plan.pretrain))
+        loading = LoaderConfig(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
+        return loading.make_loader(select_samples(self.samples, self.plan.pretrain))
 
-    def loading(self, part: str) -> Loading:
+    def loader_config(self, split_name: str) -> LoaderConfig:
         """How a data module loads what is for a part, or as other data are; arrays are tested in larger batches."""
-        draws = self.samples.draws
-        size = self.batch_size if part == "train" or draws else max(self.batch_size, 256)
+        draws = self.samples.is_random
+        size = self.batch_size if split_name == "train" or draws else max(self.batch_size, 256)
         workers = self.num_workers if draws else 0
-        loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
-        return self.samples.loaders.get(part, loading)
+        loading = LoaderConfig(size, num_workers=workers, collate_fn=self.samples.collate(split_name))
+        return self.samples.loader_configs.get(split_name, loading)

@@ -25,11 +25,11 @@ from lightning_fcl.errors import (
     UnknownNameError,
     check_arguments,
     did_you_mean,
-    listed,
-    quoted,
-    require,
+    format_code_names,
+    format_names,
+    require_package,
 )
-from lightning_fcl.io.reading import check_size, open_file, reading, regular_file
+from lightning_fcl.io.reading import as_file_error, check_size, open_file, regular_file
 
 SUFFIXES = (".csv", ".parquet")
 """Ends of the names of files that `Table` reads."""
@@ -100,8 +100,8 @@ class Table(Dataset[tuple[Tensor, Any]]):
                 )
         if both := [name for name in self.features if name in self.target]:
             raise InvalidValueError(
-                f"Expected `features` without the target but got {quoted(both)}.",
-                hint=f"Remove {quoted(both)} from `features`.",
+                f"Expected `features` without the target but got {format_code_names(both)}.",
+                hint=f"Remove {format_code_names(both)} from `features`.",
                 argument="features",
                 value=both,
             )
@@ -184,7 +184,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
     hint = "Save the file as CSV, in UTF-8."
     with (
-        reading(path, "to be a CSV file in UTF-8", hint),
+        as_file_error(path, "to be a CSV file in UTF-8", hint),
         TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file,
     ):
         size = path.stat().st_size
@@ -197,15 +197,15 @@ def _read_parquet(
     path: Path, features: Sequence[str], target: Sequence[str]
 ) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Return the features of a parquet file, shape (n, features), and its targets."""
-    arrow, parquet = (require(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
+    arrow, parquet = (require_package(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
     what, hint = "to be a parquet file", "Write the file with `pandas.DataFrame.to_parquet`."
-    with reading(path, what, hint):
+    with as_file_error(path, what, hint):
         file = parquet.ParquetFile(regular_file(path))
         groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
         check_size(sum(group.total_byte_size for group in groups), path.stat().st_size)
         header = list(file.schema_arrow.names)
     _places(path, header, [*features, *target])
-    with reading(path, what, hint):
+    with as_file_error(path, what, hint):
         table = file.read(columns=[*features, *target])
     _check_rows(path, len(table))
 
@@ -260,7 +260,8 @@ def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[in
         if not found:
             separators = [one for one in (";", "\t") if len(header) == 1 and one in header[0]]
             raise UnknownNameError(
-                f"Expected a column `{name}` in {path} but got the columns {listed(header) or 'of an empty file'}.",
+                f"Expected a column `{name}` in {path} but got the columns "
+                f"{format_names(header) or 'of an empty file'}.",
                 hint="Separate the columns by commas."
                 if separators
                 else did_you_mean(name, header) or "Name a column of the file.",
@@ -269,7 +270,8 @@ def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[in
             )
         if len(found) > 1:
             raise InvalidValueError(
-                f"Expected one column `{name}` in {path} but got {len(found)}: in row 1, columns {listed(found)}.",
+                f"Expected one column `{name}` in {path} but got {len(found)}: in row 1, columns "
+                f"{format_names(found)}.",
                 hint="Rename or remove the others.",
                 argument="data",
                 value=name,

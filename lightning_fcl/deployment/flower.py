@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.messages import BYTES, FOR, GridLink, Parcel, RefusedError, opened, record_of, refusal_of
+from lightning_fcl.deployment.messages import (
+    MAX_BYTES,
+    REQUIRED_FOR,
+    GridLink,
+    Parcel,
+    RejectedMessageError,
+    refusal_of,
+    to_record,
+    unpack,
+)
 from lightning_fcl.deployment.node import Node, log_error
-from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
-from lightning_fcl.deployment.own_data import DataSource, split_file
-from lightning_fcl.errors import require
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.deployment.node_data import DataSource, split_file
+from lightning_fcl.deployment.node_recipe import build_node_recipe, read_recipe, recipe_fingerprint
+from lightning_fcl.errors import require_package
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
-from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.methods.base import MethodBase
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -47,24 +56,24 @@ app = {side}_app(Path(__file__).parent)
 
 
 def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
-    from lightning_fcl.deployment.server import Terms, check_deployable
-    from lightning_fcl.running.rows import slug
+    from lightning_fcl.deployment.deployment_server import DeploymentConfig, check_deployable
+    from lightning_fcl.runs.paper_rows import slug
 
-    parts = build(recipe)
-    methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
+    parts = build_node_recipe(recipe)
+    methods = [callback for callback in parts.callbacks if isinstance(callback, MethodBase)]
     check_deployable(parts.strategy.federation.participation, parts.strategy.server.pipeline, methods)
     folder.mkdir(parents=True, exist_ok=True)
     project = read_text(Path(__file__).with_name("app.toml"))
     project = project.format(
         name=slug(name) or "app",
         publisher=publisher,
-        fingerprint=fingerprint(recipe),
+        fingerprint=recipe_fingerprint(recipe),
         version=__version__,
-        terms=Terms(),
+        terms=DeploymentConfig(),
     )
     texts = {RECIPE: yaml.safe_dump(dict(recipe), sort_keys=False), "pyproject.toml": project}
     texts |= {f"{side}_app.py": _APP.format(side=side, what=what) for side, what in _SIDES.items()}
-    return [write_whole(folder / file, text) for file, text in texts.items()]
+    return [write_atomic(folder / file, text) for file, text in texts.items()]
 
 
 def client_app(folder: Path) -> ClientApp:
@@ -74,18 +83,18 @@ def client_app(folder: Path) -> ClientApp:
     table, the arguments of a data module as ``init_args.NAME``, and the folder of its ``memories``. In Flower's
     simulation, whose nodes have no node config, the run's configuration has the ``clients`` and their ``data-folder``.
     """
-    app: ClientApp = require("flwr.clientapp", *FOR).ClientApp()
+    app: ClientApp = require_package("flwr.clientapp", *REQUIRED_FOR).ClientApp()
     sys.path.append(str(folder))  # classes of the recipe that lie beside it
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
 
     def answer(message: Message, context: Context) -> Message:
         try:
             node = Node(read_recipe(folder / RECIPE), *_read_node_config(context))
-            said = node.answer(opened(message.content, int(context.run_config.get("message-bytes", BYTES))))
+            said = node.answer(unpack(message.content, int(context.run_config.get("max-message-bytes", MAX_BYTES))))
         except ValueError as error:
             log_error(error, "this node")
             said = Parcel(refusal_of(error))
-        reply: Message = require("flwr.app", *FOR).Message(record_of(said), reply_to=message)
+        reply: Message = require_package("flwr.app", *REQUIRED_FOR).Message(to_record(said), reply_to=message)
         return reply
 
     app.query()(answer)
@@ -101,7 +110,7 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
     if not client and isinstance(number, int) and number < len(names):
         client = names[number]
     if not client:
-        raise RefusedError(
+        raise RejectedMessageError(
             f"Expected a node config that names the client and its data but got {dict(node)}.",
             hint="""Start the node with --node-config 'client="a" data="a.npz"'.""",
             argument="client",
@@ -137,22 +146,22 @@ def server_app(folder: Path) -> ServerApp:
 
     The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
     it goes on; ``data``, what it tests on, with the ``target`` and ``features`` of a table, and the names of the
-    ``clients``, if these are not the recipe's; and what `Terms` explains, with hyphens in its names.
+    ``clients``, if these are not the recipe's; and what `DeploymentConfig` explains, with hyphens in its names.
     """
-    app: ServerApp = require("flwr.serverapp", *FOR).ServerApp()
+    app: ServerApp = require_package("flwr.serverapp", *REQUIRED_FOR).ServerApp()
     sys.path.append(str(folder))
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from lightning_fcl.deployment.node import follow_parent
-        from lightning_fcl.deployment.server import Terms, serve
+        from lightning_fcl.deployment.deployment_server import DeploymentConfig, serve
+        from lightning_fcl.deployment.node import exit_with_parent
 
-        follow_parent()
+        exit_with_parent()
         said = {name.replace("-", "_"): value for name, value in context.run_config.items()}
-        terms = {name: type(value)(said[name]) for name, value in vars(Terms()).items() if name in said}
+        terms = {name: type(value)(said[name]) for name, value in vars(DeploymentConfig()).items() if name in said}
         log_to_stderr()
         out, data = Path(str(said.get("out", "runs/deployed"))), str(said.get("data", ""))
         source = _source(data, context.run_config) if data else None
-        serve(folder / RECIPE, GridLink(grid), out, Terms(**terms), source, _names(said.get("clients", "")))
+        serve(folder / RECIPE, GridLink(grid), out, DeploymentConfig(**terms), source, _names(said.get("clients", "")))
 
     return app

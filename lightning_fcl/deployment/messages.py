@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, quoted, require
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, format_code_names, require_package
 from lightning_fcl.federation.aggregation import State
 
 if TYPE_CHECKING:
     from flwr.app import Array, RecordDict
     from flwr.serverapp import Grid
 
-FOR = "runs federations on real machines", "flower"
+REQUIRED_FOR = "runs federations on real machines", "flower"
 """What Flower is for, and the extra that brings it."""
 
-BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 """Bytes that the arrays of a message may have where nothing else was agreed."""
 
 OTHER_ROUND, LOST_STATE, UNUSABLE_DATA = "other-round", "lost-state", "unusable-data"
@@ -54,7 +54,7 @@ _PLAIN = (
 _TYPES = {str(dtype): dtype for dtype in _PLAIN}
 
 
-class RefusedError(InvalidValueError):
+class RejectedMessageError(InvalidValueError):
     """One side of a deployment does not go on with what the other has sent."""
 
     code = "refused"
@@ -64,15 +64,15 @@ class RefusedError(InvalidValueError):
 class Parcel:
     """A message between server and node: plain values, and tensors by name."""
 
-    head: Mapping[str, Any]
+    header: Mapping[str, Any]
     state: State = field(default_factory=dict)
 
 
-def record_of(parcel: Parcel) -> RecordDict:
+def to_record(parcel: Parcel) -> RecordDict:
     """A parcel as Flower sends it, also where its numbers are NumPy's."""
-    app = require("flwr.app", *FOR)
-    nested = {name: value for name, value in parcel.head.items() if not isinstance(value, str | int | float)}
-    head = {name: value for name, value in parcel.head.items() if name not in nested}
+    app = require_package("flwr.app", *REQUIRED_FOR)
+    nested = {name: value for name, value in parcel.header.items() if not isinstance(value, str | int | float)}
+    head = {name: value for name, value in parcel.header.items() if name not in nested}
     arrays = {
         name: app.Array(str(value.dtype), tuple(value.shape), _FORM, bytes_of(value))
         for name, value in parcel.state.items()
@@ -82,7 +82,7 @@ def record_of(parcel: Parcel) -> RecordDict:
     return record
 
 
-def arrays_of(record: RecordDict) -> Mapping[str, Array]:
+def to_arrays(record: RecordDict) -> Mapping[str, Array]:
     """The entries of a message as they came: the bytes of each, and of which type and shape it is said to be."""
     return record.array_records.get("arrays") or {}
 
@@ -98,78 +98,82 @@ def refusal_of(error: Exception) -> dict[str, str]:
     return {"refused": error.code, "argument": argument if ARGUMENT.fullmatch(argument) else ""}
 
 
-def reason_of(said: object) -> str:
+def sanitize_reason(said: object) -> str:
     """What another machine gives as its reason, as a line that can be logged and kept: what is printed, cut short."""
     line = "".join(letter if letter.isprintable() else " " for letter in str(said)[: _LONGEST + 1])
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
 @contextmanager
-def refusing(sender: str) -> Iterator[None]:
+def as_rejection(sender: str) -> Iterator[None]:
     """Let whatever goes wrong with a message be a refusal of it, with a reason that can be kept."""
     try:
         yield
-    except RefusedError as error:
-        refusal = RefusedError(reason_of(error), argument=error.argument, code=error.code)
+    except RejectedMessageError as error:
+        refusal = RejectedMessageError(sanitize_reason(error), argument=error.argument, code=error.code)
         refusal.hint = error.hint
         raise refusal from error
     except Exception as error:  # whatever a message makes of its reader, also RecursionError and MemoryError
-        said = f"Expected a message of {sender} that can be read but got {type(error).__name__}: {reason_of(error)}"
-        raise RefusedError(reason_of(said)) from error
+        said = (
+            f"Expected a message of {sender} that can be read but got {type(error).__name__}: {sanitize_reason(error)}"
+        )
+        raise RejectedMessageError(sanitize_reason(said)) from error
 
 
 def check_records(record: RecordDict, limit: int, sender: str = "a message") -> None:
-    """Raise RefusedError unless a message has exactly the records of the protocol, with at most ``limit`` bytes."""
+    """Raise RejectedMessageError unless a message has exactly the protocol's records, with at most ``limit`` bytes."""
     if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
-        raise RefusedError(
+        raise RejectedMessageError(
             f"Expected {sender} to have the records `head` and `arrays` of lightning-fcl but got {len(record)} records "
-            f"({quoted(record)}). Start the app that `lightning-fcl deploy flower` has written."
+            f"({format_code_names(record)}). Start the app that `lightning-fcl deploy flower` has written."
         )
-    if odd := [name for name, array in arrays_of(record).items() if array.stype != _FORM]:
-        raise RefusedError(f"Expected the arrays of {sender} to be encoded as `{_FORM}` but {quoted(odd)} are not.")
-    size = sum(len(array.data) for array in arrays_of(record).values())
+    if odd := [name for name, array in to_arrays(record).items() if array.stype != _FORM]:
+        raise RejectedMessageError(
+            f"Expected the arrays of {sender} to be encoded as `{_FORM}` but {format_code_names(odd)} are not."
+        )
+    size = sum(len(array.data) for array in to_arrays(record).values())
     if size > limit:
-        raise RefusedError(
+        raise RejectedMessageError(
             f"Expected at most {limit} bytes of {sender} but got {size}.",
-            hint=f"If the model is that large, set `message-bytes` to at least {size} in the run's configuration.",
+            hint=f"If the model is that large, set `max-message-bytes` to at least {size} in the run's configuration.",
         )
 
 
-def head_of(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
+def read_header(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
     """The plain values of a message, none of which is nested, and which have at most so many letters."""
     head = record.config_records["head"]
     odd = [name for name, value in head.items() if not isinstance(value, str | int | float)]
     if odd:
-        raise RefusedError(f"Expected text, numbers and truth values but `{odd[0]}` is none of them.")
+        raise RejectedMessageError(f"Expected text, numbers and truth values but `{odd[0]}` is none of them.")
     size = sum(len(name) + len(value if isinstance(value, str) else " ") for name, value in head.items())
     if size > letters:
-        raise RefusedError(f"Expected a message's text to have at most {letters} letters but got {size}.")
+        raise RejectedMessageError(f"Expected a message's text to have at most {letters} letters but got {size}.")
     return dict(head)
 
 
-def opened(record: RecordDict, limit: int = BYTES) -> Parcel:
+def unpack(record: RecordDict, limit: int = MAX_BYTES) -> Parcel:
     """The parcel that a server's message holds, whose arrays have at most so many bytes."""
-    with refusing("the server"):
+    with as_rejection("the server"):
         check_records(record, limit)
-        head = head_of(record, limit)
+        head = read_header(record, limit)
         head |= json.loads(head.pop(_NESTED, "{}"))
         return Parcel(head, tensors_of(record))
 
 
 def tensors_of(record: RecordDict) -> State:
     """Return the tensors of a message, by name."""
-    return {n: tensor_of(n, a.data, str(a.dtype), a.shape) for n, a in arrays_of(record).items()}
+    return {n: to_tensor(n, a.data, str(a.dtype), a.shape) for n, a in to_arrays(record).items()}
 
 
-def tensor_of(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tensor:
+def to_tensor(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tensor:
     """The numbers of an entry of a type and shape, whose bytes may be neither more nor fewer than these take."""
     kind = _TYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != len(data):
-        raise RefusedError(
+        raise RejectedMessageError(
             f"Expected `{name}` to be an array of numbers but got {len(data)} bytes as {dtype:.40} of shape {shape}."
         )
     if kind is torch.bool and max(data, default=0) > 1:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers, true or false, but got others.")
+        raise RejectedMessageError(f"Expected `{name}` to be an array of numbers, true or false, but got others.")
     numbers = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
     return numbers.reshape(tuple(shape))
 
@@ -195,7 +199,7 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
         ("recipe", "have the recipe", recipe, "Deploy the same recipe on all machines."),
     ):
         if head.get(name) != wanted:
-            raise RefusedError(
+            raise RejectedMessageError(
                 f"Expected {sender} to {does} {wanted} but got {head.get(name)}.",
                 hint=mend,
                 argument=name,
@@ -203,23 +207,23 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
             )
 
 
-def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None:
+def check_names(sent: Iterable[str], expected: Iterable[str], sender: str) -> None:
     """Refuse what is not sent under the names that are wanted."""
-    strange = sorted({*sent} ^ {*wanted})
+    strange = sorted({*sent} ^ {*expected})
     if strange:
-        raise RefusedError(
-            f"Expected {sender} to send the entries of this recipe's model but {quoted(strange)} "
+        raise RejectedMessageError(
+            f"Expected {sender} to send the entries of this recipe's model but {format_code_names(strange)} "
             f"{'is' if len(strange) == 1 else 'are'} missing or not among them.",
             hint="Deploy the same recipe on all machines.",
             code="other-model",
         )
 
 
-def check_form(name: str, value: Tensor | Array, wanted: Tensor, sender: str) -> None:
+def check_tensor(name: str, value: Tensor | Array, expected: Tensor, sender: str) -> None:
     """Refuse an entry of another type or shape."""
-    if str(value.dtype) != str(wanted.dtype) or tuple(value.shape) != tuple(wanted.shape):
-        raise RefusedError(
-            f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
+    if str(value.dtype) != str(expected.dtype) or tuple(value.shape) != tuple(expected.shape):
+        raise RejectedMessageError(
+            f"Expected `{name}` of {sender} to be {expected.dtype} of shape {tuple(expected.shape)} but got "
             f"{value.dtype} of shape {tuple(value.shape)}.",
             hint="Deploy the same recipe on all machines.",
             code="other-model",
@@ -247,9 +251,9 @@ class GridLink:
         Returns:
             The names of the messages, and to which node each goes; a node that is gone gets none.
         """
-        message_of = require("flwr.app", *FOR).Message
+        message_of = require_package("flwr.app", *REQUIRED_FOR).Message
         messages = [
-            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=seconds)
+            message_of(to_record(parcel), node, "train" if parcel.state else "query", ttl=seconds)
             for node, parcel in parcels.items()
         ]
         pushed = zip(self._grid.push_messages(messages), parcels, strict=False)  # none where they are too large
@@ -281,11 +285,11 @@ class GridLink:
         """Find the answer, if there is one; what Flower cannot make a message of is none."""
         try:
             answers = [
-                reason_of(f"Expected an answer but Flower says: {answer.error.reason}")
+                sanitize_reason(f"Expected an answer but Flower says: {answer.error.reason}")
                 if answer.has_error()
                 else answer.content
                 for answer in islice(self._grid.pull_messages([message]), 1)
             ]
         except BaseException as error:  # whatever a node has sent ends no other's round
-            answers = [reason_of(f"Expected an answer that can be read but got {type(error).__name__}: {error}")]
+            answers = [sanitize_reason(f"Expected an answer that can be read but got {type(error).__name__}: {error}")]
         found.set_result(answers)

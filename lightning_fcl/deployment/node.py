@@ -1,8 +1,8 @@
 """A node: one client's training, on its own data, with what it remembers on its own disk.
 
-Flower starts a process for every message, which imports torch and Lightning each time. `stay` runs Flower's command
-``flower-superexec`` with its arguments, and forks where Flower would start the command ``flwr-clientapp``. It uses no
-private module of Flower.
+Flower starts a process for every message, which imports torch and Lightning each time. `run_executor` runs Flower's
+command ``flower-superexec`` with its arguments, and forks where Flower would start the command ``flwr-clientapp``. It
+uses no private module of Flower.
 """
 
 from __future__ import annotations
@@ -31,37 +31,49 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
-    FOR,
     LOST_STATE,
     MODEL,
     OTHER_ROUND,
+    REQUIRED_FOR,
     SERVER,
     UNUSABLE_DATA,
     Parcel,
-    RefusedError,
-    check_form,
+    RejectedMessageError,
     check_names,
     check_same,
+    check_tensor,
     digest,
     refusal_of,
 )
-from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint, make_stream
-from lightning_fcl.deployment.own_data import DataSource, count_samples, read_data, take_data
-from lightning_fcl.errors import DamagedFileError, InvalidStateError, LightningFCLError, quoted, require
-from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.deployment.node_data import DataSource, count_samples, read_data, set_node_data
+from lightning_fcl.deployment.node_recipe import (
+    ClientOutline,
+    NodeRecipe,
+    build_node_recipe,
+    make_stream,
+    recipe_fingerprint,
+)
+from lightning_fcl.deployment.upload_validation import HEADER_FIELDS, parse_file_name
+from lightning_fcl.errors import (
+    DamagedFileError,
+    InvalidStateError,
+    LightningFCLError,
+    format_code_names,
+    require_package,
+)
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import ClientStore, trained_rounds
 from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.uploads import Messages
-from lightning_fcl.io.atomic import locked, write_whole
-from lightning_fcl.io.paths import cache_folder, inside
+from lightning_fcl.io.atomic import file_lock, write_atomic
+from lightning_fcl.io.paths import cache_folder, safe_join
 from lightning_fcl.io.reading import read_note
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
-from lightning_fcl.simulation.planning import planned
+from lightning_fcl.simulation.planning import plan_client_groups
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
@@ -80,46 +92,52 @@ class Node:
         self._recipe = recipe
         self._data = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(recipe)
         self._folder = Path(folder) if folder is not None else cache_folder() / "nodes"
-        self._print = fingerprint(recipe)
+        self._print = recipe_fingerprint(recipe)
 
     def answer(self, parcel: Parcel) -> Parcel:
         """Return the answer to a message. If an error occurs, the answer has its code, and the log its text."""
         head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
-        head |= {name: parcel.head.get(name) for name in BOUND}
+        head |= {name: parcel.header.get(name) for name in HEADER_FIELDS}
         try:
-            check_same(parcel.head, self._print, "the server")
+            check_same(parcel.header, self._print, "the server")
             answers = {"hello": self._hello, "train": self._train}
-            if parcel.head.get("kind") not in answers:
-                raise RefusedError(f"Expected a message to say hello or to train but got {parcel.head.get('kind')!r}.")
-            answer = answers[parcel.head["kind"]](parcel)
-            return replace(answer, head={**head, **answer.head})
+            if parcel.header.get("kind") not in answers:
+                raise RejectedMessageError(
+                    f"Expected a message to say hello or to train but got {parcel.header.get('kind')!r}."
+                )
+            answer = answers[parcel.header["kind"]](parcel)
+            return replace(answer, header={**head, **answer.header})
         except Exception as error:  # The server continues the round without this client.
             log_error(error, f"client {self.client}")
             return Parcel({**head, **refusal_of(error)})
 
     def _federation_folder(self, head: Mapping[str, Any]) -> Path:
-        return own_folder(self._folder, file_name_of(head, "federation"), self.client)
+        return client_folder(self._folder, parse_file_name(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        own = self._federation_folder(parcel.head)
+        own = self._federation_folder(parcel.header)
         seed = make_stream(self._recipe).seed
         with about_data():
             samples = count_samples(self._data, own / "data.json", seed)
-        names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
-        state = entries(build(self._recipe).module) if names else {}
+        names = parcel.header.get("held", [])  # of entries that never travel, of which it tells a digest
+        state = state_tensors(build_node_recipe(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
     def _train(self, parcel: Parcel) -> Parcel:
-        head, outline, parts = parcel.head, Outline.of_plain(parcel.head["outline"]), build(self._recipe)
+        head, outline, parts = (
+            parcel.header,
+            ClientOutline.from_dict(parcel.header["outline"]),
+            build_node_recipe(self._recipe),
+        )
         if outline.client != self.client:
-            raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
+            raise RejectedMessageError(f"Expected a message for client {self.client} but got one for {outline.client}.")
         with about_data():
-            take_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
+            set_node_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         own = self._federation_folder(head)
-        with locked(own / ".lock"):  # what a lost node has left behind may train still
-            return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
+        with file_lock(own / ".lock"):  # what a lost node has left behind may train still
+            return train_client(parts, parcel.state, client_state_folder(own, self.client, int(head["round"])), head)
 
 
 @contextmanager
@@ -128,7 +146,7 @@ def about_data() -> Iterator[None]:
     try:
         yield
     except LightningFCLError as error:
-        if error.code == RefusedError.code:
+        if error.code == RejectedMessageError.code:
             error.code = UNUSABLE_DATA
         error.argument = error.argument or "data"
         raise
@@ -150,7 +168,7 @@ class NodeServer(FederatedServer):
 
     def __init__(self, store: ClientStore, given: FederatedServer) -> None:
         super().__init__(store, given.client_weights, transforms=given.pipeline.transforms)
-        self.trained = ClientRounds.of([])
+        self.trained = ClientRounds.from_rounds([])
         self.answer: State = {}
 
     def upload(
@@ -160,7 +178,9 @@ class NodeServer(FederatedServer):
         messages: Messages | None = None,
     ) -> list[bool]:
         """Encode the upload for the answer to the server. Return whether its values are finite."""
-        self.trained = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        self.trained = (
+            client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
+        )
         uploads, taken, _, _ = self.encode(self.trained, states, messages)
         if all(taken):
             self.answer = {name: value.detach().clone() for name, value in uploads.sent(0).items()}
@@ -182,122 +202,125 @@ class NodeRound(Round):
         self._client, self._head, self._names = client, head, names
         super().__init__(federation, looks_ahead=False)
 
-    def plan_groups(self) -> list[Cohort]:
+    def plan_groups(self) -> list[ClientGroup]:
         """Plan the batches of the client, if it has enough samples."""
         federation = self.federation
         if self._client not in federation.participation.candidates(federation.stream.plan, self.number):
             return []
-        return planned(federation, [[self._client]], self.number)
+        return plan_client_groups(federation, [[self._client]], self.number)
 
-    def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
+    def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
         """Train the client with the server's settings of the optimizers."""
-        if cohort is not None:
+        if client_group is not None:
             self._check_received()
             groups = [group for optimizer in self.federation.optimizers for group in optimizer.param_groups]
             for group, values in zip(groups, self._head["optimizer"], strict=True):  # as the server's schedulers do
                 own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
                 group.update(own)
-        yield from super().train_clients(cohort)
+        yield from super().train_clients(client_group)
 
     def aggregate(self) -> None:
         """Leave the aggregation to the server."""
-        self.progress.cohort, self.progress.done = None, True
+        self.progress.client_group, self.progress.done = None, True
 
     def finish(self) -> None:
         """End the fit: the next round comes with another message."""
         self.federation.module.trainer.should_stop = True
 
     def _check_received(self) -> None:
-        """Raise RefusedError if a tensor of the recipe's model, or of the client's state, is not there."""
+        """Raise RejectedMessageError if a tensor of the recipe's model, or of the client's state, is not there."""
         server, received = self.federation.server, self._names
         if lost := [name for name in self._head["kept"] if name not in received]:
-            raise RefusedError(
-                f"Expected client {self._client} to keep {quoted(lost)} but it did not. The server sends it again.",
+            raise RejectedMessageError(
+                f"Expected client {self._client} to keep {format_code_names(lost)} but it did not. The server sends it "
+                "again.",
                 code=LOST_STATE,
             )
-        down = [name for name, of in server.reductions.items() if of.down and not of.once]
+        down = [name for name, of in server.reductions.items() if of.is_downloaded and not of.once]
         if missing := [name for name in down if name not in received]:
-            raise RefusedError(
-                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not.",
+            raise RejectedMessageError(
+                f"Expected the server to send {format_code_names(missing)} of this recipe's model but it did not.",
                 hint="Deploy the same recipe on all machines.",
                 code="other-model",
             )
 
 
-def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]) -> Parcel:
+def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, header: Mapping[str, Any]) -> Parcel:
     """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
 
     Args:
-        parts: What it trains with, newly made.
+        node_recipe: What it trains with, newly made.
         state: What the server has sent.
-        memories: The folder of what the client keeps, in which this round's takes the place of what was there.
-        head: What the server says of the round.
+        client_state: The folder of what the client keeps, in which this round's takes the place of what was there.
+        header: What the server says of the round.
 
     Returns:
         The upload, and what is said beside it.
     """
-    server, (client,) = _receive(parts, state, memories), parts.stream.plan.clients
-    server.accepted = {client: int(head["accepted"])}
-    names = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
-    number, strategy = int(head["round"]), parts.strategy
+    server, (client,) = _receive(node_recipe, state, client_state), node_recipe.stream.plan.clients
+    server.accepted = {client: int(header["accepted"])}
+    names = {name.removeprefix(MODEL) for name in state} | server.extra_tensors.keys()
+    number, strategy = int(header["round"]), node_recipe.strategy
     strategy.settings.cohort_size = 1
-    strategy.new_round = partial(NodeRound, client, head, names)
+    strategy.is_new_round = partial(NodeRound, client, header, names)
     trainer = L.Trainer(
         strategy=strategy,
-        callbacks=parts.callbacks,
-        max_epochs=int(head["max_epochs"]),
+        callbacks=node_recipe.callbacks,
+        max_epochs=int(header["max_epochs"]),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
-        **parts.trainer,
+        **node_recipe.trainer,
     )
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.ready = progress.started = progress.processed = progress.completed = number
-    trainer.fit(parts.module, datamodule=parts.stream)
-    if client not in strategy.federation.participation.candidates(parts.stream.plan, number):
+    trainer.fit(node_recipe.module, datamodule=node_recipe.stream)
+    if client not in strategy.federation.participation.candidates(node_recipe.stream.plan, number):
         return Parcel({"samples": 0})
     record, upload, trained = server.record, server.answer, server.trained
-    if once := kept_once(server.extra, server.reductions):
-        server.store.remember(client, RECEIVED, once)
-    server.store.sync()
+    if once := kept_once(server.extra_tensors, server.reductions):
+        server.client_store.set_section(client, RECEIVED, once)
+    server.client_store.sync()
     if not upload:
-        raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
-    samples, rehearsed = int(trained.samples[0]), int(trained.trained[0] - trained.samples[0])
+        raise RejectedMessageError(
+            f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}."
+        )
+    samples, rehearsed = int(trained.samples[0]), int(trained.num_trained_samples[0] - trained.samples[0])
     return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload)
 
 
-def _receive(parts: NodeParts, state: State, memories: Path) -> NodeServer:
+def _receive(parts: NodeRecipe, state: State, memories: Path) -> NodeServer:
     """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
-    known = entries(parts.module)
+    known = state_tensors(parts.module)
     model, extra = (
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for prefix in (MODEL, SERVER)
     )
     check_names(model, model.keys() & known.keys(), "the server")
     for name, value in model.items():
-        check_form(name, value, known[name], "the server")
+        check_tensor(name, value, known[name], "the server")
         if not torch.isfinite(value).all() and torch.isfinite(known[name]).all():
-            raise RefusedError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
-    load_entries(parts.module, {**known, **model})
+            raise RejectedMessageError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
+    load_state_tensors(parts.module, {**known, **model})
     federation = parts.strategy.federation
     store = ClientStore("disk", memories)
-    kept = [value for client in store for value in store.memory(client, RECEIVED).items()]
+    kept = [value for client in store for value in store.get_section(client, RECEIVED).items()]
     federation.server = server = NodeServer(store, federation.server)
-    server.extra = {**dict(kept), **extra}
+    server.extra_tensors = {**dict(kept), **extra}
     return server
 
 
-def own_folder(folder: Path, federation: str, client: str) -> Path:
+def client_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
-    own = inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    own = safe_join(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     own.mkdir(parents=True, exist_ok=True)
     return own
 
 
-def memories(folder: Path, client: str, round: int) -> Path:
+def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
     """Return the folder of a client's state, with the state from before a round, also if the round is repeated.
 
     Files that survive a power failure are written in this order: the state before the round, the number of the round,
@@ -305,27 +328,27 @@ def memories(folder: Path, client: str, round: int) -> Path:
 
     Raises:
         DamagedFileError: If a damaged file is needed and cannot be computed again.
-        RefusedError: If the round is before the latest one.
+        RejectedMessageError: If the round is before the latest one.
     """
     now, before = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
     note = folder / "round.json"
     try:
         begun = read_note(note).get("round") if note.exists() else -1
         if not isinstance(begun, int):
-            begun = _begun_round(now, before, client, round)
-        if round < begun:
-            raise RefusedError(
+            begun = _begun_round(now, before, client, round_idx)
+        if round_idx < begun:
+            raise RejectedMessageError(
                 f"Expected a round from {begun} on, which is the latest round that client {client} began, but got "
-                f"{round}.",
+                f"{round_idx}.",
                 hint="Start the server from its newest checkpoint.",
                 code=OTHER_ROUND,
             )
-        if round == begun or (begun >= 0 and client not in now):  # the round was interrupted
+        if round_idx == begun or (begun >= 0 and client not in now):  # the round was interrupted
             now[client] = before[client]
-        if round > begun:
+        if round_idx > begun:
             before[client] = now[client]
             before.sync()
-            write_whole(note, json.dumps({"round": round}))
+            write_atomic(note, json.dumps({"round": round_idx}))
     except DamagedFileError as error:
         raise DamagedFileError(
             f"Expected the files of client {client} in {folder} to be as they were written, but at least one is "
@@ -346,15 +369,15 @@ def _begun_round(now: ClientStore, before: ClientStore, client: str, round: int)
     return trained[-1]
 
 
-def warm() -> None:
+def preload_imports() -> None:
     """Import the packages that a client needs."""
     for name in ("flwr.app", "flwr.clientapp", "lightning_fcl.deployment.flower"):
-        require(name, *FOR)
+        require_package(name, *REQUIRED_FOR)
 
 
-def stay(words: Sequence[str]) -> None:
+def run_executor(words: Sequence[str]) -> None:
     """Run ``flower-superexec`` with these arguments until it is told to stop."""
-    warm()
+    preload_imports()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     superexec, ForkingPopen.run_client = read_command("flower-superexec"), staticmethod(read_command(_CLIENT))
     # Flower starts a client by the name of its command, and each of its modules looks `Popen` up when it does.
@@ -396,7 +419,7 @@ class ForkingPopen(subprocess.Popen[Any]):
     def _run(self, words: list[str]) -> NoReturn:
         """Run a client in the forked process, and end the process."""
         try:
-            follow_parent()
+            exit_with_parent()
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             sys.argv = words
@@ -409,7 +432,7 @@ class ForkingPopen(subprocess.Popen[Any]):
             os._exit(0)  # without the exit handlers of the process that was forked
 
 
-def follow_parent() -> None:
+def exit_with_parent() -> None:
     """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
     parent = os.getppid()
 

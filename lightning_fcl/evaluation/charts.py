@@ -20,20 +20,20 @@ from numpy.typing import ArrayLike
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import Curve
-from lightning_fcl.evaluation.headline import model_name
 from lightning_fcl.evaluation.record import Quantity
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.evaluation.summary import model_name
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import read_bytes, read_text
 
 Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]
-Drawn: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
+Chart: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
 # Okabe and Ito's palette: its colours stay apart for colour-blind readers. Yellow is left out, too faint for lines.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left", "triangle-right")
-_DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLOURS]
+_DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLORS]
 _PNG = {
     "font": "sans-serif",
     "lineBreak": "\n",
@@ -50,27 +50,27 @@ _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2
 """SHA-256 of the script that each version of vl-convert-python makes. Without one, the script is not cached."""
 
 
-def chart_of(name: str) -> alt.Chart:
+def get_chart(name: str) -> alt.Chart:
     """A chart of the data of this name, which `spec` is given: Altair would check every row of its own."""
     return alt.Chart(alt.NamedData(name=name))
 
 
-def spec(chart: Drawn, **data: Points) -> Spec:
+def spec(chart: Chart, **data: Points) -> Spec:
     """What is drawn, in Vega-Lite, with its data by name."""
     made: Spec = chart.to_dict()
     plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
     return {**made, "datasets": made.get("datasets", {}) | plain}
 
 
-def on_page(chart: Drawn, height: int = 260, **data: Points) -> Spec:
+def responsive_chart(chart: Chart, height: int = 260, **data: Points) -> Spec:
     """What is drawn in the browser: as wide as its place, so many pixels high."""
     wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
     return {**spec(chart.properties(height=height), **data), **wide}
 
 
-def write_png(path: Path, drawn: Spec) -> Path:
+def write_png(path: Path, chart: Spec) -> Path:
     """Write a picture of what is drawn: no browser and no host is asked."""
-    return write_whole(path, vl_convert.vegalite_to_png(drawn, scale=1.5, config=_PNG))
+    return write_atomic(path, vl_convert.vegalite_to_png(chart, scale=1.5, config=_PNG))
 
 
 def _plain(value: Any) -> Any:
@@ -80,11 +80,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def by_round(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
+def client_curves(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     """What each client came to on all that it had learnt, in the rounds in which it was tested."""
     found: dict[int, dict[str, float]] = {}
     for model, curve in every.items():
-        for number, value in zip(curve.rounds.tolist(), curve.learnt.tolist(), strict=True):
+        for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
             if model != "server" and np.isfinite(value):
                 found.setdefault(number, {})[model] = value
     return dict(sorted(found.items()))
@@ -118,37 +118,37 @@ def round_axis(rounds: int, title: str = "round") -> alt.X:
     return alt.X("round:Q", title=title, axis=alt.Axis(values=ticks, format="d", labelOverlap=True), scale=scale)
 
 
-def whole_numbers() -> alt.Axis:
+def integer_axis() -> alt.Axis:
     """The axis of whole numbers in a row, some of them left out where there is no room."""
     return alt.Axis(labelAngle=0, labelOverlap=True)
 
 
-def heat(quantity: Quantity) -> alt.Color:
+def heat_scale(quantity: Quantity) -> alt.Color:
     """Return the colors of a heat map of a quantity, which also differ in lightness."""
     domain = [*quantity.bounds] if quantity.bounds else alt.Undefined
     return alt.Color("value:Q", title=quantity.name, scale=alt.Scale(scheme="viridis", domain=domain))
 
 
-def looks(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+def cycle_styles(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     """Each name's colour, or shape or dashes, from the first again where there are more names."""
     scale = alt.Scale(domain=[*names], range=[values[number % len(values)] for number in range(len(names))])
     return {"sort": [*names], "title": None, "scale": scale}
 
 
-def colour(field: str, names: Sequence[str], colours: Sequence[str] = COLOURS) -> alt.Color:
-    return alt.Color(f"{field}:N", **looks(names, colours))
+def color_scale(field: str, names: Sequence[str], colours: Sequence[str] = COLORS) -> alt.Color:
+    return alt.Color(f"{field}:N", **cycle_styles(names, colours))
 
 
 def shape(field: str, names: Sequence[str]) -> alt.Shape:
-    return alt.Shape(f"{field}:N", **looks(names, _SHAPES))
+    return alt.Shape(f"{field}:N", **cycle_styles(names, _SHAPES))
 
 
-def dots(base: alt.Chart) -> alt.Chart:
+def draw_points(base: alt.Chart) -> alt.Chart:
     made: alt.Chart = base.mark_point(filled=True, size=36, opacity=1)
     return made
 
 
-def names_beside(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
+def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
     """The names of points: right of those up to the middle of a field, left of those beyond, where there is room."""
     names = base.encode(text=f"{name}:N")
     left = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
@@ -156,13 +156,13 @@ def names_beside(base: alt.Chart, name: str, field: str, middle: float) -> list[
     return [left, right]
 
 
-def bands(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
+def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
     """A line for each name in its band: all have a colour, a shape of their points, and beyond the colours dashes."""
-    base = base.encode(color=colour("line", names))
+    base = base.encode(color=color_scale("line", names))
     value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
     band = base.mark_area(opacity=0.16, clip=True).encode(y=low, y2="high:Q")
-    line = base.mark_line().encode(y=value, strokeDash=alt.StrokeDash("line:N", **looks(names, _DASHES)))
-    return [band, line, dots(base).encode(y=value, shape=shape("line", names))]
+    line = base.mark_line().encode(y=value, strokeDash=alt.StrokeDash("line:N", **cycle_styles(names, _DASHES)))
+    return [band, line, draw_points(base).encode(y=value, shape=shape("line", names))]
 
 
 def density_points(edges: ArrayLike, density: ArrayLike) -> Points:
@@ -174,21 +174,21 @@ def density_points(edges: ArrayLike, density: ArrayLike) -> Points:
 def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
     """The densities of a reservoir's activations, in steps; those of an order go from dark to light."""
     shades = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0, 0.88]))
-    look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else colour("line", names)
+    look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else color_scale("line", names)
     x = alt.X("activation:Q", scale=alt.Scale(domain=[-1, 1]), axis=alt.Axis(tickCount=4))
-    made: alt.Chart = chart_of("rows").mark_line(interpolate="step")
+    made: alt.Chart = get_chart("rows").mark_line(interpolate="step")
     return made.encode(x=x, y=alt.Y("value:Q", title="density"), color=look)
 
 
-def chosen(chart: Drawn, models: Sequence[str], what: str = "model ") -> Drawn:
+def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model ") -> Chart:
     """The chart of one model, with a list to choose it from where there are several."""
     labels = [model_name(model) for model in models]
-    bind = alt.binding_select(options=[*models], labels=labels, name=what) if len(models) > 1 else alt.Undefined
+    bind = alt.binding_select(options=[*models], labels=labels, name=label) if len(models) > 1 else alt.Undefined
     shown = alt.param(name="shown", value=models[0], bind=bind)
     return chart.transform_filter("datum.model == shown").add_params(shown)
 
 
-def tips(**fields: str) -> list[alt.Tooltip]:
+def make_tooltips(**fields: str) -> list[alt.Tooltip]:
     """What shows under the pointer: fields by what they are called; an empty name stands for the field's."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
@@ -223,5 +223,5 @@ def _library() -> str:
         if hashlib.sha256(content).hexdigest() == digest:
             with suppress(OSError):  # without a cache, each process makes the script again
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, content)
+                write_atomic(path, content)
     return re.sub("</(?=script)", r"<\\/", content.decode(), flags=re.IGNORECASE)

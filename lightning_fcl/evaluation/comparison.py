@@ -11,16 +11,22 @@ import numpy as np
 
 from lightning_fcl.errors import MissingFileError, MissingValueError
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, fill_template, on_page
+from lightning_fcl.evaluation.charts import COLORS, Chart, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.headline import Headline, ends_of_clients, extent_of, headlines, number_text
 from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING
 from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import NEAR, Cell, Table, metric_title
+from lightning_fcl.evaluation.summary import (
+    SummaryMetric,
+    describe_run_size,
+    final_client_metrics,
+    format_value,
+    summary_metrics,
+)
+from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_title
 
-__all__ = ["compare_page", "runs_below", "runs_by_name"]
+__all__ = ["compare_page", "find_runs", "runs_by_name"]
 
 _VIEWS = ("server, whole test set", "clients, on what each has learnt")
 _KINDS = {"near": "within .05", "spread": "inside the spread", "outside": "outside"}
@@ -46,10 +52,10 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             argument="groups",
         )
     runs = [run for of in groups.values() for run in of]
-    found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
+    found = {label: [{one.name: one for one in summary_metrics(run)} for run in of] for label, of in groups.items()}
     quantity = get_quantity(runs[0]["record"])
     names = list(dict.fromkeys(name for of in found.values() for run in of for name in run))
-    extents = {label: extent_of(of[0]) for label, of in groups.items()}
+    extents = {label: describe_run_size(of[0]) for label, of in groups.items()}
     extents = extents if len({*extents.values()}) > 1 else {}
     head = ["", *(["extent"] if extents else []), *names]
     lines = [
@@ -70,20 +76,20 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         glance=[head, *lines],
         compared=[metric_title(name) for name in compared_metrics],
         against_paper=[
-            [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in compared_metrics)]
+            [row, *((of[name].text(name), of[name].verdict) if name in of else "-" for name in compared_metrics)]
             for row, of in (table.rows.items() if table and compared_metrics else ())
         ],
         charts={
-            "against": against_chart(table) if table else None,
+            "against": paper_comparison_chart(table) if table else None,
             "rounds": rounds_chart(groups, quantity),
             "clients": clients_chart(groups, quantity),
-            "kept": kept_chart(found, quantity),
+            "kept": final_metrics_chart(found, quantity),
         },
         metrics=_all_metrics(groups),
     )
 
 
-def runs_below(folders: Sequence[Path]) -> list[Path]:
+def find_runs(folders: Sequence[Path]) -> list[Path]:
     """The folders of all runs that are given, or lie below one that is given.
 
     Raises:
@@ -135,12 +141,12 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
     return [["metric", *groups], *lines] if lines else []
 
 
-def _mean(found: Sequence[Headline]) -> str:
+def _mean(found: Sequence[SummaryMetric]) -> str:
     if not found:
         return "-"
     values, unit = [one.value for one in found], found[0].unit
-    spread = f" ± {number_text(float(np.std(values, ddof=1)), unit)}" if len(values) > 1 and np.ptp(values) > 0 else ""
-    return number_text(float(np.mean(values)), unit) + spread
+    spread = f" ± {format_value(float(np.std(values, ddof=1)), unit)}" if len(values) > 1 and np.ptp(values) > 0 else ""
+    return format_value(float(np.mean(values)), unit) + spread
 
 
 def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
@@ -158,17 +164,17 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     choice = alt.param(
         name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{quantity.name} of the ")
     )
-    base = charts.chart_of("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
-    base = base.encode(tooltip=charts.tips(line="row", round="", value="mean", std="", seeds=""))
-    if len(groups) <= len(COLOURS):
-        layers = charts.bands(base, [*groups], quantity.name, charts.quantity_scale(quantity))
-        return on_page(alt.layer(*layers).add_params(choice), 320, rows=rows)
+    base = charts.get_chart("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
+    base = base.encode(tooltip=charts.make_tooltips(line="row", round="", value="mean", std="", seeds=""))
+    if len(groups) <= len(COLORS):
+        layers = charts.small_multiples(base, [*groups], quantity.name, charts.quantity_scale(quantity))
+        return responsive_chart(alt.layer(*layers).add_params(choice), 320, rows=rows)
     # More lines than colours: all are pale but one.
     row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="in front "))
     lines = base.mark_line(point=True).encode(y=charts.value_axis(quantity))
     pale = lines.encode(detail="line:N", color=alt.value("#b8bfc8"))
-    front = lines.transform_filter("datum.line == row").encode(color=alt.value(COLOURS[5]))
-    return on_page(alt.layer(pale, front).add_params(choice, row), 320, rows=rows)
+    front = lines.transform_filter("datum.line == row").encode(color=alt.value(COLORS[5]))
+    return responsive_chart(alt.layer(pale, front).add_params(choice, row), 320, rows=rows)
 
 
 def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
@@ -177,72 +183,78 @@ def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
         {"row": label, "client": client, "seed": run["seed"], "value": value}
         for label, runs in groups.items()
         for run in runs
-        for client, value in ends_of_clients(run["record"])
+        for client, value in final_client_metrics(run["record"])
     ]
     if not rows:
         return None
-    base = charts.chart_of("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
-    ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLOURS[1])
+    base = charts.get_chart("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
+    ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLORS[1])
     ticks = ticks.encode(x=alt.X("value:Q", title=quantity.name, scale=charts.quantity_scale(quantity)))
-    ticks = ticks.encode(tooltip=charts.tips(row="", client="", seed="", value=quantity.name))
-    means = base.mark_point(shape="diamond", filled=True, size=70, color=COLOURS[0], opacity=1)
+    ticks = ticks.encode(tooltip=charts.make_tooltips(row="", client="", seed="", value=quantity.name))
+    means = base.mark_point(shape="diamond", filled=True, size=70, color=COLORS[0], opacity=1)
     means = means.encode(x="mean(value):Q", tooltip=["row:N", alt.Tooltip("mean(value):Q", title="mean", format=".3f")])
-    return on_page(alt.layer(ticks, means), 24 * len({row["row"] for row in rows}) + 10, rows=rows)
+    return responsive_chart(alt.layer(ticks, means), 24 * len({row["row"] for row in rows}) + 10, rows=rows)
 
 
-def kept_chart(found: Mapping[str, Sequence[Mapping[str, Headline]]], quantity: Quantity) -> Spec | None:
+def final_metrics_chart(
+    metrics_by_run: Mapping[str, Sequence[Mapping[str, SummaryMetric]]], quantity: Quantity
+) -> Spec | None:
     """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
     rows: Points = []
     titles = [named.heading for metric in (AVERAGE_ACCURACY, FORGETTING) if (named := metric.for_quantity(quantity))]
-    for label, runs in found.items():
+    for label, runs in metrics_by_run.items():
         if both := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
             value, lost = np.mean(both, axis=0).tolist()
             rows.append({"row": label, "value": value, "forgetting": lost, "seeds": len(both)})
     if len(rows) < 2:
         return None
     middle = (min(row["value"] for row in rows) + max(row["value"] for row in rows)) / 2
-    base = charts.chart_of("rows").encode(
+    base = charts.get_chart("rows").encode(
         x=alt.X("value:Q", title=titles[0], scale=alt.Scale(zero=False, padding=20)),
         y=alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(zero=False, padding=20)),
-        tooltip=charts.tips(row="", value=quantity.name, forgetting="", seeds=""),
+        tooltip=charts.make_tooltips(row="", value=quantity.name, forgetting="", seeds=""),
     )
-    points = base.mark_point(filled=True, size=80, color=COLOURS[0], opacity=1)
-    return on_page(alt.layer(points, *charts.names_beside(base, "row", "value", middle)), 320, rows=rows)
+    points = base.mark_point(filled=True, size=80, color=COLORS[0], opacity=1)
+    return responsive_chart(alt.layer(points, *charts.label_points(base, "row", "value", middle)), 320, rows=rows)
 
 
-def against_chart(table: Table) -> Spec | None:
+def paper_comparison_chart(table: Table) -> Spec | None:
     """Each mean against the paper's number, with two standard deviations over the seeds."""
-    if not (rows := compared(table)):
+    if not (rows := comparison_points(table)):
         return None
     kinds = [*_KINDS.values()]
-    look = charts.colour("stands", kinds, (COLOURS[0], COLOURS[6], COLOURS[5])), charts.shape("stands", kinds)
-    return on_page(scatter(rows, "", *look), 420, rows=rows)
+    look = charts.color_scale("stands", kinds, (COLORS[0], COLORS[6], COLORS[5])), charts.shape("stands", kinds)
+    return responsive_chart(scatter(rows, "", *look), 420, rows=rows)
 
 
-def compared(table: Table) -> Points:
+def comparison_points(table: Table) -> Points:
     """Every number that the paper tells and ours were measured of."""
     points: Points = []
     for row, name, cell in table.paper_cells:
         if cell.mean is not None and cell.paper is not None:
-            two, kind = 2 * (cell.std or 0.0), _KINDS[cell.stands]
-            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.off}
+            two, kind = 2 * (cell.std or 0.0), _KINDS[cell.verdict]
+            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.deviation}
             points.append(
                 point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
             )
     return points
 
 
-def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Drawn:
+def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Chart:
     """The points, the line on which ours is the paper's, and the band of what is near."""
     every = [row[name] for row in rows for name in ("paper", "ours")]
-    low, high = min(every) - NEAR, max(every) + NEAR
+    low, high = min(every) - NEAR_TOLERANCE, max(every) + NEAR_TOLERANCE
     axis = alt.Scale(domain=[low, high], nice=False)
     x = alt.X("paper:Q", scale=axis, title=f"the paper's number{scale}")
     ours = "ours: mean, and two standard deviations over the seeds"
     y, lowest = alt.Y("ours:Q", scale=axis, title=ours), alt.Y("low:Q", scale=axis, title=ours)
-    ends = [{"paper": end, "ours": end, "low": end - NEAR, "high": end + NEAR} for end in (low, high)]
+    ends = [
+        {"paper": end, "ours": end, "low": end - NEAR_TOLERANCE, "high": end + NEAR_TOLERANCE} for end in (low, high)
+    ]
     line = alt.Chart(alt.InlineData(ends)).encode(x=x)
-    points = charts.chart_of("rows").encode(x=x, color=look, tooltip=charts.tips(row="", metric="", ours="", paper=""))
+    points = charts.get_chart("rows").encode(
+        x=x, color=look, tooltip=charts.make_tooltips(row="", metric="", ours="", paper="")
+    )
     return alt.layer(
         line.mark_area(color="#999999", opacity=0.25, clip=True).encode(y=lowest, y2="high:Q"),
         line.mark_line(color="#777777").encode(y=y),
@@ -257,6 +269,6 @@ def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
     every = curves(record)
     if (server := every.get("server")) is not None:
         whole[server.rounds] = server.overall
-    for number, of in charts.by_round(every).items():
+    for number, of in charts.client_curves(every).items():
         of_clients[number] = np.mean([*of.values()])
     return whole, of_clients

@@ -18,7 +18,7 @@ Tasks: TypeAlias = Sequence[Sequence[int]]
 ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 
 
-def counted(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
+def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
     """Accuracy, of right predictions (R, G) and test samples (G,) of each group; NaN on groups without a sample."""
     counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
 
@@ -29,12 +29,12 @@ def counted(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
     return on
 
 
-def values_of_measure(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
-    """A measure, of what it came to in each round on the samples of some groups, by `part_name`, or NaN."""
-    return lambda groups: np.array([row.get(part_name(groups)) for row in rounds], dtype=np.float64)
+def metric_values(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
+    """A measure, of what it came to in each round on the samples of some groups, by `group_name`, or NaN."""
+    return lambda groups: np.array([row.get(group_name(groups)) for row in rounds], dtype=np.float64)
 
 
-def part_name(groups: Iterable[int]) -> str:
+def group_name(groups: Iterable[int]) -> str:
     """What the test samples of some groups together are called in a record."""
     return "+".join(map(str, sorted(set(groups))))
 

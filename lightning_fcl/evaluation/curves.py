@@ -30,11 +30,11 @@ class Curve:
         accuracy: Accuracy, or the value of `get_quantity`, per round and group, shape (R, G). NaN for a group without
             test samples.
         overall: Value on the whole test set, shape (R,).
-        learnt: Value on all groups that the model had learned by then, shape (R,).
+        seen_classes: Value on all groups that the model had learned by then, shape (R,).
 
     Example:
         >>> zero, half = np.array([0]), np.array([0.5])
-        >>> Curve(zero, zero, accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3]), learnt=half).overall
+        >>> Curve(zero, zero, accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3]), seen_classes=half).overall
         array([0.3])
     """
 
@@ -42,7 +42,7 @@ class Curve:
     experience: NDArray[np.int64]
     accuracy: FloatArray
     overall: FloatArray
-    learnt: FloatArray
+    seen_classes: FloatArray
 
 
 def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]:
@@ -66,7 +66,7 @@ def curves(record: Record, quantity: Quantity | None = None) -> dict[str, Curve]
             experience=np.array(history.experience, dtype=np.int64),
             accuracy=np.stack([history.values([group]) for group in range(history.num_groups)], axis=1),
             overall=history.overall,
-            learnt=history.personal,
+            seen_classes=history.personal,
         )
     return result
 

@@ -10,7 +10,7 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import Drawn, Points, Spec
+from lightning_fcl.evaluation.charts import Chart, Points, Spec
 from lightning_fcl.evaluation.metric import Metric, Score, Unit, clients
 from lightning_fcl.evaluation.metrics import (
     CLIENT_STATE_BYTES,
@@ -129,7 +129,7 @@ def cell_text(metric: Metric, cell: Cell) -> str:
     return f"{mean:.{digits}f}{spread}"
 
 
-def standing(run: Mapping[str, Any]) -> dict[str, float]:
+def leaderboard_row(run: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of `COLUMNS` for a run.
 
     Args:
@@ -138,11 +138,11 @@ def standing(run: Mapping[str, Any]) -> dict[str, float]:
     return summarize(run["record"], COLUMNS)
 
 
-def board(table: Table, protocol: str, notes: Notes) -> str:
+def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
     """A protocol's table in Markdown, the most accurate method first; nothing where none was run.
 
     Args:
-        table: Of `standing`, its rows called ``PROTOCOL METHOD``.
+        table: Of `leaderboard_row`, its rows called ``PROTOCOL METHOD``.
         notes: Of all methods of the protocol; those that were not run are left out.
     """
     found = {method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows}
@@ -162,7 +162,7 @@ def board(table: Table, protocol: str, notes: Notes) -> str:
     return markdown_table(["method", *heads, *told], lines)
 
 
-def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
+def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
     """Accuracy against bytes and against seconds, a point for each method; nothing where fewer than two were run."""
     rows: Points = []
     for method, told in notes.items():
@@ -179,17 +179,17 @@ def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
     return charts.spec(alt.hconcat(*parts).properties(title=protocol), rows=rows)
 
 
-def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Drawn:
+def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
     """Accuracy against a cost."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
     across = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
     x, up = alt.X(f"{cost}:Q", title=title, scale=across), alt.Scale(domain=[low, high], nice=False)
-    base = charts.chart_of("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=up))
+    base = charts.get_chart("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=up))
     points = base.mark_point(filled=True, size=60, opacity=0.9)
-    points = points.encode(color=charts.colour("logits", kinds), shape=charts.shape("logits", kinds))
+    points = points.encode(color=charts.color_scale("logits", kinds), shape=charts.shape("logits", kinds))
     middle, beside = math.exp(sum(ends) / 2), f"beside {cost}"
     _set_apart(rows, cost, beside, ends, (low, high))
-    names = charts.names_beside(base.encode(y=alt.Y(f"{beside}:Q", scale=up)), "method", cost, middle)
+    names = charts.label_points(base.encode(y=alt.Y(f"{beside}:Q", scale=up)), "method", cost, middle)
     return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
 
 

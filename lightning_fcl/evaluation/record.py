@@ -17,11 +17,11 @@ from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
     ValuesOf,
-    counted,
+    group_accuracy,
+    metric_values,
     personal_values,
     stream_values,
     value_matrix,
-    values_of_measure,
 )
 
 __all__ = [
@@ -29,13 +29,13 @@ __all__ = [
     "Evaluation",
     "ModelHistory",
     "Quantity",
-    "first_tasks",
     "get_quantities",
     "get_quantity",
     "model_histories",
     "model_history",
     "server_first",
     "tested_models",
+    "truncate_record",
 ]
 
 Record: TypeAlias = Mapping[str, Any]
@@ -167,12 +167,12 @@ class Evaluation:
         return model_histories({**self.record, "tasks": tasks, "rounds": rounds}, self.quantity)
 
 
-def first_tasks(record: Record, tasks: int) -> dict[str, Any]:
+def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
     """Return the record of the first tasks of each client, without the values that are measured at the end of a run.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
-        >>> cut = first_tasks({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
+        >>> cut = truncate_record({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
         >>> cut["tasks"], len(cut["rounds"]), "kept_bytes" in cut
         ({'a': [[0]]}, 1, False)
     """
@@ -202,9 +202,9 @@ def model_history(record: Record, model: str, quantity: Quantity, before_fit: bo
     if num_before_fit:
         found, experience = [record["start"], *found], [0, *experience]
     values = (
-        values_of_measure([one[quantity.name] for one in found])
+        metric_values([one[quantity.name] for one in found])
         if "measures" in record
-        else counted(found, record["totals"])
+        else group_accuracy(found, record["totals"])
     )
     tasks = record["tasks"][model]
     return ModelHistory(model, quantity, values, experience, tasks, len(record["groups"]), num_before_fit)

@@ -15,13 +15,13 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import InvalidValueError, require
+from lightning_fcl.errors import InvalidValueError, require_package
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.headline import WAYS, simulated_times
 from lightning_fcl.evaluation.record import ACCURACY, get_quantities, tested_models
-from lightning_fcl.io.atomic import append, write_whole
-from lightning_fcl.io.checksums import read_sums, sha256, write_sums
-from lightning_fcl.io.paths import inside
+from lightning_fcl.evaluation.summary import DIRECTIONS, simulated_times
+from lightning_fcl.io.atomic import append, write_atomic
+from lightning_fcl.io.checksums import read_checksums, sha256, write_checksums
+from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import open_file, read_json, read_text
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
@@ -74,15 +74,15 @@ class RecordFile:
         for line in data.splitlines():
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
 
-    def read(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The record as it was when a checkpoint was written, which has ``kept`` in its place."""
+    def read(self, checkpoint_record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record as it was when a checkpoint was written, which has ``checkpoint_record`` in its place."""
         self._begin()
         size = self.path.stat().st_size if self.path.is_file() else 0
-        if size >= kept["bytes"]:
+        if size >= checkpoint_record["bytes"]:
             with open_file(self.path) as file:
-                data = file.read(kept["bytes"])
+                data = file.read(checkpoint_record["bytes"])
             self._take(data)
-        if size < kept["bytes"] or self._digest != kept["sha256"]:
+        if size < checkpoint_record["bytes"] or self._digest != checkpoint_record["sha256"]:
             raise ValueError(
                 f"{self.path}, which tells what was measured until then, is missing or another run's. Bring it here "
                 "from the folder of the checkpoint's run"
@@ -114,7 +114,7 @@ def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | 
     """Write ``results.json`` of a run's folder, with its format and a checksum."""
     content = {"format": FORMAT, **results}
     text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
-    return write_whole(Path(folder) / "results.json", text)
+    return write_atomic(Path(folder) / "results.json", text)
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
@@ -133,29 +133,29 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def seal(folder: Path, files: Iterable[Path]) -> Path:
+def mark_complete(folder: Path, files: Iterable[Path]) -> Path:
     """Say that a run is finished, and what its files hold."""
-    return write_sums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
+    return write_checksums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether a run is finished: its seal is there and understood, and each file as the seal says."""
     try:
-        digests = read_sums(folder / _SEAL)
-        same = all(sha256(inside(folder, name)) == digest for name, digest in digests.items())
+        digests = read_checksums(folder / _SEAL)
+        same = all(sha256(safe_join(folder, name)) == digest for name, digest in digests.items())
     except (OSError, ValueError):
         return False
     return same and "results.json" in digests
 
 
-def run_of(config: Path) -> Path | None:
+def find_run_folder(config: Path) -> Path | None:
     """The folder of the run whose recipe a file is, if it is one's."""
     folder = config.parent
     begun = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
     return folder if config.name == CONFIG and begun else None
 
 
-def start_over(folder: Path) -> None:
+def clear_run(folder: Path) -> None:
     """Remove what an earlier run has left in a folder: nothing of it is to be told as another's."""
     for name in _WRITTEN:
         (folder / name).unlink(missing_ok=True)
@@ -174,19 +174,19 @@ def write_files(folder: str | Path) -> Path:
     results = read_results(folder)
     table, page = write_csv(folder / "metrics.csv", results["record"]), write_page(folder, results)
     if results["finished"]:
-        seal(folder, [folder / "results.json", table, page])
+        mark_complete(folder, [folder / "results.json", table, page])
     return page
 
 
 def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
     """Write ``report.html`` of a run."""
     for package in ("altair", "jinja2", "vl_convert"):
-        require(package, "draws reports")
-    from lightning_fcl.evaluation.run_page import run_page  # with Altair, a second of imports
+        require_package(package, "draws reports")
+    from lightning_fcl.evaluation.report import render_report  # with Altair, a second of imports
 
     path = folder / CONFIG
     recipe = read_text(path) if path.is_file() else ""
-    return write_whole(folder / "report.html", run_page(results, recipe))
+    return write_atomic(folder / "report.html", render_report(results, recipe))
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
@@ -208,11 +208,11 @@ def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
     times = simulated_times(record).tolist()
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["round", "model", *columns, *WAYS, *(["simulated_time"] if times else [])])
+    writer.writerow(["round", "model", *columns, *DIRECTIONS, *(["simulated_time"] if times else [])])
     for number, entry in enumerate(record["rounds"]):
-        for model in dict.fromkeys([*tested_models(entry), *entry[WAYS[0]], *entry[WAYS[1]]]):
+        for model in dict.fromkeys([*tested_models(entry), *entry[DIRECTIONS[0]], *entry[DIRECTIONS[1]]]):
             cells = tested.get((entry["round"], model), [nan] * len(columns))
             plain = ["" if isnan(cell) else cell for cell in cells]
-            traffic = [entry[way].get(model, "") for way in WAYS]
+            traffic = [entry[way].get(model, "") for way in DIRECTIONS]
             writer.writerow([entry["round"], model, *plain, *traffic, *times[number : number + 1]])
-    return write_whole(path, text.getvalue())
+    return write_atomic(path, text.getvalue())

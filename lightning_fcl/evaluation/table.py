@@ -16,10 +16,10 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import task_curves
 from lightning_fcl.evaluation.metrics import find_metric
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_json
 
-NEAR = 0.05
+NEAR_TOLERANCE = 0.05
 """How far from the paper's number a mean is near it."""
 
 _FORMAT = 1
@@ -48,19 +48,19 @@ class Cell:
         return len(self.values)
 
     @property
-    def off(self) -> float:
+    def deviation(self) -> float:
         """How far the mean is from the paper's number, both as printed, to three digits; infinite if one is missing."""
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
 
     @property
-    def stands(self) -> str:
-        """How the mean stands to the paper's number, as `Standing` counts; nothing where the paper tells none."""
+    def verdict(self) -> str:
+        """How the mean stands to the paper's number, as `VerdictCounts` counts; nothing where the paper tells none."""
         if self.paper is None:
             return ""
-        in_spread = self.n > 1 and self.off <= 2 * (self.std or 0.0)
-        return "near" if self.off <= NEAR + 1e-9 else "spread" if in_spread else "outside"
+        in_spread = self.n > 1 and self.deviation <= 2 * (self.std or 0.0)
+        return "near" if self.deviation <= NEAR_TOLERANCE + 1e-9 else "spread" if in_spread else "outside"
 
     def text(self, name: str, mark: str = "") -> str:
         """Return the text of a cell, ``ours ± std (paper)``, without ± for one seed and for equal sizes in bytes."""
@@ -69,19 +69,19 @@ class Cell:
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
 
 
-class Standing(NamedTuple):
+class VerdictCounts(NamedTuple):
     """How many numbers of a table are near the paper's, otherwise within two standard deviations, or outside."""
 
-    near: int
-    spread: int
-    outside: int
+    num_near: int
+    num_within_spread: int
+    num_outside: int
 
     @property
     def verdict(self) -> str:
         """Reproduced if at most a tenth lies outside, not if more than half does."""
         if not sum(self):
             return "not compared"
-        share = self.outside / sum(self)
+        share = self.num_outside / sum(self)
         return "reproduced" if share <= 0.1 else "not reproduced" if share > 0.5 else "partly reproduced"
 
 
@@ -103,7 +103,7 @@ class Table:
     rows: Mapping[str, Mapping[str, Cell]]
 
     @classmethod
-    def of(cls, results: Sequence[Mapping[str, Any]], paper: str, scale: str, command: str) -> Table:
+    def from_results(cls, results: Sequence[Mapping[str, Any]], paper: str, scale: str, command: str) -> Table:
         """The table of some runs, by the contents of their ``results.json``."""
         names = dict.fromkeys(name for one in results for name in one["versions"])
         return cls(
@@ -131,11 +131,11 @@ class Table:
         return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
 
     @property
-    def standing(self) -> Standing:
-        found = [cell.stands for _, _, cell in self.paper_cells]
-        return Standing(*(found.count(kind) for kind in Standing._fields))
+    def verdict_counts(self) -> VerdictCounts:
+        found = [cell.verdict for _, _, cell in self.paper_cells]
+        return VerdictCounts(*(found.count(kind) for kind in ("near", "spread", "outside")))
 
-    def only(self, metrics: Sequence[str]) -> Table:
+    def select_metrics(self, metrics: Sequence[str]) -> Table:
         """The same with some metrics only, in their order."""
         if unknown := sorted({*metrics} - {*self.metrics}):
             raise InvalidValueError(
@@ -211,8 +211,8 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    as_json = write_whole(folder / "table.json", json.dumps(content, indent=1) + "\n")
-    return as_json, write_whole(folder / "table.md", markdown)
+    as_json = write_atomic(folder / "table.json", json.dumps(content, indent=1) + "\n")
+    return as_json, write_atomic(folder / "table.md", markdown)
 
 
 def read_table(path: str | Path) -> Table:

@@ -12,40 +12,40 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, did_you_mean, quoted
-from lightning_fcl.federation.accumulators import Accumulator, AddsCohorts, Combines, Reorders, State
-from lightning_fcl.federation.exact import CohortSums, ExactSums, round_to, weighted_sum
+from lightning_fcl.errors import InvalidValueError, did_you_mean, format_code_names
+from lightning_fcl.federation.accumulators import Accumulator, AddsClientGroups, Reorders, State, Syncable
+from lightning_fcl.federation.exact_sum import ExactSums, GroupSums, round_to, weighted_sum
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.reductions import Download, Fixed, Mean, Own, Reduction, SparseMean, Sum
-from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_still_finite
+from lightning_fcl.federation.reductions import Constant, DownloadOnly, Local, Mean, Reduction, SparseMean, Sum
+from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_stays_finite
 from lightning_fcl.federation.uploads import Sums, UploadTransform
 
 __all__ = [
-    "BUILT_IN",
+    "BUILT_IN_REDUCTIONS",
     "Aggregator",
     "ClientWeights",
     "Reduction",
-    "Rules",
+    "ReductionRules",
     "State",
-    "declare",
-    "entries",
+    "assign_reductions",
+    "compute_client_weights",
     "frozen_parameters",
-    "hparams_of",
-    "load_entries",
-    "reductions_of",
-    "resolve",
-    "weigh",
+    "get_reduction",
+    "get_reductions",
+    "load_state_tensors",
+    "rules_fingerprint",
+    "state_tensors",
 ]
 
-Rules = Mapping[str, str | Reduction]
+ReductionRules = Mapping[str, str | Reduction]
 """Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
 
 ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 """A client's weight in means: its samples, all it trained on, one, or a number for each client."""
 
 
-def entries(module: nn.Module) -> State:
+def state_tensors(module: nn.Module) -> State:
     """The live tensors of a module's state by name, each once: tied weights go by their first name."""
     state: State = {}
     seen: set[int] = set()
@@ -63,9 +63,9 @@ def entries(module: nn.Module) -> State:
     return state
 
 
-def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Write a state into a module in place; an entry that changed its shape takes the new one."""
-    for name, tensor in entries(module).items():
+    for name, tensor in state_tensors(module).items():
         shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
         if tensor.shape == state[name].shape and not shared:
             tensor.data.copy_(state[name])
@@ -78,7 +78,9 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
     known: State = module.state_dict()
     missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
     if missing or unknown:
-        what = [f"no {quoted(missing)}"] * bool(missing) + [f"{quoted(unknown)} beside it"] * bool(unknown)
+        what = [f"no {format_code_names(missing)}"] * bool(missing) + [
+            f"{format_code_names(unknown)} beside it"
+        ] * bool(unknown)
         raise InvalidValueError(
             f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}.",
             hint="Build the module with the arguments with which it was saved.",
@@ -109,29 +111,29 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
             )
 
 
-_ALL = (Mean(), SparseMean(), Sum(), Own(), Download(), Fixed(), Median(), TrimmedMean(), Krum())
-BUILT_IN: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
+_ALL = (Mean(), SparseMean(), Sum(), Local(), DownloadOnly(), Constant(), Median(), TrimmedMean(), Krum())
+BUILT_IN_REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
 """The reductions that are known by name."""
 
 
-def resolve(entry: str, given: str | Reduction) -> Reduction:
-    if isinstance(given, Reduction):
-        return given
-    if given not in BUILT_IN:
+def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
+    if isinstance(reduction, Reduction):
+        return reduction
+    if reduction not in BUILT_IN_REDUCTIONS:
         raise InvalidValueError(
-            f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`.",
-            hint=did_you_mean(given, BUILT_IN),
+            f"Expected the reduction of `{name}` to be one of {', '.join(BUILT_IN_REDUCTIONS)} but got `{reduction}`.",
+            hint=did_you_mean(reduction, BUILT_IN_REDUCTIONS),
             argument="reductions",
-            value=given,
+            value=reduction,
         )
-    return BUILT_IN[given]
+    return BUILT_IN_REDUCTIONS[reduction]
 
 
-def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
+def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
     """Give every entry of a state its reduction: by the last rule that matches its name; else ``mean``."""
-    reductions = dict.fromkeys(state, BUILT_IN["mean"])
+    reductions = dict.fromkeys(state, BUILT_IN_REDUCTIONS["mean"])
     for pattern, given in (item for rule in rules for item in rule.items()):
-        reduction = resolve(pattern, given)
+        reduction = get_reduction(pattern, given)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
             raise InvalidValueError(
@@ -145,32 +147,40 @@ def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
     return reductions
 
 
-def reductions_of(module: nn.Module, rules: Rules | None = None) -> dict[str, Reduction]:
+def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> dict[str, Reduction]:
     """The reduction of every entry of a module's state: by its own ``reductions``, with ``rules`` going over it."""
     own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
     if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
         own = {}  # the module's own, of another meaning
-    return declare(entries(module), own, rules or {})
+    return assign_reductions(state_tensors(module), own, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
     """Names of the frozen parameters that come together by a mean or the like: no need to send what stays as it is."""
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
     rules = {name: reductions[name] for name in frozen}  # a state of one's own may leave some out
-    return [n for n, of in rules.items() if of.up and of.down and type(of).start is Reduction.start]
+    return [
+        n
+        for n, of in rules.items()
+        if of.is_uploaded and of.is_downloaded and type(of).initial_value is Reduction.initial_value
+    ]
 
 
-def hparams_of(rules: Rules) -> dict[str, Any]:
+def rules_fingerprint(rules: ReductionRules) -> dict[str, Any]:
     return {pattern: given if isinstance(given, str) else given.hparams() for pattern, given in rules.items()}
 
 
-def weigh(client_weights: ClientWeights, parts: ClientRounds) -> list[float]:
+def compute_client_weights(client_weights: ClientWeights, client_rounds: ClientRounds) -> list[float]:
     """The clients' weights in means."""
     if isinstance(client_weights, dict):
-        return [client_weights[client] for client in parts.clients]
+        return [client_weights[client] for client in client_rounds.client_ids]
     if client_weights == "uniform":
-        return [1.0] * len(parts)
-    weights: list[float] = (parts.samples if client_weights == "samples" else parts.trained).astype(float).tolist()
+        return [1.0] * len(client_rounds)
+    weights: list[float] = (
+        (client_rounds.samples if client_weights == "samples" else client_rounds.num_trained_samples)
+        .astype(float)
+        .tolist()
+    )
     return weights
 
 
@@ -183,44 +193,44 @@ class UpdateSums:
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:
-        self.names = [name for name, reduction in reductions.items() if reduction.up and reduction.additive]
+        self.names = [name for name, reduction in reductions.items() if reduction.is_uploaded and reduction.additive]
         self._weighted = {name for name in self.names if reductions[name].weighted}
-        self._encoded = mask.accumulator() if mask is not None else None
+        self._encoded = mask.make_accumulator() if mask is not None else None
         self._sums, self._means = ExactSums(), ExactSums()
         self._weights: list[float] = []
 
-    def add(self, updates: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+    def update(self, updates: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Add the updates of some clients, each of shape (clients, ...), or what a mask made of them."""
         self._weights += weights
         if self._encoded is not None:
-            self._encoded.add(updates, weights)
+            self._encoded.update(updates, weights)
             return
         self._sums.add({name: updates[name] for name in self.names if name not in self._weighted})
         self._means.add({name: updates[name] for name in self.names if name in self._weighted}, weights)
 
-    def combine(self, ranks: Ranks) -> None:
+    def sync(self, ranks: Ranks) -> None:
         """Add the sums of the other ranks."""
         if self._encoded is not None:
-            if not isinstance(self._encoded, Combines):
+            if not isinstance(self._encoded, Syncable):
                 raise InvalidValueError(
-                    f"Expected one device for an accumulator without `combine` but got {ranks.number}.",
-                    hint="Define `combine` in the accumulator, or train with `devices=1`.",
+                    f"Expected one device for an accumulator without `sync` but got {ranks.num_ranks}.",
+                    hint="Define `sync` in the accumulator, or train with `devices=1`.",
                     argument="devices",
                 )
-            self._encoded.combine(ranks)
-        self._sums.combine(ranks)
-        self._means.combine(ranks)
-        self._weights = [weight for weights in ranks.share(self._weights) for weight in weights]
+            self._encoded.sync(ranks)
+        self._sums.sync(ranks)
+        self._means.sync(ranks)
+        self._weights = [weight for weights in ranks.all_gather_object(self._weights) for weight in weights]
 
-    def result(self, server: Mapping[str, Tensor], clients: Sequence[str], round: int) -> Sums:
+    def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round: int) -> Sums:
         """Return the sums, zero if there were no uploads."""
         denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
         if self._encoded is not None:
-            values = self._encoded.result(server) if self._weights else {}
+            values = self._encoded.compute(server) if self._weights else {}
             return Sums(values, denominators, clients, round)
         values = {name: torch.zeros_like(server[name], dtype=_wide(server[name])) for name in self.names}
         for exact in (self._sums, self._means):
-            values |= {n: one.total(values[n].dtype).to(server[n].device) for n, one in exact.by_name.items()}
+            values |= {n: one.total(values[n].dtype).to(server[n].device) for n, one in exact.sums.items()}
         return Sums(values, denominators, clients, round)
 
 
@@ -256,47 +266,47 @@ class Aggregator:
     def __init__(self, reductions: Mapping[str, Reduction], pipeline: Pipeline | None = None) -> None:
         self.reductions = dict(reductions)
         self.sums = UpdateSums(reductions, pipeline.mask) if pipeline is not None and pipeline.needs_updates else None
-        self.uploads = 0
+        self.num_uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._aside: State = {}  # where a number of some upload is not finite
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
-            if reduction.up and (self.sums is None or name not in self.sums.names):
+            if reduction.is_uploaded and (self.sums is None or name not in self.sums.names):
                 groups.setdefault(reduction, []).append(name)
         self._groups: list[tuple[list[str], Accumulator]] = [
-            (names, reduction.accumulator()) for reduction, names in groups.items()
+            (names, reduction.make_accumulator()) for reduction, names in groups.items()
         ]
 
-    def add_all(
+    def accumulate(
         self,
         uploads: Mapping[str, Tensor],
         weights: Sequence[float],
-        numbers: Sequence[int],
-        sums: CohortSums | None = None,
+        client_indices: Sequence[int],
+        sums: GroupSums | None = None,
     ) -> None:
         """Take in uploads of the clients of these numbers, every entry of shape (clients, ...).
 
         Args:
-            sums: Where they have trained vectorized, the weighted sums of entries, see `sum_cohort`.
+            sums: Where they have trained vectorized, the weighted sums of entries, see `weighted_sums`.
         """
         if self.sums is not None:
-            self.sums.add(uploads, weights)
+            self.sums.update(uploads, weights)
         for names, accumulator in self._groups:
             values = self._checked(uploads, names)
-            if sums and isinstance(accumulator, AddsCohorts):
-                accumulator.add_cohort(values, sums, weights)
+            if sums and isinstance(accumulator, AddsClientGroups):
+                accumulator.update_group(values, sums, weights)
             else:
-                accumulator.add(values, weights)
-        self._numbers += numbers
-        self.uploads += len(weights)
+                accumulator.update(values, weights)
+        self._numbers += client_indices
+        self.num_uploads += len(weights)
 
-    def sum_cohort(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> CohortSums:
+    def weighted_sums(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> GroupSums:
         """The weighted sums of clients that have trained side by side, of entries whose means they go into.
 
         A sum that is finite has finite terms.
         """
-        summed = [n for names, accumulator in self._groups if isinstance(accumulator, AddsCohorts) for n in names]
+        summed = [n for names, accumulator in self._groups if isinstance(accumulator, AddsClientGroups) for n in names]
         return {n: weighted_sum(uploads[n], weights) for n in summed if uploads[n].is_floating_point()}
 
     def _checked(self, uploads: Mapping[str, Tensor], names: Sequence[str]) -> State:
@@ -310,7 +320,7 @@ class Aggregator:
                 )
         return {name: plain_tensor(uploads[name]) for name in names}
 
-    def set_aside(self, uploads: State, names: Sequence[str]) -> State:
+    def zero_non_finite(self, uploads: State, names: Sequence[str]) -> State:
         """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""
         for name in names:
             sound = torch.isfinite(uploads[name])
@@ -318,34 +328,34 @@ class Aggregator:
             uploads = {**uploads, name: uploads[name].where(sound, 0)}
         return uploads
 
-    def combine(self, ranks: Ranks) -> None:
+    def sync(self, ranks: Ranks) -> None:
         """Take in the uploads that came to the other ranks; all of them do, and come to the same."""
         if self.sums is not None:
-            self.sums.combine(ranks)
+            self.sums.sync(ranks)
         for names, accumulator in self._groups:
-            if not isinstance(accumulator, Combines):
+            if not isinstance(accumulator, Syncable):
                 raise InvalidValueError(
                     f"Expected the reduction `{self.reductions[names[0]]}` of `{names[0]}` on one device but got "
-                    f"{ranks.number}: its accumulator has no `combine`, which takes in other ranks' uploads.",
-                    hint="Define `combine` in the accumulator, or train with `devices=1`.",
+                    f"{ranks.num_ranks}: its accumulator has no `sync`, which takes in other ranks' uploads.",
+                    hint="Define `sync` in the accumulator, or train with `devices=1`.",
                 )
-            accumulator.combine(ranks)
-        told = ranks.share((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
+            accumulator.sync(ranks)
+        told = ranks.all_gather_object((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
         self._numbers = [number for numbers, _ in told for number in numbers]
         for name, mask in [item for _, masks in told for item in masks.items()]:
             self._aside[name] = mask | self._aside[name].cpu() if name in self._aside else mask
-        self.uploads = len(self._numbers)
+        self.num_uploads = len(self._numbers)
 
-    def result(self, server: Mapping[str, Tensor]) -> State:
+    def compute(self, server: Mapping[str, Tensor]) -> State:
         """The new server state: the old one, with what came together of the uploads."""
         state = dict(server)
-        order = sorted(range(self.uploads), key=self._numbers.__getitem__)
+        order = sorted(range(self.num_uploads), key=self._numbers.__getitem__)
         self._numbers.sort()
-        for names, accumulator in self._groups if self.uploads else ():
+        for names, accumulator in self._groups if self.num_uploads else ():
             if isinstance(accumulator, Reorders):
-                accumulator.arrange(order)
-            state |= accumulator.result({name: server[name] for name in names})
+                accumulator.reorder(order)
+            state |= accumulator.compute({name: server[name] for name in names})
         for name, mask in self._aside.items():
             state[name] = torch.where(mask.to(state[name].device), server[name], state[name])
-        check_still_finite(server, state)
+        check_stays_finite(server, state)
         return state

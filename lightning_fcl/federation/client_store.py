@@ -16,19 +16,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, NoRoomError
+from lightning_fcl.errors import DamagedFileError, DiskFullError, InvalidValueError
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.io.atomic import TemporaryFolder, sync_files, write_whole, writing
-from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import ensure, regular_file
+from lightning_fcl.io.atomic import TemporaryFolder, disk_error_context, sync_files, write_atomic
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.io.reading import check, regular_file
 
-Memory = dict[str, Tensor]
+StateSection = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
 
-ClientState = dict[str, Memory]
-"""All that one client keeps between rounds: one `Memory` per section (``model``, ``optimizer``, each method)."""
+ClientState = dict[str, StateSection]
+"""All that one client keeps between rounds: one `StateSection` per section (``model``, ``optimizer``, each method)."""
 
-UNSENT = "unsent"
+RESIDUAL_SECTION = "unsent"
 """The section of what a client could not send."""
 
 PROGRESS = "progress"
@@ -50,7 +50,7 @@ _MARK = "|uint8"  # what names of stored pixels end with
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PixelEncoding:
     """Turns images, normalised by a mean and deviation, into their stored pixels and back, to the very same numbers.
 
     These take a quarter of the room. What is of another shape, or was not made of whole pixels, stays as it is.
@@ -60,9 +60,9 @@ class Pixels:
     std: Tensor
     shape: tuple[int, ...]
 
-    def pack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+    def pack(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         packed = {}
-        for name, value in memory.items():
+        for name, value in values.items():
             images = bool(self.shape) and tuple(value.shape[1:]) == self.shape and len(value) > 0
             if images and value.dtype == self.mean.dtype:
                 levels = (value * self.std.to(value.device) + self.mean.to(value.device)).round().clamp(0, 255)
@@ -72,10 +72,10 @@ class Pixels:
             packed[name] = value
         return packed
 
-    def unpack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+    def unpack(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
             name.removesuffix(_MARK): self._normalised(value) if name.endswith(_MARK) else value
-            for name, value in memory.items()
+            for name, value in values.items()
         }
 
     def _normalised(self, stored: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ClientStore:
 
     Args:
         kind: ``"memory"`` or ``"disk"``.
-        folder: The folder of the files. The files of a round survive a power failure after `sync` or `end_round`.
+        folder: The folder of the files. The files of a round survive a power failure after `sync` or `commit_round`.
             Default: a temporary folder, which is removed at the end and is never synchronized.
     """
 
@@ -100,7 +100,7 @@ class ClientStore:
                 f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.', argument="client_store"
             )
         self._states: dict[str, ClientState] = {}
-        self._pixels: Pixels | None = None
+        self._pixels: PixelEncoding | None = None
         self._first = True
         self._before: dict[str, ClientState | None] | None = None  # of a round, what it has replaced
         self._folder: Path | None = None
@@ -110,13 +110,13 @@ class ClientStore:
                 self._temporary = TemporaryFolder("clients")
                 folder = self._temporary.path
             self._folder = Path(folder)
-            with writing(self._folder):
+            with disk_error_context(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
 
-    def keep_pixels(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Keep images that methods remember as stored pixels, see `Pixels`, from now on, also those that are there."""
+    def store_as_uint8(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
+        """Keep images that methods remember as stored pixels, see `PixelEncoding`, also those that are there."""
         states = {client: self[client] for client in self} if self._first and (scale or self._pixels) else {}
-        self._pixels = Pixels(*scale) if scale else None
+        self._pixels = PixelEncoding(*scale) if scale else None
         for client, state in states.items():
             self[client] = state
 
@@ -141,9 +141,9 @@ class ClientStore:
         }
         content = save(flat, {"checksum": _checksum(client, flat)})
         try:
-            self._written.add(write_whole(self._path(client), content, sync=False))
-        except NoRoomError as error:
-            raise NoRoomError(
+            self._written.add(write_atomic(self._path(client), content, sync=False))
+        except DiskFullError as error:
+            raise DiskFullError(
                 f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
                 'in memory: client_store="memory".'
             ) from error
@@ -160,7 +160,7 @@ class ClientStore:
                 # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise,
                 # and empty tensors of several types share an address, which `torch.save` refuses.
                 flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
+            check(about.get("checksum") == _checksum(client, flat), "its checksum is another")
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedFileError(
                 f"Expected the state of client {client} in {path} to be as it was written but {error}.",
@@ -172,9 +172,9 @@ class ClientStore:
             state.setdefault(section, {})[name] = tensor
         return state
 
-    def begin_round(self) -> None:
+    def start_round(self) -> None:
         """What clients keep from here on can be undone, until the round ends."""
-        self.end_round()
+        self.commit_round()
         self._before = {}
 
     def sync(self) -> None:
@@ -183,7 +183,7 @@ class ClientStore:
             sync_files(self._written)
         self._written.clear()
 
-    def end_round(self) -> None:
+    def commit_round(self) -> None:
         """Keep the states of the round for good."""
         self.sync()
         for client, before in (self._before or {}).items():
@@ -191,12 +191,12 @@ class ClientStore:
                 self._aside(client).unlink(missing_ok=True)
         self._before = None
 
-    def undo_round(self) -> None:
+    def roll_back_round(self) -> None:
         """Let clients keep what they had when the round began."""
         replaced, self._before = self._before or {}, None
         for client, before in replaced.items():
             if before is None:
-                self.discard(client)
+                self.delete(client)
             elif self._folder is None:
                 self._states[client] = before
             else:
@@ -217,12 +217,12 @@ class ClientStore:
     def _aside(self, client: str) -> Path:
         return self._path(client).with_suffix(".before")
 
-    def memory(self, client: str, section: str) -> Memory:
+    def get_section(self, client: str, section: str) -> StateSection:
         """What a client keeps in a section: that of a method has its class's name."""
         return self[client].get(section, {})
 
-    def remember(self, client: str, section: str, memory: Memory) -> None:
-        self[client] = {**self[client], section: memory}
+    def set_section(self, client: str, section: str, values: StateSection) -> None:
+        self[client] = {**self[client], section: values}
 
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
@@ -236,21 +236,21 @@ class ClientStore:
         return sum(value.nbytes for memory in self._read(client).values() for value in memory.values())
 
     @property
-    def in_memory(self) -> bool:
+    def is_in_memory(self) -> bool:
         """Whether other processes cannot see what clients keep."""
         return self._folder is None
 
-    def meet(self, ranks: Ranks) -> None:
+    def share_folder(self, ranks: Ranks) -> None:
         """Keep files in one folder with other processes from now on: the first of them writes what concerns all."""
-        self._folder = ranks.share(self._folder)[0]
-        self._first = self.in_memory or ranks.rank == 0
+        self._folder = ranks.all_gather_object(self._folder)[0]
+        self._first = self.is_in_memory or ranks.rank == 0
 
-    def discard(self, client: str) -> None:
+    def delete(self, client: str) -> None:
         self._states.pop(client, None)
         if self._folder is not None:
             self._path(client).unlink(missing_ok=True)
 
-    def replace(self, states: Mapping[str, ClientState]) -> None:
+    def replace_all(self, states: Mapping[str, ClientState]) -> None:
         """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
         if not isinstance(states, Mapping) or not all(
             isinstance(own, Mapping) and all(isinstance(section, Mapping) for section in own.values())
@@ -265,13 +265,13 @@ class ClientStore:
             )
         if self._first:
             for client in list(self):
-                self.discard(client)
+                self.delete(client)
             for client, state in states.items():
                 self[client] = state
 
     def _path(self, client: str) -> Path:
         assert self._folder is not None
-        return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
+        return safe_join(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
 
 
 def trained_rounds(kept: ClientState) -> list[int]:
@@ -279,7 +279,7 @@ def trained_rounds(kept: ClientState) -> list[int]:
     return kept[PROGRESS]["rounds"].tolist() if PROGRESS in kept else []
 
 
-def with_progress(kept: ClientState, round: int, experience: int) -> Memory:
+def with_progress(kept: ClientState, round: int, experience: int) -> StateSection:
     """Return the section of the rounds that a client has trained in, with one more."""
     rounds = torch.tensor([round])
     if PROGRESS in kept:
@@ -324,14 +324,18 @@ def enter_round(kept: ClientState, experience: int, accepted: int) -> ClientStat
     return state
 
 
-def own_entries(kept: ClientState, device: torch.device) -> Memory:
+def local_tensors(client_state: ClientState, device: torch.device) -> StateSection:
     """What a client goes on from in place of the server's: its own entries, and what it could not send.
 
     Example:
-        >>> own_entries({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
+        >>> local_tensors({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
         {'head': tensor([1.])}
     """
-    return {name: value.to(device) for part in ("model", UNSENT) for name, value in kept.get(part, {}).items()}
+    return {
+        name: value.to(device)
+        for part in ("model", RESIDUAL_SECTION)
+        for name, value in client_state.get(part, {}).items()
+    }
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:

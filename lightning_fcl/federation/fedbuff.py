@@ -12,13 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
-from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
-from lightning_fcl.federation.server import Extra, FederatedServer
-from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.server import ExtraTensors, FederatedServer
+from lightning_fcl.federation.synchronization import (
+    NANO,
+    RoundTiming,
+    Schedule,
+    TimingContext,
+    count_sampled_clients,
+    draw_client_order,
+)
 from lightning_fcl.federation.uploads import Uploads, difference
 
 __all__ = ["FedBuff"]
@@ -30,8 +37,8 @@ _KEPT = "asynchronous"
 class Flight:
     """A client from its download, of a round's state, to its arrival, in nanoseconds; of equals the first by place."""
 
-    arrives: int
-    place: int
+    arrival_ns: int
+    position: int
     client: str
     version: int
 
@@ -40,7 +47,7 @@ class Flight:
 class Clock:
     """The state of a deployment between two steps of the server."""
 
-    now: int = 0
+    time_ns: int = 0
     flights: tuple[Flight, ...] = ()
 
 
@@ -49,7 +56,7 @@ class _Known:
     """A round that was looked at: who was unavailable then, what the clock says of it, and the clock after it."""
 
     unavailable: frozenset[str]
-    timed: TimedRound
+    timed: RoundTiming
     clock: Clock
 
 
@@ -73,7 +80,7 @@ class FedBuff(Schedule):
         TypeError: If ``speeds`` are something else.
 
     Example:
-        >>> FedBuff(Speeds(0.01, spread=0.5), buffer_size=10).scale(staleness=3)
+        >>> FedBuff(Speeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
         0.5
     """
 
@@ -90,13 +97,13 @@ class FedBuff(Schedule):
         self._start = Clock()
         self._known: dict[int, _Known] = {}
 
-    def scale(self, staleness: int) -> float:
+    def staleness_weight(self, staleness: int) -> float:
         """The factor of what an upload adds that is so many steps behind."""
         return float((1 + staleness) ** -self.staleness_exponent)
 
-    def begin(self, deployment: Deployment, round: int = 0) -> None:
-        super().begin(deployment, round)
-        clients = len(deployment.plan.clients)
+    def start(self, context: TimingContext, round_idx: int = 0) -> None:
+        super().start(context, round_idx)
+        clients = len(context.plan.clients)
         if self.buffer_size > clients:
             raise InvalidValueError(
                 f"Expected `buffer_size` to be at most the stream's {clients} clients but got {self.buffer_size}: a "
@@ -105,35 +112,35 @@ class FedBuff(Schedule):
                 argument="buffer_size",
                 value=self.buffer_size,
             )
-        self.check_reductions(deployment.reductions)
-        if round == 0:
+        self.check_reductions(context.reductions)
+        if round_idx == 0:
             self._first, self._start, self._known = 0, Clock(), {}
 
-    def timed(self, round: int) -> TimedRound:
-        return self._at(round).timed
+    def round_timing(self, round_idx: int) -> RoundTiming:
+        return self._at(round_idx).timed
 
-    def clock(self, round: int) -> Clock:
-        return self._start if round == self._first else self._at(round - 1).clock
+    def clock_at(self, round_idx: int) -> Clock:
+        return self._start if round_idx == self._first else self._at(round_idx - 1).clock
 
-    def under_way(self, round: int) -> list[int]:
+    def in_flight_versions(self, round_idx: int) -> list[int]:
         """The rounds from whose states somebody is under way when a round begins, ascending."""
-        return sorted({flight.version for flight in self.clock(round).flights})
+        return sorted({flight.version for flight in self.clock_at(round_idx).flights})
 
-    def state_dict(self, round: int) -> dict[str, Any]:
+    def state_dict(self, round_idx: int) -> dict[str, Any]:
         """The clock at the beginning of a round, as plain values."""
-        clock = self.clock(round)
-        flights = [[one.arrives, one.place, one.client, one.version] for one in clock.flights]
-        return {"round": round, "now": clock.now, "flights": flights}
+        clock = self.clock_at(round_idx)
+        flights = [[one.arrival_ns, one.position, one.client, one.version] for one in clock.flights]
+        return {"round": round_idx, "now": clock.time_ns, "flights": flights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the clock at the beginning of a round."""
         clock = Clock(state["now"], tuple(Flight(*one) for one in state["flights"]))
         self._first, self._start, self._known = state["round"], clock, {}
 
-    def enter(self, round: int) -> None:
+    def start_round(self, round_idx: int) -> None:
         """A round begins: who takes part in it stays as it is, and nobody asks for earlier ones any more."""
-        self._start, self._first = self.clock(round), round
-        self._known = {number: known for number, known in self._known.items() if number >= round}
+        self._start, self._first = self.clock_at(round_idx), round_idx
+        self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
     def _at(self, round: int) -> _Known:
         if round < self._first:
@@ -143,28 +150,30 @@ class FedBuff(Schedule):
                 value=round,
             )
         for number in range(self._first, round + 1):
-            gone = frozenset(self.deployment.participation.unavailable(number))
+            gone = frozenset(self.context.client_participation.unavailable(number))
             known = self._known.get(number)
             if known is None or (number > self._first and known.unavailable != gone):
                 self._known = {earlier: of for earlier, of in self._known.items() if earlier < number}
-                self._known[number] = _Known(gone, *self._advanced(number, self.clock(number), gone))
+                self._known[number] = _Known(gone, *self._advanced(number, self.clock_at(number), gone))
         return self._known[round]
 
-    def _advanced(self, round: int, clock: Clock, gone: Collection[str]) -> tuple[TimedRound, Clock]:
+    def _advanced(self, round: int, clock: Clock, gone: Collection[str]) -> tuple[RoundTiming, Clock]:
         """Let time pass until the buffer is full: a round, and the clock after it."""
-        plan, now = self.deployment.plan, clock.now
-        present = self.deployment.participation.candidates(plan, round).difference(gone)
+        plan, now = self.context.plan, clock.time_ns
+        present = self.context.client_participation.candidates(plan, round).difference(gone)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
         may_start = present - {flight.client for flight in flights}
-        order = lots(plan, round, self.deployment.participation.seed)[::-1].tolist()  # the first to start comes last
+        order = draw_client_order(plan, round, self.context.client_participation.seed)[
+            ::-1
+        ].tolist()  # the first to start comes last
         waiting = [place for place in order if plan.clients[place] in may_start]
         while len(staleness) < self.buffer_size:
-            if not (flights and flights[0].arrives <= now):  # all that arrive now have arrived
+            if not (flights and flights[0].arrival_ns <= now):  # all that arrive now have arrived
                 self._fill(flights, waiting, round, now)
             if not flights:
                 break
             flight = heapq.heappop(flights)
-            now = max(now, flight.arrives)
+            now = max(now, flight.arrival_ns)
             if flight.client in present:
                 staleness[flight.client] = round - flight.version
             else:
@@ -177,16 +186,16 @@ class FedBuff(Schedule):
             )
         clients, without = ([client for client in plan.clients if client in some] for some in (staleness, skipped))
         stale = {client: staleness[client] for client in clients if staleness[client]}
-        return TimedRound(clients, without, [], (now - clock.now) / NANO, stale), Clock(now, tuple(flights))
+        return RoundTiming(clients, without, [], (now - clock.time_ns) / NANO, stale), Clock(now, tuple(flights))
 
     def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:
         """Let clients download as long as there is room."""
-        clients = self.deployment.plan.clients
-        room = count_drawn(self.deployment.participation.clients, len(clients)) - len(flights)
+        clients = self.context.plan.clients
+        room = count_sampled_clients(self.context.client_participation.fraction_or_count, len(clients)) - len(flights)
         for _ in range(min(room, len(waiting))):
             place = waiting.pop()
             client = clients[place]
-            heapq.heappush(flights, Flight(now + self.duration(client, round), place, client, round))
+            heapq.heappush(flights, Flight(now + self.client_duration_ns(client, round), place, client, round))
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         return partial(BufferedServer, self, current_round)
@@ -194,7 +203,7 @@ class FedBuff(Schedule):
     def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
         """Refuse reductions of what clients send that are no means."""
         for name, reduction in reductions.items():
-            if reduction.up and not reduction.averages:
+            if reduction.is_uploaded and not reduction.averages:
                 raise InvalidValueError(
                     f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` "
                     f"has `{reduction}`: what it makes of uploads to different states of the server is not defined.",
@@ -227,13 +236,17 @@ class BufferedServer(FederatedServer):
         self._following = 0  # the round after the last one that was finished
         self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round
 
-    def begin_round(
-        self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0
+    def start_round(
+        self,
+        module: nn.Module,
+        rules: ReductionRules | None = None,
+        extra_tensors: ExtraTensors | None = None,
+        round: int = 0,
     ) -> None:
-        super().begin_round(module, rules, extra, round)
+        super().start_round(module, rules, extra_tensors, round)
         self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
         round = self._round()
-        self._schedule.enter(round)
+        self._schedule.start_round(round)
         earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round}
         self._versions = {**earlier, round: self.state}
 
@@ -254,7 +267,7 @@ class BufferedServer(FederatedServer):
         states, kept = super().download(clients)
         for row, client in enumerate(clients):
             if (version := self._version_of(client)) is not self.state:
-                states[row] = {n: v if self.reductions[n].own else version[n] for n, v in states[row].items()}
+                states[row] = {n: v if self.reductions[n].is_local else version[n] for n, v in states[row].items()}
         return states, kept
 
     def _version_of(self, client: str) -> State:
@@ -262,17 +275,19 @@ class BufferedServer(FederatedServer):
 
     @property
     def _staleness(self) -> Mapping[str, int]:
-        return self._schedule.timed(self._round()).staleness
+        return self._schedule.round_timing(self._round()).staleness
 
     def _origins(self, clients: Sequence[str]) -> State:
         if not any(client in self._staleness for client in clients):
             return super()._origins(clients)
-        of = {name: reduction for name, reduction in self.reductions.items() if reduction.up}
+        of = {name: reduction for name, reduction in self.reductions.items() if reduction.is_uploaded}
         versions = [self._version_of(client) for client in clients]
-        return {name: torch.stack([one.nothing(version[name]) for version in versions]) for name, one in of.items()}
+        return {
+            name: torch.stack([one.empty_upload(version[name]) for version in versions]) for name, one in of.items()
+        }
 
     def adjust(self, uploads: Uploads) -> bool:
-        clients = uploads.clients.clients
+        clients = uploads.clients.client_ids
         if not any(client in self._staleness for client in clients):
             return False
         for name in uploads.values:
@@ -290,15 +305,17 @@ class BufferedServer(FederatedServer):
         age = self._staleness.get(client, 0)
         if not age:
             return value
-        version, scale = self._version_of(client)[name], self._schedule.scale(age)
+        version, scale = self._version_of(client)[name], self._schedule.staleness_weight(age)
         if name not in self._learnt:
             return value + difference(version[None], self.state[name])[0]
         return scale * value if is_update else self.state[name] + scale * (value - version)
 
-    def finish_round(self) -> State:
-        state = super().finish_round()
+    def aggregate(self) -> State:
+        state = super().aggregate()
         self._following = self._round() + 1
-        self._versions = {version: self._versions[version] for version in self._schedule.under_way(self._following)}
+        self._versions = {
+            version: self._versions[version] for version in self._schedule.in_flight_versions(self._following)
+        }
         return state
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:

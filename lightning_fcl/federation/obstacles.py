@@ -31,7 +31,7 @@ class Reason(Enum):
     METHOD_PAIRS = "`{}` needs samples and targets, but the batches are not pairs"
     METHOD_FAILS = "`{}` cannot be vectorized ({})"
     METHOD_PADDING = (
-        "`{}` computes statistics of a batch without `step.mean` or `step.weight`, and padding changes them"
+        "`{}` computes statistics of a batch without `step.mean` or `step.sample_weight`, and padding changes them"
     )
     METHOD_DIFFERS = "`{}` gives another result if it is vectorized"
     METHOD_STATE = "`penalty` or `task_weight` of `{}` changes {}, which all clients of a step share"

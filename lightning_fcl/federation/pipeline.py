@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.errors import InvalidValueError, quoted
+from lightning_fcl.errors import InvalidValueError, format_code_names
 from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.uploads import (
     Code,
@@ -143,7 +143,7 @@ class Pipeline:
             InvalidValueError: If a tensor is missing, is not expected, or has another dtype or shape.
         """
         setting, left = self.setting, dict(tensors)
-        origins = {name: setting.reductions[name].nothing(setting.state[name]) for name in setting.uploaded}
+        origins = {name: setting.reductions[name].empty_upload(setting.state[name]) for name in setting.uploaded}
         uploads = Uploads(clients, [weight], setting.reductions, {}, origins, self.needs_updates)
         coded, codec = self.encoded(), self.codec
         for name, origin in origins.items():
@@ -159,7 +159,7 @@ class Pipeline:
                 uploads.values[name] = like[None]
             else:
                 reduction = setting.reductions[name]
-                packed = _taken(left, name, (like.dtype, tuple(like.shape)) if reduction.by_shape else None)
+                packed = _taken(left, name, (like.dtype, tuple(like.shape)) if reduction.has_static_size else None)
                 try:
                     uploads.values[name] = reduction.unpack(packed.to(like.device), like)[None]
                 except InvalidValueError as error:
@@ -167,7 +167,7 @@ class Pipeline:
                         f"Expected `{name}` to be what `{reduction}` packs. {error}", argument=name
                     ) from error
         if left:
-            raise InvalidValueError(f"Expected no {quoted(left)} in an upload.", argument=next(iter(left)))
+            raise InvalidValueError(f"Expected no {format_code_names(left)} in an upload.", argument=next(iter(left)))
         return uploads
 
     def encode(self, uploads: Uploads) -> None:
@@ -200,12 +200,12 @@ class Pipeline:
     def end_round(self) -> None:
         """Save the state of all transforms."""
         for transform in self.transforms:
-            transform.end_round()
+            transform.commit_round()
 
     def undo_round(self) -> None:
         """Restore the state of all transforms from before the round."""
         for transform in self.transforms:
-            transform.undo_round()
+            transform.roll_back_round()
 
 
 def changes_sums(transform: UploadTransform) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.federation.client_store import ClientState, ClientStore
-from lightning_fcl.federation.ranks import Ranks, share_by_client
+from lightning_fcl.federation.ranks import Ranks, gather_by_client
 from lightning_fcl.federation.server import FederatedServer
 
 _NOISE = 0.3  # of a usual pace
@@ -23,9 +23,9 @@ class Placement:
     states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
 
     Example:
-        >>> from lightning_fcl.federation.ranks import OneRank
-        >>> placement = Placement(OneRank(), ["a", "b"], ClientStore())
-        >>> placement.place([["a"], ["b"]], {"a": 3, "b": 5}), placement.hosts("b")
+        >>> from lightning_fcl.federation.ranks import SingleRank
+        >>> placement = Placement(SingleRank(), ["a", "b"], ClientStore())
+        >>> placement.assign([["a"], ["b"]], {"a": 3, "b": 5}), placement.hosts("b")
         ([0, 1], True)
     """
 
@@ -34,26 +34,26 @@ class Placement:
         self.order: dict[str, int] = {}  # of the round's clients: the numbers of their cohorts
         self._clients = clients
         self._store = store
-        self._rank_of = {client: number % ranks.number for number, client in enumerate(clients)}
+        self._rank_of = {client: number % ranks.num_ranks for number, client in enumerate(clients)}
         self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
         self._pace: dict[str, float] = {}  # of all rounds
         self._began = 0.0  # when the cohort at hand has
-        self._complete = ranks.number == 1 or not store.in_memory
+        self._complete = ranks.num_ranks == 1 or not store.is_in_memory
         if not self._complete:
             for client in [client for client in store if not self.hosts(client)]:
-                store.discard(client)
+                store.delete(client)
 
     def hosts(self, client: str) -> bool:
         """Whether this rank looks after a client: it has the client's state, and tests the client's model."""
         return self._rank_of.get(client, 0) == self.ranks.rank
 
-    def place(self, cohorts: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
+    def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
         """Share out a round's cohorts of clients, who have so many samples; the numbers of this rank's.
 
         What their clients keep comes along.
         """
-        self.order = {client: number for number, names in enumerate(cohorts) for client in names}
-        ranks = self._ranks_for(cohorts, [self._expected(names, samples) for names in cohorts])
+        self.order = {client: number for number, names in enumerate(client_groups) for client in names}
+        ranks = self._ranks_for(client_groups, [self._expected(names, samples) for names in client_groups])
         self._move({client: ranks[number] for client, number in self.order.items()})
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
@@ -66,12 +66,12 @@ class Placement:
         return sum(samples[client] * pace for client, pace in zip(names, clear, strict=True))
 
     def _ranks_for(self, cohorts: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
-        load, ranks = np.zeros(self.ranks.number), [0] * len(cohorts)
-        slack = _SLACK * sum(costs) / self.ranks.number
+        load, ranks = np.zeros(self.ranks.num_ranks), [0] * len(cohorts)
+        slack = _SLACK * sum(costs) / self.ranks.num_ranks
         for number in np.argsort([-cost for cost in costs], kind="stable").tolist():
             least, before = int(load.argmin()), [self._rank_of[client] for client in cohorts[number]]
             usual = int(np.bincount(before, minlength=len(load)).argmax())
-            stays = self._store.in_memory and bool(self._pace) and load[usual] <= load[least] + slack
+            stays = self._store.is_in_memory and bool(self._pace) and load[usual] <= load[least] + slack
             ranks[number] = usual if stays else least
             load[ranks[number]] += costs[number]
         return ranks
@@ -79,50 +79,52 @@ class Placement:
     def _move(self, to: Mapping[str, int]) -> None:
         """Bring what clients keep to the ranks that they train on now."""
         leaving = {client for client, rank in to.items() if self._rank_of[client] != rank}
-        if self._store.in_memory and leaving:
+        if self._store.is_in_memory and leaving:
             kept = {client: self._store[client] for client in leaving if self.hosts(client)}
-            arriving = share_by_client(self.ranks, {client: on_cpu(own) for client, own in kept.items()}, self._clients)
+            arriving = gather_by_client(
+                self.ranks, {client: to_cpu(own) for client, own in kept.items()}, self._clients
+            )
             for client in kept:
-                self._store.discard(client)
+                self._store.delete(client)
             for client, own in arriving.items():
                 if to[client] == self.ranks.rank and own:
                     self._store[client] = own
         self._rank_of |= to
-        self._complete = not self._store.in_memory
+        self._complete = not self._store.is_in_memory
 
-    def begin(self) -> None:
+    def start_timer(self) -> None:
         """A cohort begins to train."""
         self._began = time.monotonic()
 
-    def took(self, clients: ClientRounds) -> None:
+    def record_time(self, clients: ClientRounds) -> None:
         """Note how long a cohort's local training took."""
-        if self.ranks.number > 1:
+        if self.ranks.num_ranks > 1:
             seconds = (time.monotonic() - self._began) / max(1, int(clients.samples.sum()))
-            self._seconds |= dict.fromkeys(clients.clients, seconds)
+            self._seconds |= dict.fromkeys(clients.client_ids, seconds)
 
-    def meet(self, server: FederatedServer) -> None:
+    def sync(self, server: FederatedServer) -> None:
         """When the clients of all ranks have trained: bring together what they sent, and how long it took."""
-        if self.ranks.number > 1:
-            server.combine(self.ranks, self.order)
-            for part in self.ranks.share(self._seconds):
+        if self.ranks.num_ranks > 1:
+            server.sync(self.ranks, self.order)
+            for part in self.ranks.all_gather_object(self._seconds):
                 self._pace |= part
             self._seconds = {}
 
-    def everything(self) -> dict[str, ClientState]:
-        """What all clients keep, on every rank; all ranks ask, but where `complete` was called and no round since."""
+    def gather_all(self) -> dict[str, ClientState]:
+        """What all clients keep, on every rank; all ranks ask, but where `sync_all` was called and no round since."""
         if self._complete:
             return {client: self._store[client] for client in self._store}
-        return share_by_client(
-            self.ranks, {c: on_cpu(self._store[c]) for c in self._store if self.hosts(c)}, self._clients
+        return gather_by_client(
+            self.ranks, {c: to_cpu(self._store[c]) for c in self._store if self.hosts(c)}, self._clients
         )
 
-    def complete(self) -> None:
+    def sync_all(self) -> None:
         """Bring what all clients keep to every rank: when a fit has ended, any of them may be asked."""
-        for client, own in self.everything().items() if not self._complete else ():
+        for client, own in self.gather_all().items() if not self._complete else ():
             self._store[client] = own
         self._complete = True
 
 
-def on_cpu(kept: ClientState) -> ClientState:
+def to_cpu(client_state: ClientState) -> ClientState:
     """What a client keeps, where other processes can take it."""
-    return {section: {name: value.cpu() for name, value in memory.items()} for section, memory in kept.items()}
+    return {section: {name: value.cpu() for name, value in memory.items()} for section, memory in client_state.items()}

@@ -18,40 +18,40 @@ class Ranks(Protocol):
     """
 
     @property
-    def number(self) -> int:
+    def num_ranks(self) -> int:
         """How many there are."""
 
     @property
     def rank(self) -> int:
         """Which one this is, from 0."""
 
-    def share(self, value: T) -> Sequence[T]:
+    def all_gather_object(self, value: T) -> Sequence[T]:
         """What each of them has, by rank."""
 
-    def add_up(self, numbers: Tensor) -> None:
+    def all_reduce(self, numbers: Tensor) -> None:
         """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
 
 
-class OneRank:
+class SingleRank:
     """A federation in a single process."""
 
-    number = 1
+    num_ranks = 1
     rank = 0
 
-    def share(self, value: T) -> Sequence[T]:
+    def all_gather_object(self, value: T) -> Sequence[T]:
         return [value]
 
-    def add_up(self, numbers: Tensor) -> None:
+    def all_reduce(self, numbers: Tensor) -> None:
         return
 
 
-ALONE = OneRank()
+SINGLE_RANK = SingleRank()
 """A process that runs a federation on its own."""
 
 
-def share_by_client(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
+def gather_by_client(ranks: Ranks, local_values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
     """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients."""
-    if ranks.number == 1:
-        return dict(mine)
-    found = {client: value for part in ranks.share(dict(mine)) for client, value in part.items()}
+    if ranks.num_ranks == 1:
+        return dict(local_values)
+    found = {client: value for part in ranks.all_gather_object(dict(local_values)) for client, value in part.items()}
     return {client: found[client] for client in order if client in found}

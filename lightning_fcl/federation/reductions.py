@@ -17,8 +17,8 @@ Every entry of a module's state has one *reduction*. These are known by name:
 ========================  ===========================================================================================
 
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
-which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`). Of clients that
-have trained side by side, a mean takes in one weighted sum, in double precision.
+which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact_sum`). Of clients
+that have trained side by side, a mean takes in one weighted sum, in double precision.
 
 All but the last three stream: their memory does not grow with the number of clients.
 
@@ -43,64 +43,64 @@ from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 class Reduction:
     """How entries come together: where a client starts, what travels, and what the server makes of the uploads.
 
-    A subclass gives a ``name`` and an `accumulator`, which entries with the same reduction share: its arguments, plain
-    values, say whether two are the same.
+    A subclass gives a ``name`` and a `make_accumulator`, which entries with the same reduction share: its arguments,
+    plain values, say whether two are the same.
 
     Example:
-        >>> from lightning_fcl.federation.accumulators import Gather
+        >>> from lightning_fcl.federation.accumulators import GatheringAccumulator
         >>> class Maximum(Reduction):
         ...     name = "maximum"
         ...
-        ...     def accumulator(self):
-        ...         return Gather(lambda rows, server: {n: torch.stack(r).amax(dim=0) for n, r in rows.items()})
-        >>> accumulator = Maximum().accumulator()
-        >>> accumulator.add({"w": torch.tensor([[1.0], [4.0]])}, weights=[1, 1])
-        >>> accumulator.add({"w": torch.tensor([[3.0]])}, weights=[1])
-        >>> accumulator.result({"w": torch.tensor([0.0])})
+        ...     def make_accumulator(self):
+        ...         return GatheringAccumulator(lambda rows, _: {n: torch.stack(r).amax(0) for n, r in rows.items()})
+        >>> accumulator = Maximum().make_accumulator()
+        >>> accumulator.update({"w": torch.tensor([[1.0], [4.0]])}, weights=[1, 1])
+        >>> accumulator.update({"w": torch.tensor([[3.0]])}, weights=[1])
+        >>> accumulator.compute({"w": torch.tensor([0.0])})
         {'w': tensor([4.])}
     """
 
     name: str
     """What it is called in messages and checkpoints."""
 
-    down: bool = True
+    is_downloaded: bool = True
     """Whether a client receives the server's value at the start of a round."""
 
-    up: bool = True
+    is_uploaded: bool = True
     """Whether a client sends its value at the end of a round."""
 
     once: bool = False
     """Whether a client keeps the server's value, which never changes, and receives it once."""
 
-    own: bool = False
+    is_local: bool = False
     """Whether the entry is local to a client: each client continues with its own value of the round before."""
 
     additive: bool = False
     """Whether the result depends on the uploads only by their sum.
 
-    If so, the result is the server's value plus the sum of the uploads' differences from `nothing`. If the reduction is
-    also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided by the sum of
-    the weights.
+    If so, the result is the server's value plus the sum of the uploads' differences from `empty_upload`. If the
+    reduction is also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided by
+    the sum of the weights.
     """
 
     weighted: bool = False
     """Whether the result depends on the clients' weights."""
 
     compressible: bool = False
-    """Whether the entry may be uploaded as a lossy code, see `lightning_fcl.federation.wire.Compression`."""
+    """Whether the entry may be uploaded as a lossy code, see `lightning_fcl.federation.compression.Compression`."""
 
     @property
     def averages(self) -> bool:
         """Whether the result is the weighted average of the uploads."""
         return self.additive and self.weighted
 
-    def start(self, server: Tensor) -> Tensor:
-        """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
+    def initial_value(self, server: Tensor) -> Tensor:
+        """The value at which a client starts a round, from the server's; from its shape if not ``is_downloaded``."""
         return server
 
-    def nothing(self, server: Tensor) -> Tensor:
+    def empty_upload(self, server: Tensor) -> Tensor:
         """The value of a client that has nothing to send."""
-        return self.start(server)
+        return self.initial_value(server)
 
     def pack(self, value: Tensor) -> Tensor:
         """Return the tensor that is sent in place of one client's value. A subclass that overrides it has `unpack`."""
@@ -123,16 +123,16 @@ class Reduction:
             )
         return packed
 
-    def wire_bytes(self, value: Tensor) -> int:
+    def upload_nbytes(self, value: Tensor) -> int:
         """Return the number of bytes of one client's value as it is sent."""
         return self.pack(value).nbytes
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         """What takes in a round's uploads: a new one for each round."""
         raise NotImplementedError(f"Expected `{type(self).__name__}`, whose entries travel up, to have an accumulator.")
 
     @property
-    def by_shape(self) -> bool:
+    def has_static_size(self) -> bool:
         """Whether the number of bytes of a value as it is sent depends on its shape and dtype alone."""
         return type(self).pack is Reduction.pack
 
@@ -156,7 +156,7 @@ class Mean(Reduction):
     name = "mean"
     additive = weighted = compressible = True
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return WeightedMean()
 
 
@@ -166,7 +166,7 @@ class SparseMean(Reduction):
     name = "sparse_mean"
     weighted = True
 
-    def nothing(self, server: Tensor) -> Tensor:
+    def empty_upload(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
     def pack(self, value: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class SparseMean(Reduction):
     def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
         return unpack_nonzero(packed, like)
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return SparseMeans()
 
 
@@ -190,52 +190,52 @@ class Sum(Reduction):
     """``sum``."""
 
     name = "sum"
-    down = False
+    is_downloaded = False
     additive = True
 
-    def start(self, server: Tensor) -> Tensor:
+    def initial_value(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return PlainSums()
 
 
-class Changes(Sum):
+class DeltaSum(Sum):
     """The reduction of what clients receive, and send changes of, which are added to it."""
 
     name = "changes"
-    down = True
+    is_downloaded = True
 
-    def start(self, server: Tensor) -> Tensor:
+    def initial_value(self, server: Tensor) -> Tensor:
         return server
 
-    def nothing(self, server: Tensor) -> Tensor:
+    def empty_upload(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
 
-class Own(Reduction):
+class Local(Reduction):
     """``none``."""
 
     name = "none"
-    down = up = False
-    own = True
+    is_downloaded = is_uploaded = False
+    is_local = True
 
 
-class Download(Reduction):
+class DownloadOnly(Reduction):
     """``download``."""
 
     name = "download"
-    up = False
+    is_uploaded = False
 
 
-class Fixed(Reduction):
+class Constant(Reduction):
     """``fixed``."""
 
     name = "fixed"
-    down = up = False
+    is_downloaded = is_uploaded = False
 
 
-REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+METRIC_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
     "avg": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
     "sum": lambda numbers, sizes: numbers.sum(),

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, quoted
-from lightning_fcl.federation.accumulators import Accumulator, Gather, State
-from lightning_fcl.federation.exact import CohortSums, ExactSum, round_to
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, format_code_names
+from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, State
+from lightning_fcl.federation.exact_sum import ExactSum, GroupSums, round_to
 from lightning_fcl.federation.reductions import Reduction
 
-Rows = Mapping[str, list[Tensor]]
+UploadRows = Mapping[str, list[Tensor]]
 
 _NUMBERS = 1 << 20  # of all uploads, that are looked at together
 
@@ -76,7 +76,7 @@ def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _by_coordinate(rule: Callable[[Tensor], Tensor]) -> Accumulator:
-    return Gather(
+    return GatheringAccumulator(
         lambda rows, server: {n: torch.cat([*map(rule, _pieces(row))]).view_as(row[0]) for n, row in rows.items()}
     )
 
@@ -87,7 +87,7 @@ class Median(Reduction):
     name = "median"
     compressible = True
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return _by_coordinate(median)
 
 
@@ -106,7 +106,7 @@ class TrimmedMean(Reduction):
         trimmed_mean(torch.zeros(1), trim)  # looks at the range
         self.trim = trim
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return _by_coordinate(partial(trimmed_mean, trim=self.trim))
 
 
@@ -125,16 +125,16 @@ class Krum(Reduction):
         at_least(0, byzantine=byzantine)
         self.byzantine = byzantine
 
-    def accumulator(self) -> Accumulator:
-        return Gather(self._choose)
+    def make_accumulator(self) -> Accumulator:
+        return GatheringAccumulator(self._choose)
 
-    def _choose(self, rows: Rows, server: Mapping[str, Tensor]) -> State:
+    def _choose(self, rows: UploadRows, server: Mapping[str, Tensor]) -> State:
         chosen = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.byzantine)
         return {name: row[chosen] for name, row in rows.items()}
 
 
-def find_faults(
-    states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: CohortSums
+def find_non_finite(
+    states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: GroupSums
 ) -> tuple[dict[int, list[str]], list[str]]:
     """The clients, by number, with entries that are not finite among those that they send or go on from.
 
@@ -148,7 +148,8 @@ def find_faults(
     numbers = {
         name: value
         for name, value in states.items()
-        if (reductions[name].up or reductions[name].own) and (value.is_floating_point() or value.is_complex())
+        if (reductions[name].is_uploaded or reductions[name].is_local)
+        and (value.is_floating_point() or value.is_complex())
     }
     # A sum that is finite has finite terms; only where one is not must every number be looked at. Rows that are one in
     # memory are looked at once.
@@ -157,7 +158,7 @@ def find_faults(
     if all(cmath.isfinite(value.sum().item()) for value in once.values()):
         return {}, []
     begun = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
-    odd = [name for name, sound in begun.items() if reductions[name].up and not sound.all()]
+    odd = [name for name, sound in begun.items() if reductions[name].is_uploaded and not sound.all()]
     sound = {n: torch.isfinite(v) | ~begun[n] if n in begun else torch.isfinite(v) for n, v in numbers.items()}
     finite = {name: value.view(*value.shape, 1).flatten(1).all(dim=1).tolist() for name, value in sound.items()}
     rows = range(len(next(iter(finite.values()))))
@@ -171,40 +172,44 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise InvalidValueError(
-            f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.", argument=wrong[0]
+            f"Expected a server state of finite numbers but {format_code_names(wrong)} is not finite {when}.",
+            argument=wrong[0],
         )
 
 
-def check_still_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def check_stays_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Refuse what a round's uploads come to if it is not finite where the server was: before anybody keeps it."""
     odd = [name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())]
     when = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
     check_finite(after, [name for name in odd if torch.isfinite(before[name]).all()], when)
 
 
-def change_of(before: Tensor, after: Tensor) -> float:
+def squared_change(before: Tensor, after: Tensor) -> float:
     """The sum of the squares by which numbers have changed, where they are finite on both sides."""
     wide = torch.complex128 if after.is_complex() else torch.float64
     sound = (after != before) & torch.isfinite(before) & torch.isfinite(after)
     return float((after.to(wide) - before.to(wide)).where(sound, 0).abs().square().sum())
 
 
-def times_moved(changes: Mapping[str, float], before: Mapping[str, Tensor]) -> float:
-    """How far entries have moved together, by `change_of` each: so many times the larger of their norm before and 1."""
+def relative_update_norm(changes: Mapping[str, float], before: Mapping[str, Tensor]) -> float:
+    """How far entries moved together, by `squared_change` each: so many times the larger of their norm before and 1."""
     size = sum(float(before[n].double().where(torch.isfinite(before[n]), 0).square().sum()) for n in changes)
     return math.sqrt(sum(changes.values())) / max(math.sqrt(size), 1.0)
 
 
-def check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Sequence[str], most: float) -> None:
+def check_update_norm(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Sequence[str], max_norm: float
+) -> None:
     """Refuse what a round comes to if it is further from the server than so many times the larger of its norm and 1."""
     same = [name for name in names if before[name].shape == after[name].shape]
-    times = times_moved({name: change_of(before[name], after[name]) for name in same}, before)
-    if not times <= most:
+    times = relative_update_norm({name: squared_change(before[name], after[name]) for name in same}, before)
+    if not times <= max_norm:
         raise InvalidValueError(
-            f"Expected a round to move the server by at most {most:g} times the larger of its norm and 1 but it would "
+            f"Expected a round to move the server by at most {max_norm:g} times the larger of its norm and 1 but it "
+            "would "
             f"by {times:.3g} times.",
             hint="Resume from the checkpoint before this round with other reductions, a lower learning rate of "
-            "`server_optimizer`, or a larger `largest-update` of the run's configuration.",
-            argument="largest-update",
+            "`server_optimizer`, or a larger `max-update-norm` of the run's configuration.",
+            argument="max-update-norm",
             value=times,
         )

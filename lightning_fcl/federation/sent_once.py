@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.compression import RoundRecord
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.federation.wire import RoundRecord
 
 
 class SentOnce:

@@ -14,33 +14,33 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, check_clients, listed, quoted
+from lightning_fcl.errors import InvalidValueError, check_clients, format_code_names, format_names
 from lightning_fcl.federation.aggregation import (
     Aggregator,
     ClientWeights,
     Reduction,
-    Rules,
+    ReductionRules,
     State,
     apply_sums,
-    entries,
+    compute_client_weights,
     frozen_parameters,
-    reductions_of,
-    resolve,
-    weigh,
+    get_reduction,
+    get_reductions,
+    state_tensors,
 )
-from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
-from lightning_fcl.federation.exact import CohortSums
-from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimizer, make_optimizer, settings_of
+from lightning_fcl.federation.client_store import RESIDUAL_SECTION, ClientState, ClientStore, StateSection
+from lightning_fcl.federation.compression import DIVERGENCE_HINT, RoundRecord
+from lightning_fcl.federation.exact_sum import GroupSums
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.robust import check_finite, check_moved, check_still_finite, find_faults
+from lightning_fcl.federation.robust import check_finite, check_stays_finite, check_update_norm, find_non_finite
 from lightning_fcl.federation.sent_once import SentOnce
+from lightning_fcl.federation.server_optimizer import OptimizerFactory, ServerOptimizer, get_settings, make_optimizer
 from lightning_fcl.federation.uploads import Exchange, Messages, Setting, Uploads, UploadTransform, difference
-from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 
 log = logging.getLogger(__name__)
 
-Extra = Mapping[str, tuple[Tensor, Reduction | str]]
+ExtraTensors = Mapping[str, tuple[Tensor, Reduction | str]]
 """Entries of the server's state beside the module's, such as ``"FedProto.prototypes"``: first value and reduction."""
 
 
@@ -48,7 +48,7 @@ class FederatedServer:
     """The server: its state from round to round, and the two messages of a round, download and upload.
 
     Args:
-        store: Keeps the clients' states.
+        client_store: Keeps the clients' states.
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
@@ -57,16 +57,16 @@ class FederatedServer:
     Example:
         >>> import torch
         >>> federation = FederatedServer(ClientStore())
-        >>> federation.begin(nn.Linear(1, 1, bias=False))
-        >>> federation.upload([ClientRound("a", round=0, samples=2)], {"weight": torch.tensor([[[3.0]]])})
+        >>> federation.start_fit(nn.Linear(1, 1, bias=False))
+        >>> federation.upload([ClientRound("a", round_idx=0, samples=2)], {"weight": torch.tensor([[[3.0]]])})
         [True]
-        >>> federation.finish_round()["weight"]
+        >>> federation.aggregate()["weight"]
         tensor([[3.]])
     """
 
     def __init__(
         self,
-        store: ClientStore,
+        client_store: ClientStore,
         client_weights: ClientWeights = "samples",
         server_optimizer: OptimizerFactory | None = None,
         transforms: Sequence[UploadTransform] = (),
@@ -77,7 +77,7 @@ class FederatedServer:
                 f'"{client_weights}".',
                 argument="client_weights",
             )
-        self.store = store
+        self.client_store = client_store
         if not isinstance(client_weights, str):
             client_weights = {str(client): weight for client, weight in client_weights.items()}
         self.client_weights: ClientWeights = client_weights
@@ -85,10 +85,10 @@ class FederatedServer:
         self.seed = 0  # of the federation
         self.senders: Sequence[str] = ()  # sections of the methods whose clients send messages
         self.messages: dict[str, dict[str, State]] = {}  # that arrived in the round, by section and client
-        self.largest_update = math.inf  # how far a round may move it: so many times the larger of its norm and 1
+        self.max_update_norm = math.inf  # how far a round may move it: so many times the larger of its norm and 1
         self.state: State = {}
-        self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
-        self.extra: State = {}  # entries beside the module's, from round to round
+        self.client_index: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
+        self.extra_tensors: State = {}  # entries beside the module's, from round to round
         self.sent_once = SentOnce()
         self.reductions: dict[str, Reduction] = {}
         self._factory = server_optimizer
@@ -102,45 +102,60 @@ class FederatedServer:
         self.record, self.aggregator = RoundRecord(), Aggregator({})
         self._changed: set[str] = set()  # of the frozen, by some client
         self._memories: dict[str, ClientState] = {}  # of the transforms, by client, until the uploads are accepted
-        self._exchanged: dict[str, Memory] = {}  # what clients keep from the messages of transforms in the round
+        self._exchanged: dict[str, StateSection] = {}  # what clients keep from the messages of transforms in the round
 
-    def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0) -> None:
-        """Begin a fit with a module's state as the server's. See `begin_round`."""
+    def start_fit(
+        self,
+        module: nn.Module,
+        rules: ReductionRules | None = None,
+        extra_tensors: ExtraTensors | None = None,
+        round: int = 0,
+    ) -> None:
+        """Begin a fit with a module's state as the server's. See `start_round`."""
         if self._server_optimizer is not None:  # of an earlier fit, which this one continues
             self._restored, self._server_optimizer = self._server_optimizer.state_dict(), None
         self._published = None
-        self.begin_round(module, rules, extra, round)
+        self.start_round(module, rules, extra_tensors, round)
 
-    def begin_round(
-        self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0
+    def start_round(
+        self,
+        module: nn.Module,
+        rules: ReductionRules | None = None,
+        extra_tensors: ExtraTensors | None = None,
+        round: int = 0,
     ) -> None:
         """Take a module's state as the server's, and forget the uploads and the record of the round before.
 
         Args:
             module: Its own ``reductions`` attribute, if it has one, declares its entries, in each round anew.
             rules: Pattern -> reduction, over the module's own.
-            extra: Entries beside the module's, which clients download and upload as all others. The server keeps their
-                values from round to round, in ``extra``; the one given here counts where it has none yet.
+            extra_tensors: Entries beside the module's, which clients download and upload as all others. The server
+                keeps their values from round to round, in ``extra_tensors``; the one given here counts where it has
+                none yet.
             round: The number of the round.
         """
-        self.reductions = reductions_of(module, rules)
-        self.state = {name: plain_tensor(value).clone() for name, value in entries(module).items()}
-        for name, (value, reduction) in (extra or {}).items():
+        self.reductions = get_reductions(module, rules)
+        self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
+        for name, (value, reduction) in (extra_tensors or {}).items():
             if name in self.state:
                 raise InvalidValueError(
                     f"Expected extra entries beside those of the module but got `{name}`, which it has.", argument=name
                 )
-            self.reductions[name] = resolve(name, reduction)
-            self.state[name] = self.extra[name] = plain_tensor(self.extra.get(name, value)).to(value.device, copy=True)
-        self.sent_once.begin_round(extra or {}, self.state, self.reductions)
-        self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
+            self.reductions[name] = get_reduction(name, reduction)
+            self.state[name] = self.extra_tensors[name] = plain_tensor(self.extra_tensors.get(name, value)).to(
+                value.device, copy=True
+            )
+        self.sent_once.begin_round(extra_tensors or {}, self.state, self.reductions)
+        self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].is_uploaded]
         self._find_frozen(module)
         check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
-        self.store.begin_round()
-        setting = Setting(self.state, self.reductions, self._learnt, self.seed, round, list(self.numbers), self.senders)
+        self.client_store.start_round()
+        setting = Setting(
+            self.state, self.reductions, self._learnt, self.seed, round, list(self.client_index), self.senders
+        )
         self.pipeline.setup(setting)
         self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions, self.pipeline)
         self._changed, self._memories, self._exchanged, self.messages = set(), {}, {}, {}
@@ -162,11 +177,11 @@ class FederatedServer:
     def _offer(self, state: State) -> None:
         """Let clients download this state from now on."""
         self.state = state
-        self._start = {name: self.reductions[name].start(value) for name, value in state.items()}
-        down = {name: value for name, value in state.items() if self.reductions[name].down}
+        self._start = {name: self.reductions[name].initial_value(value) for name, value in state.items()}
+        down = {name: value for name, value in state.items() if self.reductions[name].is_downloaded}
         known = self._published or ()
         sent = self.sent_once.offer({n: v for n, v in down.items() if n not in known}, self.reductions)
-        self._download_bytes = sum(self.reductions[name].wire_bytes(value) for name, value in sent.items())
+        self._download_bytes = sum(self.reductions[name].upload_nbytes(value) for name, value in sent.items())
         self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
     @property
@@ -174,30 +189,32 @@ class FederatedServer:
         """The settings of the optimizer that steps the server; None: none does."""
         if self._factory is None:
             return None
-        return settings_of(make_optimizer(self._factory, [nn.Parameter(torch.zeros(1))], "server_optimizer"))
+        return get_settings(make_optimizer(self._factory, [nn.Parameter(torch.zeros(1))], "server_optimizer"))
 
     @property
-    def personal(self) -> bool:
+    def has_local_state(self) -> bool:
         """Whether anything stays with the clients: local entries, or the state of transforms."""
-        return any(reduction.own for reduction in self.reductions.values()) or self.pipeline.keeps_state
+        return any(reduction.is_local for reduction in self.reductions.values()) or self.pipeline.keeps_state
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
         """The state that each client starts a round from, and all that it has kept.
 
         The state is the server's with the client's own entries: one object for all clients that have none.
         """
-        kept = [self.store[client] for client in clients]
-        states = [self.state if self._all_travel and not own.get(UNSENT) else self._started(own) for own in kept]
+        kept = [self.client_store[client] for client in clients]
+        states = [
+            self.state if self._all_travel and not own.get(RESIDUAL_SECTION) else self._started(own) for own in kept
+        ]
         missing = self.sent_once.missing_bytes if self.sent_once.sizes else lambda client: 0
         for client, own in zip(clients, kept, strict=True):
-            if not own.get(UNSENT):
-                self.record.download(client, self._download_bytes + missing(client))
+            if not own.get(RESIDUAL_SECTION):
+                self.record.add_download_bytes(client, self._download_bytes + missing(client))
         return states, kept
 
     def _started(self, kept: ClientState) -> State:
         """The state that a client starts from which has some of its own."""
-        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].own}
-        mine = {**kept.get(UNSENT, {}), **own}
+        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].is_local}
+        mine = {**kept.get(RESIDUAL_SECTION, {}), **own}
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}
 
@@ -217,48 +234,48 @@ class FederatedServer:
         Returns:
             Whether each client's upload was accepted. Uploads with numbers that are not finite are dropped.
         """
-        parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         uploads, taken, sums, odd = self.encode(parts, states, messages)
         if not len(uploads):
             return taken
-        for client, nbytes in zip(uploads.clients.clients, uploads.nbytes(), strict=True):
-            self.record.upload(client, nbytes)
+        for client, nbytes in zip(uploads.clients.client_ids, uploads.nbytes(), strict=True):
+            self.record.add_upload_bytes(client, nbytes)
         self.decode(uploads)
         accepted = iter(self.accept(uploads) if self.pipeline.transforms else self.accept(uploads, sums, odd))
         return [fine and next(accepted) for fine in taken]
 
     def encode(
         self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Messages | None = None
-    ) -> tuple[Uploads, list[bool], CohortSums, list[str]]:
+    ) -> tuple[Uploads, list[bool], GroupSums, list[str]]:
         """Do the clients' part of an upload: drop what is not finite, and apply the transforms.
 
         Returns:
             The uploads of the clients whose numbers are finite, whether each client is one of them, the weighted sums
             of their entries as far as they are known, and the entries in which numbers of the server are not finite.
         """
-        missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
+        missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
             raise InvalidValueError(
-                f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.",
+                f"Expected clients' states with {format_code_names(missing)}, which travel up, but they have none.",
                 argument=missing[0],
             )
-        weights = weigh(self.client_weights, parts)
+        weights = compute_client_weights(self.client_weights, parts)
         plain = not self.pipeline.transforms  # otherwise other numbers are added
-        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 and plain else {}
-        taken, odd = self.check(parts, states, sums)
+        sums = self.aggregator.weighted_sums(states, weights) if len(parts) > 1 and plain else {}
+        taken, odd = self.drop_non_finite(parts, states, sums)
         rows = [row for row, fine in enumerate(taken) if fine]
-        sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
+        sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.is_uploaded}
         if len(rows) < len(taken):
-            parts, weights = ClientRounds.of([parts[row] for row in rows]), [weights[row] for row in rows]
+            parts, weights = ClientRounds.from_rounds([parts[row] for row in rows]), [weights[row] for row in rows]
             sent = {name: value[rows] for name, value in sent.items()}
-            sums = self.aggregator.sum_cohort(sent, weights) if len(rows) > 1 and plain else {}
-        kept = [self.store[client] for client in parts.clients] if self.pipeline.keeps_state else ()
-        origins = {} if plain else self._origins(parts.clients)
+            sums = self.aggregator.weighted_sums(sent, weights) if len(rows) > 1 and plain else {}
+        kept = [self.client_store[client] for client in parts.client_ids] if self.pipeline.keeps_state else ()
+        origins = {} if plain else self._origins(parts.client_ids)
         uploads = Uploads(parts, weights, self.reductions, sent, origins, kept=kept)
         for section, each in (messages or {}).items():
             uploads.messages[section] = [each[row] for row in rows]
         if self.pipeline.exchanges:
-            uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.clients]
+            uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.client_ids]
         self._leave_out(uploads)
         if self.pipeline.needs_updates:
             uploads.values = {name: difference(value, uploads.origins[name]) for name, value in sent.items()}
@@ -266,13 +283,13 @@ class FederatedServer:
         if rows:
             self.pipeline.encode(uploads)
         for section, memories in uploads.memories.items():
-            for client, memory in zip(parts.clients, memories, strict=True):
+            for client, memory in zip(parts.client_ids, memories, strict=True):
                 self._memories.setdefault(client, {})[section] = memory
         return uploads, taken, sums, odd
 
     def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
         """Return the upload of one client from the tensors that its node has sent, see `Pipeline.received`."""
-        (weight,) = weigh(self.client_weights, clients)
+        (weight,) = compute_client_weights(self.client_weights, clients)
         return self.pipeline.received(clients, weight, tensors, self._frozen)
 
     def decode(self, uploads: Uploads) -> None:
@@ -280,7 +297,7 @@ class FederatedServer:
         if self.pipeline.mask is None:
             self.pipeline.decode(uploads)
 
-    def accept(self, uploads: Uploads, sums: CohortSums | None = None, odd: Sequence[str] | None = None) -> list[bool]:
+    def accept(self, uploads: Uploads, sums: GroupSums | None = None, odd: Sequence[str] | None = None) -> list[bool]:
         """Do the rest of the server's part of an upload: drop what is not finite, and add.
 
         Args:
@@ -299,19 +316,19 @@ class FederatedServer:
         if not masked and self.adjust(uploads):
             sums = None
         values = uploads.tensors() if masked else uploads.values
-        clients, weights = uploads.clients.clients, uploads.weights
+        clients, weights = uploads.clients.client_ids, uploads.weights
         if self.aggregator.sums is not None and not masked:
             values = {n: v if n in self.aggregator.sums.names else uploads.state(n) for n, v in values.items()}
         if len(rows) < len(uploads):
             values = {name: value[rows] for name, value in values.items()}
             clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
         if not self.pipeline.needs_updates:
-            values = self.aggregator.set_aside(values, odd)
+            values = self.aggregator.zero_non_finite(values, odd)
             if sums is None or odd or len(rows) < len(uploads):
-                sums = self.aggregator.sum_cohort(values, weights) if len(rows) > 1 else {}
+                sums = self.aggregator.weighted_sums(values, weights) if len(rows) > 1 else {}
         if rows:
-            numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            self.aggregator.add_all(values, weights, numbers, sums)
+            numbers = [self.client_index.setdefault(client, len(self.client_index)) for client in clients]
+            self.aggregator.accumulate(values, weights, numbers, sums)
             for name in self._frozen:
                 if any(name not in uploads.unchanged[row] for row in rows):
                     self._changed.add(name)
@@ -323,7 +340,7 @@ class FederatedServer:
 
     def send(self, client: str, tensors: State) -> State:
         """Send a client tensors beside the download of the state, and count their bytes. Return what it receives."""
-        self.record.download(client, sum(value.nbytes for value in tensors.values()))
+        self.record.add_download_bytes(client, sum(value.nbytes for value in tensors.values()))
         return tensors
 
     def exchange(self, clients: Sequence[str], ranks: Ranks, hosts: Callable[[str], bool], after: bool = False) -> None:
@@ -341,8 +358,8 @@ class FederatedServer:
             for client in filter(hosts, questions):
                 sent = self.send(client, questions[client])
                 own[client] = transform.answer(client, sent, self._exchanged.setdefault(client, {}))
-                self.record.upload(client, sum(value.nbytes for value in own[client].values()))
-            known = {client: answer for part in ranks.share(own) for client, answer in part.items()}
+                self.record.add_upload_bytes(client, sum(value.nbytes for value in own[client].values()))
+            known = {client: answer for part in ranks.all_gather_object(own) for client, answer in part.items()}
             return {client: known[client] for client in questions}
 
         for transform in self.pipeline.exchanges:
@@ -355,12 +372,12 @@ class FederatedServer:
 
     def _origins(self, clients: Sequence[str]) -> State:
         """Return the values from which updates are measured, see `Uploads`."""
-        return {name: of.nothing(self.state[name]) for name, of in self.reductions.items() if of.up}
+        return {name: of.empty_upload(self.state[name]) for name, of in self.reductions.items() if of.is_uploaded}
 
     def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
-        """Drop clients whose decoded uploads are not finite, see `check`."""
+        """Drop clients whose decoded uploads are not finite, see `drop_non_finite`."""
         if not uploads.are_updates:
-            return self.check(uploads.clients, uploads.values, {})
+            return self.drop_non_finite(uploads.clients, uploads.values, {})
         faults: dict[int, list[str]] = {}
         for name, value in uploads.values.items():
             finite = torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
@@ -370,14 +387,14 @@ class FederatedServer:
             self._drop(uploads.clients[row], names)
         return [row not in faults for row in range(len(uploads))], []
 
-    def check(
-        self, parts: ClientRounds, states: Mapping[str, Tensor], sums: CohortSums
+    def drop_non_finite(
+        self, client_rounds: ClientRounds, states: Mapping[str, Tensor], sums: GroupSums
     ) -> tuple[list[bool], list[str]]:
         """Drop clients by name whose numbers are not finite: whether each is of use, and which entries none has so."""
-        faults, odd = find_faults(states, self._start, self.reductions, sums)
+        faults, odd = find_non_finite(states, self._start, self.reductions, sums)
         for row, at_fault in faults.items():
-            self._drop(parts[row], at_fault)
-        return [row not in faults for row in range(len(parts))], odd
+            self._drop(client_rounds[row], at_fault)
+        return [row not in faults for row in range(len(client_rounds))], odd
 
     def _leave_out(self, uploads: Uploads) -> None:
         """Leave out the frozen parameters of the clients that have not changed them."""
@@ -389,90 +406,98 @@ class FederatedServer:
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
         """Leave out an upload, and what the client could not send before, from which it would never recover."""
-        client, kept = client_round.client, self.store[client_round.client]
-        if UNSENT in kept:
-            self.store[client] = {section: memory for section, memory in kept.items() if section != UNSENT}
-        names = listed(at_fault, most=3)
+        client, kept = client_round.client_id, self.client_store[client_round.client_id]
+        if RESIDUAL_SECTION in kept:
+            self.client_store[client] = {
+                section: memory for section, memory in kept.items() if section != RESIDUAL_SECTION
+            }
+        names = format_names(at_fault, max_names=3)
         self.record.dropped[client] = f"not finite: {names}"
         message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
-        log.warning(message, client_round.round, client, names, DIVERGED)
+        log.warning(message, client_round.round_idx, client, names, DIVERGENCE_HINT)
 
-    def keep(
-        self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
+    def save_client_state(
+        self, client: str, state: Mapping[str, Tensor], method_states: Mapping[str, StateSection], missed: bool = False
     ) -> None:
-        """Keep what stays with a client: its own entries of ``state``, and ``memories`` by section.
+        """Keep what stays with a client: its own entries of ``state``, and ``method_states`` by section.
 
         A client that ``missed`` the synchronisation keeps what it would have sent, and goes on from it.
         """
-        own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].own}
-        unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].up}
-        sections = {"model": own, UNSENT: unsent, **self._memories.pop(client, {}), **memories}
+        own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
+        unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].is_uploaded}
+        sections = {"model": own, RESIDUAL_SECTION: unsent, **self._memories.pop(client, {}), **method_states}
         kept: ClientState = {section: memory for section, memory in sections.items() if memory}
-        if kept or self.store[client]:
-            self.store[client] = kept
+        if kept or self.client_store[client]:
+            self.client_store[client] = kept
 
-    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+    def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
         """Take in what came to the other ranks: uploads, and what happened.
 
         Args:
             ranks: The ranks.
             order: Where a client stands in the round's order.
         """
-        self.aggregator.combine(ranks)
-        self.record.combine(ranks, order)
-        self._changed = set().union(*ranks.share(self._changed))
+        self.aggregator.sync(ranks)
+        self.record.sync(ranks, order)
+        self._changed = set().union(*ranks.all_gather_object(self._changed))
         if self.senders:
             for section in self.senders:
-                found = [item for part in ranks.share(self.messages.get(section, {})) for item in part.items()]
+                found = [
+                    item for part in ranks.all_gather_object(self.messages.get(section, {})) for item in part.items()
+                ]
                 self.messages[section] = dict(sorted(found, key=lambda item: order.get(item[0], -1)))
 
-    def finish_round(self) -> State:
+    def aggregate(self) -> State:
         """Bring the uploads together; the new server state."""
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}  # to the bit
-        aggregate = self.aggregator.result(self.state)
-        if self.aggregator.sums is not None and (self.aggregator.uploads or self.pipeline.changes_sums):
-            sums = self.aggregator.sums.result(self.state, [*self.record.trained], self.pipeline.setting.round)
+        aggregate = self.aggregator.compute(self.state)
+        if self.aggregator.sums is not None and (self.aggregator.num_uploads or self.pipeline.changes_sums):
+            sums = self.aggregator.sums.compute(self.state, [*self.record.trained], self.pipeline.setting.round)
             self.pipeline.on_sum(sums)
             aggregate |= apply_sums(self.state, sums)
-            check_still_finite(self.state, aggregate)
+            check_stays_finite(self.state, aggregate)
         aggregate |= frozen
         self.pipeline.on_aggregate(self.state, aggregate)
-        if not (self.aggregator.uploads or self.pipeline.changes_sums):
+        if not (self.aggregator.num_uploads or self.pipeline.changes_sums):
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
             when = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
             check_finite(aggregate, self._learnt, when)
-        if self.largest_update < math.inf:
-            rules = {n: of for n, of in self.reductions.items() if of.up and of.down}
+        if self.max_update_norm < math.inf:
+            rules = {n: of for n, of in self.reductions.items() if of.is_uploaded and of.is_downloaded}
             moving = [name for name in rules if self.state[name].is_floating_point()]
-            check_moved(self.state, aggregate, moving, self.largest_update)
-        self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
+            check_update_norm(self.state, aggregate, moving, self.max_update_norm)
+        self.extra_tensors.update({name: aggregate[name] for name in self.extra_tensors if name in aggregate})
         self.aggregator = Aggregator({})  # the next one may take as much room
         self._offer(aggregate)
         self.sent_once.note(self.record)
         self.pipeline.end_round()
-        self.store.end_round()
+        self.client_store.commit_round()
         return aggregate
 
     def undo_round(self) -> None:
         """Restore what clients and transforms keep from before the round, which was interrupted."""
         self._memories = {}
         self.pipeline.undo_round()
-        self.store.undo_round()
+        self.client_store.roll_back_round()
 
-    def kept_for(self, section: str) -> State:
+    def get_section(self, section: str) -> State:
         """What it keeps for a method, by name."""
-        return {n.removeprefix(f"{section}."): value for n, value in self.extra.items() if n.startswith(f"{section}.")}
+        return {
+            n.removeprefix(f"{section}."): value
+            for n, value in self.extra_tensors.items()
+            if n.startswith(f"{section}.")
+        }
 
-    def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
+    def check_clients(self, stream_clients: Sequence[str], explicit_clients: Iterable[str] = ()) -> None:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
-        check_clients("names", {*named, *(weights or ())}, known)
-        if without := [client for client in known if weights is not None and not weights.get(client, 0) > 0]:
+        check_clients("names", {*explicit_clients, *(weights or ())}, stream_clients)
+        if without := [client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0]:
             raise InvalidValueError(
                 "Expected `client_weights` to give each client a positive weight but it gives none to "
-                f"{listed(without)}.",
+                f"{format_names(without)}.",
                 hint='Add a number above 0 for each, or use `client_weights="samples"`.',
                 argument="client_weights",
             )
@@ -484,16 +509,16 @@ class FederatedServer:
             clients: What clients keep, where the store has not all of it.
         """
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
-        clients = {client: self.store[client] for client in self.store} if clients is None else clients
+        clients = {client: self.client_store[client] for client in self.client_store} if clients is None else clients
         untouched = [name for name in self._published or () if name not in self._changed]
-        kept = {"extra": self.extra, "sent_once": self.sent_once.received, "accepted": self.accepted}
+        kept = {"extra": self.extra_tensors, "sent_once": self.sent_once.received, "accepted": self.accepted}
         kept["transforms"] = [transform.state_dict() for transform in self.pipeline.transforms]
         return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has kept, before `begin`."""
-        self.store.replace(state["clients"])
-        self.extra = dict(state.get("extra", {}))
+        """Take over what a checkpoint has kept, before `start_fit`."""
+        self.client_store.replace_all(state["clients"])
+        self.extra_tensors = dict(state.get("extra", {}))
         self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
         self.sent_once.received = dict(state.get("sent_once", {}))
         self._restored = state["server_optimizer"]

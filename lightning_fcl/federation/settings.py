@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_fcl.federation.aggregation import Rules
+from lightning_fcl.federation.aggregation import ReductionRules
 
 
 @dataclass
@@ -21,7 +21,7 @@ class FederationSettings:
         seed: Seed of participation and of each client's randomness. None: the global seed.
     """
 
-    rules: Rules
+    rules: ReductionRules
     local_epochs: int
     cohort_size: int | Literal["auto"]
     keep_optimizer: bool

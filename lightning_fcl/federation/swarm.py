@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.errors import InvalidValueError, check_arguments
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 
 class Swarm:
@@ -28,7 +28,7 @@ class Swarm:
 
     Example:
         >>> swarm = Swarm(leaves={"node1": 3})
-        >>> swarm.gone(2), swarm.gone(3), swarm.master(["node2", "node3"])
+        >>> swarm.departed_nodes(2), swarm.departed_nodes(3), swarm.elect_master(["node2", "node3"])
         (set(), {'node1'}, 'node2')
     """
 
@@ -46,7 +46,7 @@ class Swarm:
         self.dropout = dropout
         self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
         self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
-        for round in self.rounds:
+        for round in self.explicit_rounds:
             if round < 0:
                 raise InvalidValueError(
                     f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.",
@@ -55,25 +55,25 @@ class Swarm:
                 )
 
     @property
-    def nodes(self) -> list[str]:
+    def explicit_nodes(self) -> list[str]:
         return [*self.missing, *self.leaves]
 
     @property
-    def rounds(self) -> list[int]:
+    def explicit_rounds(self) -> list[int]:
         return [*self.leaves.values(), *(round for rounds in self.missing.values() for round in rounds)]
 
-    def gone(self, round: int) -> set[str]:
-        return {node for node, first in self.leaves.items() if round >= first}
+    def departed_nodes(self, round_idx: int) -> set[str]:
+        return {node for node, first in self.leaves.items() if round_idx >= first}
 
-    def misses(self, node: str, round: int, seed: int) -> bool:
+    def misses_sync(self, node: str, round_idx: int, seed: int) -> bool:
         """Whether a node misses a round's synchronisation: it depends on nothing but node, round and seed."""
-        if round in self.missing.get(node, ()):
+        if round_idx in self.missing.get(node, ()):
             return True
-        return bool(np.random.default_rng(seed_of(seed, "swarm", node, round)).random() < self.dropout)
+        return bool(np.random.default_rng(derive_seed(seed, "swarm", node, round_idx)).random() < self.dropout)
 
-    def master(self, in_reach: Sequence[str]) -> str | None:
+    def elect_master(self, reachable_clients: Sequence[str]) -> str | None:
         """Who brings the uploads together: the first of the nodes in reach, if there is any."""
-        return in_reach[0] if in_reach else None
+        return reachable_clients[0] if reachable_clients else None
 
     def hparams(self) -> dict[str, Any]:
         return {"dropout": self.dropout, "missing": dict(self.missing), "leaves": self.leaves}

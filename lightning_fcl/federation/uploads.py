@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.federation.accumulators import Accumulator, State
-from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.federation.client_store import ClientState, StateSection
 from lightning_fcl.federation.packing import pack_nonzero
 from lightning_fcl.federation.reductions import Reduction
 
@@ -96,7 +96,7 @@ class Setting:
     @property
     def uploaded(self) -> list[str]:
         """Names of the entries that clients upload."""
-        return [name for name in self.state if self.reductions[name].up]
+        return [name for name in self.state if self.reductions[name].is_uploaded]
 
 
 class Uploads:
@@ -107,8 +107,8 @@ class Uploads:
         weights: The weight of each client in means.
         reductions: The reduction of each entry.
         values: The entries, each of shape (clients, ...): states, or updates if ``are_updates``.
-        origins: The value of each entry from which an update is measured, `Reduction.nothing` of the state with which
-            the client started. It has the shape of one client's value, or (clients, ...) if clients started with
+        origins: The value of each entry from which an update is measured, `Reduction.empty_upload` of the state with
+            which the client started. It has the shape of one client's value, or (clients, ...) if clients started with
             different states.
         are_updates: Whether ``values`` are updates, which are values minus origins.
         kept: The state of each client at the start of the round, by section.
@@ -138,8 +138,8 @@ class Uploads:
         self.codes: dict[str, Code] = {}
         self.messages: dict[str, list[State]] = {}
         self.unchanged: list[set[str]] = [set() for _ in weights]
-        self.memories: dict[str, list[Memory]] = {}
-        self.exchanged: list[Memory] = [{} for _ in weights]
+        self.memories: dict[str, list[StateSection]] = {}
+        self.exchanged: list[StateSection] = [{} for _ in weights]
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -214,15 +214,17 @@ class Uploads:
     def nbytes(self) -> list[int]:
         """Return the number of bytes that each client sends: those of `sent`."""
         reductions = self.reductions
-        same = [value for name, value in self.values.items() if reductions[name].by_shape]
+        same = [value for name, value in self.values.items() if reductions[name].has_static_size]
         each = sum(value[0].nbytes for value in [*same, *(v for c in self.codes.values() for v in c.tensors.values())])
-        packed = [name for name in self.values if not reductions[name].by_shape]
+        packed = [name for name in self.values if not reductions[name].has_static_size]
         numbers = [each] * len(self)
         if packed or self.messages or any(self.unchanged):
             for row, unchanged in enumerate(self.unchanged):
                 sent = [name for name in packed if name not in unchanged]
-                numbers[row] += sum(reductions[name].wire_bytes(self.values[name][row]) for name in sent)
-                numbers[row] -= sum(self.values[name][row].nbytes for name in unchanged if reductions[name].by_shape)
+                numbers[row] += sum(reductions[name].upload_nbytes(self.values[name][row]) for name in sent)
+                numbers[row] -= sum(
+                    self.values[name][row].nbytes for name in unchanged if reductions[name].has_static_size
+                )
                 messages = (value for each_client in self.messages.values() for value in each_client[row].values())
                 numbers[row] += sum(pack_nonzero(value).nbytes for value in messages)
         return numbers
@@ -283,7 +285,7 @@ class UploadTransform:
     """Whether clients send updates (values minus the value that the client started with) in place of states."""
 
     sums_only: ClassVar[bool] = False
-    """Whether the server may see sums of encoded values only. Such a transform has an `accumulator` and `on_sum`."""
+    """Whether the server may see sums of encoded values only. It overrides `make_accumulator` and `on_sum`."""
 
     keeps_state: ClassVar[bool] = False
     """Whether clients keep state for it between rounds."""
@@ -301,7 +303,7 @@ class UploadTransform:
     def before_upload(self, exchange: Exchange) -> None:
         """Exchange messages with the clients of the round before they train."""
 
-    def answer(self, client: str, question: State, memory: Memory) -> State:
+    def answer(self, client: str, question: State, memory: StateSection) -> State:
         """Return a client's answer to a message of the server.
 
         Args:
@@ -318,9 +320,9 @@ class UploadTransform:
     def decode(self, uploads: Uploads) -> None:
         """Change uploads that the server has received."""
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         """Return a new object that adds the encoded tensors of all entries in a round, see ``sums_only``."""
-        raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to have an `accumulator`.")
+        raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to have a `make_accumulator`.")
 
     def on_sum(self, sums: Sums) -> None:
         """Change the sums of a round, which may have no clients."""
@@ -328,10 +330,10 @@ class UploadTransform:
     def on_aggregate(self, before: State, aggregate: State) -> None:
         """Change the new server state before the server optimizer uses it."""
 
-    def end_round(self) -> None:
+    def commit_round(self) -> None:
         """Save the server's state of the transform: the round is complete."""
 
-    def undo_round(self) -> None:
+    def roll_back_round(self) -> None:
         """Restore the server's state of the transform from before the round, which was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:

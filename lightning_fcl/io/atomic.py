@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_fcl.errors import FileAccessError, InvalidValueError, NoRoomError
+from lightning_fcl.errors import DiskFullError, FileAccessError, InvalidValueError
 from lightning_fcl.io.paths import cache_folder
 
 if sys.platform != "win32":
@@ -36,7 +36,7 @@ if sys.platform != "win32":
 
 
 @contextmanager
-def replacing(path: Path, size: int | None = None, sync: bool = True) -> Iterator[Path]:
+def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, and rename it to ``path`` if the block raises no error.
 
     Args:
@@ -45,7 +45,7 @@ def replacing(path: Path, size: int | None = None, sync: bool = True) -> Iterato
         sync: Whether the file survives a power failure from here on. Otherwise, call `sync_files` later.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path, size):
+    with disk_error_context(path, size):
         if (descriptor := _lock(temporary)) is None:  # others may write the same
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.unlink(missing_ok=True)  # a link, perhaps
@@ -67,7 +67,9 @@ def replacing(path: Path, size: int | None = None, sync: bool = True) -> Iterato
 
 
 @contextmanager
-def writing(path: Path, size: int | None = None, then: str = "go on from the newest checkpoint") -> Iterator[None]:
+def disk_error_context(
+    path: Path, size: int | None = None, remedy: str = "go on from the newest checkpoint"
+) -> Iterator[None]:
     """Say in one message where a disk does not let something be written, and what to do."""
     try:
         yield
@@ -75,10 +77,10 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
         if error.errno in _FULL:
             needed = "more room" if size is None else f"{size:,} bytes"
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-            raise NoRoomError(
+            raise DiskFullError(
                 f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
                 "Nothing that was there is lost.",
-                hint=f"Make room, then {then}.",
+                hint=f"Make room, then {remedy}.",
                 value=path,
             ) from error
         if error.errno in _CLOSED:
@@ -92,9 +94,9 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Let one process at a time do something, while the others wait: a file is made for as long, and locked."""
-    with writing(path):
+    with disk_error_context(path):
         descriptor = _lock(path)
     try:
         yield
@@ -104,17 +106,17 @@ def locked(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def write_whole(path: Path, content: str | bytes, sync: bool = True) -> Path:
-    """Write a file atomically, text in UTF-8, and return its path. See `replacing` for ``sync``."""
+def write_atomic(path: Path, content: str | bytes, sync: bool = True) -> Path:
+    """Write a file atomically, text in UTF-8, and return its path. See `atomic_path` for ``sync``."""
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, len(data), sync) as temporary:
+    with atomic_path(path, len(data), sync) as temporary:
         temporary.write_bytes(data)
     return path
 
 
 def append(path: Path, size: int, data: bytes) -> None:
     """Write data behind the first ``size`` bytes of a file, in place of all bytes that follow them."""
-    with writing(path, len(data)):
+    with disk_error_context(path, len(data)):
         is_new = not path.exists()
         path.touch()
         with path.open("r+b") as file:
@@ -134,7 +136,7 @@ def sync_files(paths: Iterable[Path]) -> None:
     """
     folders = set()
     for path in paths:
-        with writing(path), suppress(FileNotFoundError):
+        with disk_error_context(path), suppress(FileNotFoundError):
             _sync(path)
         folders.add(path.parent)
     for folder in folders:
@@ -157,13 +159,13 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def occupied(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Let no other process train in a run's folder until the end of the block, or that of this process."""
     path = folder.resolve() / _LOCK
     if sys.platform == "win32" or path in _temporary:  # it is this process's already
         yield
         return
-    with writing(folder):
+    with disk_error_context(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(path, wait=False)
     if descriptor is not None:
@@ -199,7 +201,7 @@ class TemporaryFolder:
 
 
 @contextmanager
-def own_temporary_folder() -> Iterator[None]:
+def private_temporary_folder() -> Iterator[None]:
     """Let all that this process and its children write for a while, other libraries too, lie in one folder of its own.
 
     So it goes with the process, or is swept if that was killed.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError, listed
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError, format_names
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import LimitError, check_members, open_file
@@ -20,7 +20,7 @@ from lightning_fcl.library_errors import first_line
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
 
-def local_checkpoint(path: str | Path) -> Path:
+def resolve_checkpoint(path: str | Path) -> Path:
     """The file of a checkpoint; ``https://host/name.ckpt#sha256=...`` is downloaded, verified and kept in a cache."""
     remote = _REMOTE.fullmatch(str(path))
     if remote is None:
@@ -37,9 +37,9 @@ def local_checkpoint(path: str | Path) -> Path:
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
 
 
-def checkpoint_file(path: str | Path) -> Path:
+def require_checkpoint_file(path: str | Path) -> Path:
     """The file of a checkpoint, which is refused if there is none."""
-    file = local_checkpoint(path)
+    file = resolve_checkpoint(path)
     if not file.exists():
         raise MissingFileError(f"Expected a checkpoint at {path} but there is none.", hint=_instead(file), value=path)
     return file
@@ -50,10 +50,10 @@ def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> 
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
     """
-    file = checkpoint_file(path)
+    file = require_checkpoint_file(path)
     try:
         with open_file(file) as opened:
-            check_archive(opened)
+            check_zip(opened)
             opened.seek(0)
             checkpoint = read(opened)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
@@ -68,7 +68,7 @@ def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> 
     return checkpoint
 
 
-def check_archive(file: BufferedReader) -> None:
+def check_zip(file: BufferedReader) -> None:
     """Raise an error if a checksum in a zip file is wrong, or if the file claims to be larger than is plausible."""
     with ZipFile(file) as archive:
         check_members(archive, os.fstat(file.fileno()).st_size)
@@ -83,7 +83,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     for path in folder.glob("*.ckpt"):
         with suppress(Exception):  # whatever a damaged file makes of its reader
             with open_file(path) as file, ZipFile(file) as archive:
-                check_archive(file)
+                check_zip(file)
                 content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
             first = islice(pickletools.genops(content), 12)  # epoch and step stand there; nothing is made of them
             words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
@@ -93,7 +93,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max(moments, key=lambda path: moments[path], default=None)
 
 
-def checkpoint_of_run(run: Path) -> Path:
+def get_run_checkpoint(run: Path) -> Path:
     """Return the newest checkpoint of a run.
 
     Raises:
@@ -118,7 +118,8 @@ def checkpoint_of_run(run: Path) -> Path:
     train = f"Train the recipe in another folder: lightning-fcl fit --config {run / 'config.yaml'} --out FOLDER."
     if checkpoint is None and damaged:
         raise DamagedFileError(
-            f"Expected a whole checkpoint in {folder} but all are damaged: {listed(path.name for path in damaged)}.",
+            f"Expected a whole checkpoint in {folder} but all are damaged: "
+            f"{format_names(path.name for path in damaged)}.",
             hint=train,
             value=run,
         )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import AGAIN, existing, open_file, read_text
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.io.reading import REDOWNLOAD_HINT, open_file, read_text, require_file
 
 _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 
@@ -17,27 +17,27 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_sums(path: Path) -> dict[str, str]:
+def read_checksums(path: Path) -> dict[str, str]:
     """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
     lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:
         if not _SUM.fullmatch(line):
             raise InvalidValueError(
                 f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
-                hint=AGAIN,
+                hint=REDOWNLOAD_HINT,
                 value=path,
             )
     return dict(line.split(" ") for line in lines)
 
 
-def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
-    return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
+def write_checksums(path: Path, digests: Mapping[str, str]) -> Path:
+    return write_atomic(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
 
 
 def check_digest(path: Path, digest: str) -> None:
-    if sha256(existing(path, "", "Get the file again.")) != digest:
+    if sha256(require_file(path, "", "Get the file again.")) != digest:
         raise InvalidValueError(
             f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
-            hint=AGAIN,
+            hint=REDOWNLOAD_HINT,
             value=path,
         )

@@ -10,22 +10,28 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fcl.errors import ConnectionFailedError, FileAccessError, InvalidValueError, MissingFileError, require
-from lightning_fcl.io.atomic import writing
+from lightning_fcl.errors import (
+    ConnectionFailedError,
+    FileAccessError,
+    InvalidValueError,
+    MissingFileError,
+    require_package,
+)
+from lightning_fcl.io.atomic import disk_error_context
 from lightning_fcl.io.safe_yaml import read_yaml
 
 
-def download(url: str, path: Path, digest: str, then: str = "") -> Path:
+def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
     """The file of a URL, if it is of the digest; one that is here and whole is not asked for again.
 
     Another one that is here stays until this one has come, whole.
 
     Args:
-        then: What is to be done with a file that was downloaded by hand.
+        next_step: What is to be done with a file that was downloaded by hand.
     """
-    pooch = require("pooch", "downloads files and verifies them")
-    requests = require("requests", "downloads files")
-    with writing(path, then="try again"):
+    pooch = require_package("pooch", "downloads files and verifies them")
+    requests = require_package("requests", "downloads files")
+    with disk_error_context(path, remedy="try again"):
         if path.is_file() and pooch.hashes.hash_matches(str(path), digest):
             return path
         settings = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
@@ -43,7 +49,7 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
         except requests.RequestException as error:
             raise ConnectionFailedError(
                 f"Expected to download {url} but got: {error}.",
-                hint=f"Try again, or download it by hand to {path}{then}.",
+                hint=f"Try again, or download it by hand to {path}{next_step}.",
                 value=url,
             ) from error
         except ValueError as error:
@@ -147,7 +153,7 @@ class Source:
             value=root,
         )
 
-    def fetch(self, root: str | Path | None = None) -> Path:
+    def download(self, root: str | Path | None = None) -> Path:
         """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
         root = data_root(root)
         if not self.digest:

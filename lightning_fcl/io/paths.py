@@ -17,7 +17,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
 
 
-def inside(folder: Path, *names: object) -> Path:
+def safe_join(folder: Path, *names: object) -> Path:
     """The path of what a file or a message names, if it lies in its folder.
 
     A name, or each of several with ``/`` between them, is one that every system takes for itself alone: no ``..``, no

@@ -13,7 +13,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 from lightning_fcl.library_errors import first_line
 
-AGAIN = "Delete this copy and get the file again."
+REDOWNLOAD_HINT = "Delete this copy and get the file again."
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
 """The environment variable that sets how many bytes a file may hold once read."""
 _LEAST, _RATIO = 2_000_000_000, 20
@@ -85,8 +85,8 @@ def _other_kind(found: os.stat_result) -> str:
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Convert any error of a reader to one error that names the file and ``what`` the file should be."""
+def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -> Iterator[None]:
+    """Convert any error of a reader to one error that names the file and ``description`` the file should be."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError(_other_kind(path.stat()) if isinstance(path, Path) else "a folder")  # or in a zip file
@@ -98,7 +98,7 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         hint = error.hint if isinstance(error, LimitError) else remedy
         raise DamagedFileError(
-            f"Expected {path} {what} but got: {first_line(error)}.", hint=hint, value=path
+            f"Expected {path} {description} but got: {first_line(error)}.", hint=hint, value=path
         ) from error
 
 
@@ -115,10 +115,10 @@ class LimitError(ValueError):
         self.hint = hint
 
 
-def ensure(fits: object, otherwise: str) -> None:
-    """Refuse what a file holds: within `reading`, whose message ends in what it is."""
-    if not fits:
-        raise ValueError(otherwise)
+def check(condition: object, message: str) -> None:
+    """Refuse what a file holds: within `as_file_error`, whose message ends in what it is."""
+    if not condition:
+        raise ValueError(message)
 
 
 def check_size(size: int, packed: int = 0, most: int | None = None) -> None:
@@ -128,14 +128,14 @@ def check_size(size: int, packed: int = 0, most: int | None = None) -> None:
     of 2 GB and 20 times the packed size.
     """
     if most is not None:
-        ensure(size <= most, f"{size} bytes, above the limit of {most}")
+        check(size <= most, f"{size} bytes, above the limit of {most}")
         return
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
         raise LimitError(f"{LIMIT}={setting}, which is no number of bytes", f"Set {LIMIT} to a whole number.")
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
-        hint = f"{AGAIN} If the file is meant to be that large, set {LIMIT} to at least {size}."
+        hint = f"{REDOWNLOAD_HINT} If the file is meant to be that large, set {LIMIT} to at least {size}."
         raise LimitError(f"{size} bytes once read, above the limit of {limit}", hint)
 
 
@@ -148,10 +148,10 @@ def check_members(archive: ZipFile, packed: int) -> None:
             raise BadZipFile(f"{member.filename!r} packed by method {member.compress_type}")
 
 
-def existing(path: Path, what: str, remedy: str) -> Path:
+def require_file(path: Path, description: str, remedy: str) -> Path:
     """Return the path of a file. Raise MissingFileError if there is no such file."""
     if not path.is_file():
-        raise MissingFileError(f"Expected {what}{path} but found no such file.", hint=remedy, value=path)
+        raise MissingFileError(f"Expected {description}{path} but found no such file.", hint=remedy, value=path)
     return path
 
 
@@ -164,7 +164,7 @@ def read_note(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
+def read_json(path: Path, description: str, schema: int, remedy: str) -> dict[str, Any]:
     """Return the content of a JSON file that this library has written.
 
     Raises:
@@ -172,13 +172,13 @@ def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
         InvalidValueError: If the file is no JSON, or has another format.
     """
     try:
-        content = json.loads(read_text(existing(path, what, remedy)))
+        content = json.loads(read_text(require_file(path, description, remedy)))
     except ValueError as error:
         raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy, value=path) from error
     found = content.get("format") if isinstance(content, dict) else None
-    if found != form:
+    if found != schema:
         raise InvalidValueError(
-            f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
+            f"Expected {path} to be of format {schema} but it is of {'none' if found is None else found}: it is "
             "damaged, or another version of lightning-fcl wrote it.",
             hint=remedy,
             argument="format",

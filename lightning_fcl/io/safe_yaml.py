@@ -18,20 +18,20 @@ from lightning_fcl.errors import (
     MissingFileError,
     UnknownNameError,
     did_you_mean,
-    require,
+    require_package,
 )
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import one_line
 
 Document = TypeVar("Document")
 
-SIZE = 1_000_000
+MAX_SIZE = 1_000_000
 """Characters that a document may have."""
 
-NODES = 100_000
+MAX_NODES = 100_000
 """Values that it may stand for, each counted as often as an alias repeats it."""
 
-DEPTH = 100
+MAX_DEPTH = 100
 """How deep values may lie within values."""
 
 
@@ -53,7 +53,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file within limits."""
     try:
-        return load_yaml(read_text(path, most=SIZE))
+        return load_yaml(read_text(path, most=MAX_SIZE))
     except FileNotFoundError:
         raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path) from None
     except _LimitError as error:
@@ -72,12 +72,12 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def parse(kind: type[Document], content: object, where: object, **made: object) -> Document:
+def parse_dataclass(kind: type[Document], content: object, where: object, **made: object) -> Document:
     """A dataclass of plain fields from a document, which messages call ``where``, and of fields that are made already.
 
     What may name a class is made by the caller: jsonargparse would import it.
     """
-    jsonargparse = require("jsonargparse", "reads documents")
+    jsonargparse = require_package("jsonargparse", "reads documents")
     known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise InvalidValueError(
@@ -107,7 +107,7 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
         raise found from error
 
 
-def resolve_maker(path: str) -> Any:
+def resolve_class(path: str) -> Any:
     """The class that a ``class_path`` names, or the function, which says what it makes."""
     made = resolve_name(path)
     if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
@@ -121,18 +121,20 @@ def resolve_maker(path: str) -> Any:
 
 def check_yaml(text: str) -> None:
     """Refuse a document that is too large, too deep, or grows too large by its aliases."""
-    if len(text) > SIZE:
-        raise _LimitError(f"Expected at most {SIZE} characters but got {len(text)}.", "Shorten the document.")
+    if len(text) > MAX_SIZE:
+        raise _LimitError(f"Expected at most {MAX_SIZE} characters but got {len(text)}.", "Shorten the document.")
     depth = 0
     for event in yaml.parse(text, _Loader):  # one by one: what composes them calls itself, and has no bound of its own
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEPTH:
-            raise _LimitError(f"Expected values within values, at most {DEPTH}, but got more.", "Nest fewer values.")
+        if depth > MAX_DEPTH:
+            raise _LimitError(
+                f"Expected values within values, at most {MAX_DEPTH}, but got more.", "Nest fewer values."
+            )
     try:
         root = yaml.compose(text, _Loader)
-        if root is not None and _size(root, {}) > NODES:
+        if root is not None and _size(root, {}) > MAX_NODES:
             raise _LimitError(
-                f"Expected at most {NODES} values but aliases repeat them more often.", "Use fewer aliases."
+                f"Expected at most {MAX_NODES} values but aliases repeat them more often.", "Use fewer aliases."
             )
     except RecursionError:
         raise _LimitError(

@@ -8,18 +8,18 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.reading_check import restored_reading
+from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidTypeError
-from lightning_fcl.methods.client import is_labelled
-from lightning_fcl.methods.declaration import Declaration, overrides
-from lightning_fcl.methods.trial import first_rows
+from lightning_fcl.methods.base import MethodBase, overrides_hook
+from lightning_fcl.methods.context import is_labelled
+from lightning_fcl.methods.dry_run import first_indices
 
 _SAMPLES = 2  # read before a fit
 
 
-def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
+def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     """Raise TypeError if a method cannot use a batch.
 
     Args:
@@ -28,7 +28,7 @@ def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
         stored: Whether the method may store samples of the batch as they are. In a federation, methods store samples
             as the dataset returns them, and transfer hooks may change a batch.
     """
-    accepts = is_labelled(batch) or (method.needs.dicts and isinstance(batch, dict))
+    accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
     if method.needs.labels and not accepts:
         raise InvalidTypeError(
             f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}.",
@@ -39,19 +39,19 @@ def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
         check_stored(method, batch)
 
 
-def check_samples(method: Declaration, trainer: L.Trainer) -> None:
+def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     """Raise TypeError if a method stores samples, and those of the stream cannot be stored.
 
     Two samples are read, with which neither the dataset nor a random generator changes.
     """
-    stream = stream_of(trainer)
-    stores = method.needs.tensors or overrides(method, "replay_samples")
-    if not stores or stream is None or not stream.samples.draws or (rows := first_rows(stream)) is None:
+    stream = find_stream(trainer)
+    stores = method.needs.tensors or overrides_hook(method, "replay_samples")
+    if not stores or stream is None or not stream.samples.is_random or (rows := first_indices(stream)) is None:
         return
     samples, rows = stream.samples, rows[:_SAMPLES]
     with isolate_rng(), restored_reading(samples, rows, "train"):
         try:
-            batch = samples.take(rows, "train", stream.seed)
+            batch = samples.get(rows, "train", stream.seed)
         except Exception:  # such as a `collate_fn` for more samples; training raises all other errors
             return
     if method.needs.tensors:
@@ -60,7 +60,7 @@ def check_samples(method: Declaration, trainer: L.Trainer) -> None:
         check_stored(method, batch)
 
 
-def check_stored(method: Declaration, batch: Batch) -> None:
+def check_stored(method: MethodBase, batch: Batch) -> None:
     """Raise TypeError if a method stores samples, and those of a batch cannot be stored.
 
     Samples can be stored if every value of the batch is a tensor with a row for each sample.
@@ -69,7 +69,7 @@ def check_stored(method: Declaration, batch: Batch) -> None:
     values: dict[str, object]
     if needs.tensors:
         values = _named(batch)
-    elif overrides(method, "replay_samples"):
+    elif overrides_hook(method, "replay_samples"):
         values = dict(_leaves("", batch))
     else:
         return

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.errors import InvalidTypeError
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.client_store import StateSection
 
 if TYPE_CHECKING:
     from lightning_fcl.data.avalanche import ExemplarsBuffer
@@ -58,10 +58,10 @@ def select(
     sample: Callable[[int], Any],
     labels: Tensor,
     tasks: Tensor,
-    memory: Memory,
+    memory: StateSection,
     agent: Agent,
     generator: torch.Generator,
-) -> tuple[Tensor, Memory]:
+) -> tuple[Tensor, StateSection]:
     """Select samples by a buffer of Avalanche.
 
     Args:

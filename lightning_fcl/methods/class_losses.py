@@ -10,20 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, argument, at_least, one_of
-from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import HasClasses
-from lightning_fcl.federation.reductions import Changes
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.method import Method, class_mask, for_output, masked, padded, true_class, with_classes
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidValueError, at_least, one_of, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import HasNumClasses
+from lightning_fcl.federation.reductions import DeltaSum
+from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.methods.method import (
+    Method,
+    add_seen_classes,
+    class_mask,
+    mask_other_classes,
+    match_output,
+    pad_classes,
+    target_mask,
+)
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.prototypes import SumOfSome
+from lightning_fcl.methods.prototypes import SparseSum
 
 
-class Total(SumOfSome, Changes):
+class SparseDeltaSum(SparseSum, DeltaSum):
     """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
 
     name = "total"
@@ -40,7 +48,7 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
         return F.cross_entropy(logits, target, reduction="none")
     present = counts > 0
     shift = tau * torch.where(present, counts / counts.sum().clamp(min=1), 1.0).log()
-    shifted = masked(logits + shift, present | true_class(target, logits) | ~present.any())
+    shifted = mask_other_classes(logits + shift, present | target_mask(target, logits) | ~present.any())
     return F.cross_entropy(shifted, target, reduction="none")
 
 
@@ -67,68 +75,75 @@ class LogitAdjustment(Method):
     """
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True, numbers=True)
-    reductions: ClassVar[Rules] = {"counts": Total()}
+    reductions: ClassVar[ReductionRules] = {"counts": SparseDeltaSum()}
 
-    tau: float = argument(1.0, at_least, 0)
-    prior: Literal["client", "federation"] = argument("client", one_of, ("client", "federation"))
+    tau: float = validated(1.0, at_least, 0)
+    prior: Literal["client", "federation"] = validated("client", one_of, ("client", "federation"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._base: Tensor | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream, self._base = stream_of(trainer), None
-        if stream is not None and len(stream.plan.base):
-            self._base = torch.as_tensor(stream.y[stream.plan.base])
+        stream, self._base = find_stream(trainer), None
+        if stream is not None and len(stream.plan.base_samples):
+            self._base = torch.as_tensor(stream.y[stream.plan.base_samples])
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         if self.prior == "client":
             return {}
-        if not isinstance(module, HasClasses):
+        if not isinstance(module, HasNumClasses):
             raise InvalidValueError(
                 f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`.",
-                hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
+                hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
                 argument="num_classes",
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 
-    def on_download(self, client: Client) -> Memory:
-        counts = _counted(client.part.labels, client.part.num_classes)
-        if not counts.any() and client.memory:
-            counts = client.memory["counts"]
-        memory = {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
-        if "counts" not in client.shared:
+    def prepare_client_state(self, client: Client) -> StateSection:
+        counts = _counted(client.client_round.labels, client.client_round.num_classes)
+        if not counts.any() and client.method_state:
+            counts = client.method_state["counts"]
+        memory = {"experience": client.method_state.get("experience", torch.tensor(-1)), "counts": counts}
+        if "counts" not in client.server_state:
             return memory
-        shared = client.shared["counts"]
-        unsent = client.memory.get("unsent", torch.zeros_like(shared)).to(shared.device)
-        own = padded(self._new_counts(client, counts).to(shared.device), len(shared)) + unsent
+        shared = client.server_state["counts"]
+        unsent = client.method_state.get("unsent", torch.zeros_like(shared)).to(shared.device)
+        own = pad_classes(self._new_counts(client, counts).to(shared.device), len(shared)) + unsent
         return {**memory, "counts": shared + own, "unsent": unsent}
 
     def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
         """Return how many samples of each class the server has not counted; in a plain Trainer, once a fit."""
         if client.history is None:
-            return counts * client.enters_experience
-        return _counted(client.part.labels[client.history.new], len(counts))
+            return counts * client.is_new_experience
+        return _counted(client.client_round.labels[client.history.new], len(counts))
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
         if self.prior == "client":
             return {}
-        unsent = client.memory["unsent"]
-        counts = _counted(client.part.labels, len(unsent))
+        unsent = client.method_state["unsent"]
+        counts = _counted(client.client_round.labels, len(unsent))
         return {"counts": self._new_counts(client, counts).to(unsent.device) + unsent}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
         if self.tau == 0:
             return 0.0
-        counts = for_output(client.memory["counts"], step.output)
+        counts = match_output(client.method_state["counts"], step.output)
         adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        counted = client.memory["experience"] if client.missed else torch.tensor(client.part.experience)
-        memory = {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
-        return memory | ({"unsent": self.contribute(client, own, data)["counts"]} if client.missed else {})
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        counted = (
+            client.method_state["experience"] if client.missed else torch.tensor(client.client_round.experience_idx)
+        )
+        memory = {
+            "experience": counted,
+            "counts": _counted(client.client_round.labels, client.client_round.num_classes),
+        }
+        return memory | (
+            {"unsent": self.upload_statistics(client, trained_state, data)["counts"]} if client.missed else {}
+        )
 
 
 def _counted(labels: Tensor, classes: int) -> Tensor:
@@ -157,7 +172,7 @@ def mean_output_loss(
         logits = logits.softmax(dim=-1)
     elif outputs == "log-probabilities":
         logits = logits.log_softmax(dim=-1)
-    others = new & ~true_class(target, logits)
+    others = new & ~target_mask(target, logits)
     of_new, of_old = (
         (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1) for classes in (others, old.expand_as(others))
     )
@@ -194,41 +209,41 @@ class MeanOutputLoss(Method):
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 
-    mu: float = argument(2.0, at_least, 0)
-    outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))
-    distance: Distance = argument("squared", one_of, get_args(Distance))
-    cross_entropy: Scope = argument("session", one_of, get_args(Scope))
+    mu: float = validated(2.0, at_least, 0)
+    outputs: Outputs = validated("probabilities", one_of, get_args(Outputs))
+    distance: Distance = validated("squared", one_of, get_args(Distance))
+    cross_entropy: Scope = validated("session", one_of, get_args(Scope))
 
-    def on_download(self, client: Client) -> Memory:
-        memory, part = client.memory, client.part
+    def prepare_client_state(self, client: Client) -> StateSection:
+        memory, part = client.method_state, client.client_round
         if part.new_classes or part.old_classes:
             known = {"new": part.new_classes, "old": part.old_classes}
             return {name: class_mask(part.num_classes, classes) for name, classes in known.items()}
         seen = memory.get("seen", class_mask(part.num_classes, ()))
-        if client.enters_experience:
-            memory = {"experience": torch.tensor(part.experience), "old": seen, "seen": seen}
+        if client.is_new_experience:
+            memory = {"experience": torch.tensor(part.experience_idx), "old": seen, "seen": seen}
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
-        output, own = step.output, true_class(step.y, step.output)
-        old = for_output(client.memory["old"], output)
-        if "new" in client.memory:
-            new = for_output(client.memory["new"], output)
+        output, own = step.output, target_mask(step.y, step.output)
+        old = match_output(client.method_state["old"], output)
+        if "new" in client.method_state:
+            new = match_output(client.method_state["new"], output)
         else:
-            real = own if step.weight is None else own & (step.weight > 0)[:, None]
+            real = own if step.sample_weight is None else own & (step.sample_weight > 0)[:, None]
             new = real.any(dim=0) & ~old
         total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(output)
             remembered = (own & old).any(dim=-1, keepdim=True)
             allowed = torch.where(remembered, new | old, allowed) | own
-            total = total + F.cross_entropy(masked(output, allowed), step.y, reduction="none")
+            total = total + F.cross_entropy(mask_other_classes(output, allowed), step.y, reduction="none")
             total = total - F.cross_entropy(output, step.y, reduction="none")
         return step.mean(total)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        memory = client.method_state
         if "seen" not in memory:
             return memory
-        return {**memory, "seen": with_classes(memory["seen"], client.part.labels)}
+        return {**memory, "seen": add_seen_classes(memory["seen"], client.client_round.labels)}

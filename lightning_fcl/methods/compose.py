@@ -10,31 +10,31 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import reductions_of
-from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, federation_of, need_federation
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Declaration, matches, overrides, overriding
-from lightning_fcl.methods.functional import states_loss, trainable
+from lightning_fcl.federation.aggregation import get_reductions
+from lightning_fcl.federation.protocols import ClientEndListener, RoundEndListener, find_federation, require_federation
+from lightning_fcl.methods.base import MethodBase, matches, methods_overriding, overrides_hook
+from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.methods.functional import require_sample_loss, trainable_parameters
 from lightning_fcl.methods.replay_samples import ClientOf
 
 
-def methods_of(trainer: L.Trainer) -> list[Declaration]:
+def get_methods(trainer: L.Trainer) -> list[MethodBase]:
     """The methods among a Trainer's callbacks, in order."""
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Declaration)]
+    return [callback for callback in get_callbacks(trainer) if isinstance(callback, MethodBase)]
 
 
-def check_compatible(methods: Sequence[Declaration]) -> None:
+def check_compatible(methods: Sequence[MethodBase]) -> None:
     """Refuse methods that cannot work together."""
     for does, function in (
         ("weighs the task loss", "task_weight"),
-        ("changes the gradient", "project"),
-        ("predicts by a rule of its own", "predict"),
-        ("trains parts of the module in stages", "trains"),
+        ("changes the gradient", "project_gradient"),
+        ("predicts by a rule of its own", "rescore"),
+        ("trains parts of the module in stages", "trainable_patterns"),
     ):
-        names = [*dict.fromkeys(type(method).__name__ for method in overriding(methods, function))]
+        names = [*dict.fromkeys(type(method).__name__ for method in methods_overriding(methods, function))]
         if len(names) > 1:
             raise InvalidValueError(
                 f"Expected at most one method that {does} but got {' and '.join(names)}.",
@@ -53,7 +53,7 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
             )
 
 
-def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModule) -> None:
+def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Refuse, before a fit, what a method cannot work with."""
     name, needs = type(method).__name__, method.needs
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
@@ -63,15 +63,15 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             argument="precision",
             value=trainer.precision,
         )
-    if needs.loss:
-        states_loss(module, f" for `{name}`")
-    federation = need_federation(trainer, name, needs.federation) if needs.federation else None
+    if needs.sample_loss:
+        require_sample_loss(module, f" for `{name}`")
+    federation = require_federation(trainer, name, needs.federation_reason) if needs.federation_reason else None
     if federation is None:
-        if federation_of(trainer) is None:
+        if find_federation(trainer) is None:
             _check_one_client(method, trainer)
         return
     weights = federation.server.client_weights
-    if needs.uniform and weights != "uniform" and len(federation.stream.plan.clients) > 1:
+    if needs.uniform_weights and weights != "uniform" and len(federation.stream.plan.clients) > 1:
         raise InvalidValueError(
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
             f"{weights!r}.",
@@ -79,10 +79,10 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             argument="client_weights",
             value=weights,
         )
-    if not needs.head:
+    if not needs.local_head:
         return
     head: str = vars(method)["head"]
-    learning = trainable(module)
+    learning = trainable_parameters(module)
     chosen = sorted(name for name in learning if matches(name, head))
     if not chosen or len(chosen) == len(learning):
         raise InvalidValueError(
@@ -91,9 +91,9 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             hint=f'Use a pattern of the last layer, such as `head="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head",
         )
-    reductions = reductions_of(module, federation.settings.rules)
+    reductions = get_reductions(module, federation.settings.rules)
     for name in chosen:
-        if not reductions[name].own:
+        if not reductions[name].is_local:
             raise InvalidValueError(
                 f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
                 hint=f'Give the strategy `reductions={{"{head}": "none"}}`.',
@@ -102,13 +102,13 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             )
 
 
-def _check_one_client(method: Declaration, trainer: L.Trainer) -> None:
+def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
     """Raise ValueError if a method has functions that a plain Trainer, a federation of one client, does not call."""
-    functions = [name for name in ("personalize",) if overrides(method, name)]
-    functions += ["on_client_end"] if isinstance(method, ListensToClients) else []
-    functions += ["on_round_end"] if isinstance(method, ListensToRounds) else []
+    functions = [name for name in ("personalize",) if overrides_hook(method, name)]
+    functions += ["on_client_end"] if isinstance(method, ClientEndListener) else []
+    functions += ["on_round_end"] if isinstance(method, RoundEndListener) else []
     if trainer.world_size > 1:  # each process has a client with a share of the data
-        functions += [name for name in ("upload", "server_turn") if overrides(method, name)]
+        functions += [name for name in ("transform_upload", "process_aggregate") if overrides_hook(method, name)]
     if functions:
         name, of = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
         raise InvalidValueError(
@@ -120,7 +120,7 @@ def _check_one_client(method: Declaration, trainer: L.Trainer) -> None:
 
 
 def compose(
-    methods: Sequence[Declaration],
+    methods: Sequence[MethodBase],
     clients: Sequence[Client],
     steps: Sequence[Step],
     zero: Tensor,
@@ -141,30 +141,34 @@ def compose(
     return scale, extra
 
 
-def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -> int | Callable[[ClientRound], int]:
+def local_epochs_fn(
+    methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
+) -> int | Callable[[ClientRound], int]:
     """A client's passes over its data in a round, as the first method says that has a say."""
-    saying = overriding(methods, "local_epochs")
+    saying = methods_overriding(methods, "local_epochs")
 
     def local_epochs_in(part: ClientRound) -> int:
         said = (method.local_epochs(client_of(method, part)) for method in saying)
-        return next((epochs for epochs in said if epochs is not None), usual)
+        return next((epochs for epochs in said if epochs is not None), default_epochs)
 
-    return local_epochs_in if saying else usual
+    return local_epochs_in if saying else default_epochs
 
 
 @contextmanager
-def predicting(module: L.LightningModule) -> Iterator[None]:
+def prediction_override(module: L.LightningModule) -> Iterator[None]:
     """Let a module predict by the rule of a method of its Trainer, if one has a rule, in place of its own output."""
-    ruling, federation = overriding(methods_of(module.trainer), "predict"), federation_of(module.trainer)
+    ruling, federation = methods_overriding(get_methods(module.trainer), "rescore"), find_federation(module.trainer)
     if not ruling:
         yield
         return
     method = ruling[0]
     holder = federation or method.local
-    server = (holder.server.kept_for(method.section) if holder is not None else {}) or method.server_state(module)
+    server = (holder.server.get_section(method.section_name) if holder is not None else {}) or method.init_server_state(
+        module
+    )
 
     def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return method.predict(server, module, args[0], output)
+        return method.rescore(server, module, args[0], output)
 
     handle = module.register_forward_hook(rule)
     try:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, above, argument, at_least, between, one_of
-from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, Step, remember, section
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import InvalidValueError, above, at_least, between, one_of, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
+from lightning_fcl.methods.method import Method, add_seen_classes, mask_other_classes, match_output, target_mask
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import Once, models_before, present_experiences, with_teacher, without_teacher
 
@@ -60,11 +60,11 @@ class FLwF2T(Method):
 
     needs: ClassVar[Needs] = Needs(logits=True)
 
-    alpha: float = argument(0.001, between, 0, 1)
+    alpha: float = validated(0.001, between, 0, 1)
     beta: float = 0.7
-    temperature: float = argument(2.0, above, 0)
-    mean_over: Literal["batch", "elements"] = argument("batch", one_of, ("batch", "elements"))
-    previous: Literal["kept", "live"] = argument("kept", one_of, ("kept", "live"))
+    temperature: float = validated(2.0, above, 0)
+    mean_over: Literal["batch", "elements"] = validated("batch", one_of, ("batch", "elements"))
+    previous: Literal["kept", "live"] = validated("kept", one_of, ("kept", "live"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,8 +79,8 @@ class FLwF2T(Method):
                 value=self.beta,
             )
 
-    def on_download(self, client: Client) -> Memory:
-        return client.memory or (remember(client.server, "own") if self.previous == "kept" else {})
+    def prepare_client_state(self, client: Client) -> StateSection:
+        return client.method_state or (with_prefix(client.received_state, "own") if self.previous == "kept" else {})
 
     def task_weight(self, client: Client) -> float:
         return self.alpha
@@ -88,14 +88,17 @@ class FLwF2T(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         terms: Tensor | float = 0.0
         share = 1 if self.mean_over == "batch" else step.output.shape[-1]
-        for weight, teacher in ((self.beta, section(client.memory, "own")), (1 - self.alpha - self.beta, step.server)):
+        for weight, teacher in (
+            (self.beta, strip_prefix(client.method_state, "own")),
+            (1 - self.alpha - self.beta, step.received_state),
+        ):
             if teacher and weight > 1e-9:
-                logits = step.predict(teacher, step.x)
+                logits = step.teacher_forward(teacher, step.x)
                 terms = terms + weight / share * step.mean(distillation_loss(step.output, logits, self.temperature))
         return terms
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return remember(own, "own") if self.previous == "kept" else {}
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return with_prefix(trained_state, "own") if self.previous == "kept" else {}
 
 
 @dataclass(eq=False)
@@ -148,38 +151,52 @@ class LwF(Method):
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     """Labels tell the classes that were seen."""
-    reductions: ClassVar[Rules] = {"before.*": Once()}
+    reductions: ClassVar[ReductionRules] = {"before.*": Once()}
     of_experience: ClassVar[tuple[str, ...]] = ("old", "teacher.*")
 
-    strength: float = argument(1.0, at_least, 0)
-    temperature: float = argument(2.0, above, 0)
-    teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
+    strength: float = validated(1.0, at_least, 0)
+    temperature: float = validated(2.0, above, 0)
+    teacher: Literal["own", "server"] = validated("own", one_of, ("own", "server"))
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         fits = 0 if self.local is None else self.local.fits
         return models_before(module, present_experiences(module, fits)) if self.teacher == "server" else {}
 
-    def on_download(self, client: Client) -> Memory:
-        if "old" not in client.memory:
-            nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
-            memory = client.memory if "seen" in client.memory else {"seen": nothing, **self._latest(client.server)}
-            client.memory = {**memory, "old": memory["seen"], **remember(section(memory, "latest"), "teacher")}
-        return with_teacher(client, client.part.experience) if self.teacher == "server" else client.memory
+    def prepare_client_state(self, client: Client) -> StateSection:
+        if "old" not in client.method_state:
+            nothing = torch.zeros(max(client.client_round.num_classes, 1), dtype=torch.bool)
+            memory = (
+                client.method_state
+                if "seen" in client.method_state
+                else {"seen": nothing, **self._latest(client.received_state)}
+            )
+            client.method_state = {
+                **memory,
+                "old": memory["seen"],
+                **with_prefix(strip_prefix(memory, "latest"), "teacher"),
+            }
+        return (
+            with_teacher(client, client.client_round.experience_idx)
+            if self.teacher == "server"
+            else client.method_state
+        )
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
-        old = for_output(client.memory["old"], step.output)
-        teacher = masked(step.predict({**step.server, **section(client.memory, "teacher")}, step.x), old)
-        loss = step.mean(distillation_loss(masked(step.output, old), teacher, self.temperature))
+        old = match_output(client.method_state["old"], step.output)
+        teacher = mask_other_classes(
+            step.teacher_forward({**step.received_state, **strip_prefix(client.method_state, "teacher")}, step.x), old
+        )
+        loss = step.mean(distillation_loss(mask_other_classes(step.output, old), teacher, self.temperature))
         return self.strength * loss * old.any()
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        seen = with_classes(client.memory["seen"], client.part.labels)
-        return {**without_teacher(client), "seen": seen, **self._latest(own)}
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        seen = add_seen_classes(client.method_state["seen"], client.client_round.labels)
+        return {**without_teacher(client), "seen": seen, **self._latest(trained_state)}
 
-    def _latest(self, state: State) -> Memory:
-        return remember(state, "latest") if self.teacher == "own" else {}
+    def _latest(self, state: State) -> StateSection:
+        return with_prefix(state, "latest") if self.teacher == "own" else {}
 
 
 @dataclass(eq=False)
@@ -205,13 +222,16 @@ class FedNTD(Method):
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 
-    beta: float = argument(1.0, at_least, 0)
-    temperature: float = argument(1.0, above, 0)
+    beta: float = validated(1.0, at_least, 0)
+    temperature: float = validated(1.0, above, 0)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.beta == 0 or step.y is None:
             return 0.0
-        true, logits = true_class(step.y, step.output), (step.output, step.predict(step.server, step.x))
+        true, logits = (
+            target_mask(step.y, step.output),
+            (step.output, step.teacher_forward(step.received_state, step.x)),
+        )
         student, teacher = (each.masked_fill(true, -torch.inf) for each in logits)
         return self.beta * self.temperature**2 * step.mean(distillation_loss(student, teacher, self.temperature))
 
@@ -249,17 +269,20 @@ class MOON(Method):
 
     needs: ClassVar[Needs] = Needs(labels=True)
 
-    mu: float = argument(1.0, at_least, 0)
-    temperature: float = argument(0.5, above, 0)
+    mu: float = validated(1.0, at_least, 0)
+    temperature: float = validated(0.5, above, 0)
 
-    def on_download(self, client: Client) -> Memory:
-        return client.memory or ({} if self.mu == 0 else remember(client.server, "own"))
+    def prepare_client_state(self, client: Client) -> StateSection:
+        return client.method_state or ({} if self.mu == 0 else with_prefix(client.received_state, "own"))
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.mu == 0:
             return 0.0
-        near, far = (embeddings(client.module, s, step.x) for s in (step.server, section(client.memory, "own")))
-        return self.mu * step.mean(contrastive_loss(step.features(step.x), near, far, self.temperature))
+        near, far = (
+            embeddings(client.module, s, step.x)
+            for s in (step.received_state, strip_prefix(client.method_state, "own"))
+        )
+        return self.mu * step.mean(contrastive_loss(step.embed_fn(step.x), near, far, self.temperature))
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return {} if self.mu == 0 else remember(own, "own")
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return {} if self.mu == 0 else with_prefix(trained_state, "own")

@@ -16,34 +16,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import RunsFederation, federation_of
-from lightning_fcl.federation.wire import DIVERGED
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.compression import DIVERGENCE_HINT
+from lightning_fcl.federation.protocols import FederationProtocol, find_federation
+from lightning_fcl.methods.base import MethodBase, changes_loss, make_client, overrides_hook
 from lightning_fcl.methods.batch_check import check_batch, check_samples
-from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
-from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
+from lightning_fcl.methods.compose import check_compatible, check_needs, compose, get_methods, prediction_override
+from lightning_fcl.methods.context import Client, Step, is_labelled, without_call
+from lightning_fcl.methods.dry_run import describe_non_logits, find_logits_obstacle, first_indices
 from lightning_fcl.methods.epoch_rounds import EpochRounds
 from lightning_fcl.methods.frozen_layers import Freezer, FrozenLayers
 from lightning_fcl.methods.functional import (
-    features_of,
-    gradient_of,
-    loss_of,
-    output_of,
-    stepped_by,
-    teacher_of,
-    trainable,
+    make_embed_fn,
+    make_gradient_fn,
+    make_loss_fn,
+    make_output_fn,
+    make_teacher_fn,
+    optimized_parameters,
+    trainable_parameters,
 )
 from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.replay_samples import DrawnSamples, join_batch, joins_batches
-from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.rng import make_client_keys
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ log = logging.getLogger(__name__)
 class MethodDriver(Callback):
     """Runs the functions of methods in the steps of one client at a time; stands behind the last method.
 
-    In a federation the rounds call `begin`. A plain Trainer is a federation of one client, see `EpochRounds`.
+    In a federation the rounds call `start_clients`. A plain Trainer is a federation of one client, see `EpochRounds`.
     """
 
-    def __init__(self, methods: Sequence[Declaration]) -> None:
+    def __init__(self, methods: Sequence[MethodBase]) -> None:
         self.methods = list(methods)
-        self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
-        self._federation: RunsFederation | None = None
+        self.has_finite_loss = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
+        self._federation: FederationProtocol | None = None
         self._freezer = Freezer()
         self._frozen_layers = FrozenLayers()
         self._rule = ExitStack()
@@ -71,7 +71,7 @@ class MethodDriver(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._module = pl_module
-        self.methods, self._federation = methods_of(trainer), federation_of(trainer)
+        self.methods, self._federation = get_methods(trainer), find_federation(trainer)
         if stage != "fit":
             return
         check_compatible(self.methods)
@@ -88,7 +88,7 @@ class MethodDriver(Callback):
         self._local = first or self._local
         for method in self.methods:
             if method.local is not None and method.local is not self._local:
-                self._local.adopt(method.local, method.section)
+                self._local.adopt(method.local, method.section_name)
             method.local = self._local
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,14 +99,14 @@ class MethodDriver(Callback):
             self._local.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
+        stream, needing = find_stream(trainer), [method for method in self.methods if method.needs.logits]
         if stream is None or not needing:
             return
-        if (first := first_rows(stream)) is None:
+        if (first := first_indices(stream)) is None:
             return
         with isolate_rng():  # a data set's own code may draw
-            pairs = is_labelled(stream.take(first[:1]))
-        if pairs and (why := why_no_logits(pl_module, stream, first)):
+            pairs = is_labelled(stream.get_samples(first[:1]))
+        if pairs and (why := find_logits_obstacle(pl_module, stream, first)):
             _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -126,11 +126,11 @@ class MethodDriver(Callback):
         self.release(pl_module)
         self._rule.close()
         for method in self.methods:
-            method.leave(pl_module)
+            method.restore_module(pl_module)
 
     def release(self, pl_module: L.LightningModule) -> None:
         """Remove what training has put into the module: a hook, and the parts that are frozen."""
-        self._freezer.train(pl_module, None)
+        self._freezer.train_only(pl_module, None)
         self._freezer = Freezer()
         self._frozen_layers.wake()
         if self._hook is not None:
@@ -143,7 +143,7 @@ class MethodDriver(Callback):
     # Evaluation.
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._rule.enter_context(predicting(pl_module))
+        self._rule.enter_context(prediction_override(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._rule.close()
@@ -158,7 +158,7 @@ class MethodDriver(Callback):
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
-    def begin(self, part: ClientRound, received: State, memories: Sequence[Memory], seed: int) -> None:
+    def start_clients(self, part: ClientRound, received: State, memories: Sequence[StateSection], seed: int) -> None:
         """Begin a client's local training. The client's state is in the module.
 
         Args:
@@ -169,32 +169,34 @@ class MethodDriver(Callback):
         """
         module = self._module
         each = zip(self.methods, memories, strict=True)
-        self._clients = [client_of(method, module, memory, received, part) for method, memory in each]
+        self._clients = [make_client(method, module, memory, received, part) for method, memory in each]
         # "recall" is part of the seed of existing runs.
         self._drawn = DrawnSamples(
-            self.methods, [self._clients], lambda name: keys_of(seed, [part.client], part.round, "recall", name)
+            self.methods,
+            [self._clients],
+            lambda name: make_client_keys(seed, [part.client_id], part.round_idx, "recall", name),
         )
-        self.finite = torch.tensor(True)
+        self.has_finite_loss = torch.tensor(True)
         for method, client in zip(self.methods, self._clients, strict=True):
             method.client = client
-            method.begin(client)
+            method.start_client(client)
 
     @property
-    def memories(self) -> list[Memory]:
+    def memories(self) -> list[StateSection]:
         """The state of each method of the client that trains."""
-        return [client.memory for client in self._clients]
+        return [client.method_state for client in self._clients]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._epochs is not None:
             self.rest_frozen(pl_module)
-            self.begin(*self._epochs.begin(trainer.current_epoch), self._epochs.stream.seed)
+            self.start_clients(*self._epochs.begin(trainer.current_epoch), self._epochs.stream.seed)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         for method in () if _side_by_side(self._federation) else self.methods:
-            check_batch(method, batch, stored=stream_of(trainer) is None)
-        epoch = self._federation.round.local_epoch if self._federation is not None else 0
+            check_batch(method, batch, stored=find_stream(trainer) is None)
+        epoch = self._federation.current_round.local_epoch if self._federation is not None else 0
         if self._epochs is not None:
             epoch = self._epochs.local_epoch(batch_idx)
             self._epochs.add(batch)
@@ -202,18 +204,18 @@ class MethodDriver(Callback):
             client.batch, client.local_epoch = batch, epoch
         for method, client in self._active():
             method.begin_step(client)
-            if stream_of(trainer) is None and joins_batches(method):
+            if find_stream(trainer) is None and joins_batches(method):
                 join_batch(method, client, batch_idx)
-        parts = [method.trains(client) for method, client in self._active()]
-        self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
+        parts = [method.trainable_patterns(client) for method, client in self._active()]
+        self._freezer.train_only(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
 
-    def _active(self) -> list[tuple[Declaration, Client]]:
+    def _active(self) -> list[tuple[MethodBase, Client]]:
         """The methods that the client uses that trains now, and it as they see it."""
         each = zip(self.methods, self._clients, strict=True) if self._clients else ()
-        return [(method, client) for method, client in each if client.active]
+        return [(method, client) for method, client in each if client.is_active]
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and args:
@@ -223,15 +225,15 @@ class MethodDriver(Callback):
         if _side_by_side(self._federation):
             return  # their trainer does so
         active = self._active()
-        if not any(shapes_loss(method, client) for method, client in active):
+        if not any(changes_loss(method, client) for method, client in active):
             return
         methods, clients = [method for method, _ in active], [client for _, client in active]
         called, self._call = self._call, None
         x, output = called or (None, loss)
         for method in methods if called else ():  # batches that are no pairs tell no earlier what the output is
-            if method.needs.logits and (why := why_not_logits(output)):
+            if method.needs.logits and (why := describe_non_logits(output)):
                 _refuse_output(method, pl_module, why)
-        step = step_of(pl_module, clients[0].server, x, output)
+        step = step_of(pl_module, clients[0].received_state, x, output)
         step.y = clients[0].batch[1] if is_labelled(clients[0].batch) else None
         steps = [self._drawn.step(method, step) for method in methods]
         if called is None:  # most penalties on parameters do not ask for it
@@ -242,20 +244,20 @@ class MethodDriver(Callback):
         zero = torch.zeros((), device=loss.device)
         weight, extra = compose(methods, clients, steps, zero)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
-        self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
+        self.has_finite_loss = self.has_finite_loss.to(loss.device) & loss.detach().isfinite()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         for client in self._clients:
             client.steps += 1
         for method, client in self._active():
-            if not overrides(method, "project"):
+            if not overrides_hook(method, "project_gradient"):
                 continue
-            params = stepped_by(optimizer, pl_module)
+            params = optimized_parameters(optimizer, pl_module)
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
             gradient = flatten(gradients) if gradients else None
             if gradient is None or not torch.isfinite(gradient.sum()):
                 continue  # a client that diverges is the federation's to refuse
-            projected = method.project(client, gradient, gradient_of(pl_module, params))
+            projected = method.project_gradient(client, gradient, make_gradient_fn(pl_module, params))
             if projected is not gradient:
                 for name, value in unflatten(projected, gradients).items():
                     gradients[name].copy_(value)
@@ -264,8 +266,10 @@ class MethodDriver(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         federation = self._federation
-        if federation is not None and (federation.round.client_round is None or federation.round.last_batch):
-            self._freezer.train(pl_module, None)
+        if federation is not None and (
+            federation.current_round.client_round is None or federation.current_round.last_batch
+        ):
+            self._freezer.train_only(pl_module, None)
         if self._epochs is not None and (trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches):
             self._end_epoch(trainer, pl_module, self._epochs)  # before anybody tests the model
 
@@ -274,10 +278,12 @@ class MethodDriver(Callback):
             self._end_epoch(trainer, pl_module, self._epochs)
 
     def _end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule, epochs: EpochRounds) -> None:
-        self._freezer.train(pl_module, None)
-        if not self.finite:
-            log.warning("Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGED)
-            self.finite = torch.tensor(True)
+        self._freezer.train_only(pl_module, None)
+        if not self.has_finite_loss:
+            log.warning(
+                "Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGENCE_HINT
+            )
+            self.has_finite_loss = torch.tensor(True)
         epochs.end(self.memories, self._clients[0].steps if self._clients else 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -288,23 +294,23 @@ class MethodDriver(Callback):
 def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) -> Step:
     """Return a step of the client whose state is in a module, without its targets."""
     return Step(
-        trainable(module),
+        trainable_parameters(module),
         server,
         x,
         output,
-        teacher_of(module),
-        output_of(module),
-        features_of(module),
-        loss_of(module),
+        make_teacher_fn(module),
+        make_output_fn(module),
+        make_embed_fn(module),
+        make_loss_fn(module),
     )
 
 
-def _side_by_side(federation: RunsFederation | None) -> bool:
+def _side_by_side(federation: FederationProtocol | None) -> bool:
     """Whether several clients train, whose trainer runs the methods."""
-    return federation is not None and federation.round.client_round is None
+    return federation is not None and federation.current_round.client_round is None
 
 
-def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> NoReturn:
+def _refuse_output(method: MethodBase, module: L.LightningModule, why: str) -> NoReturn:
     raise InvalidValueError(
         f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
         f"classes by them, but {why}.",

@@ -11,20 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidValueError, MissingValueError, above, argument, at_least
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidValueError, MissingValueError, above, at_least, validated
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, Step, remember, section
-from lightning_fcl.methods.declaration import Pattern
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.methods.base import Pattern
+from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import Episodic, balanced, knows_task, memory_size, past_samples, remember_task
-from lightning_fcl.methods.functional import states_loss
-from lightning_fcl.methods.method import masked, with_classes
-from lightning_fcl.models.continual import DyTox
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.methods.episodic import (
+    Episodic,
+    add_task_memory,
+    balanced_indices,
+    check_memory_size,
+    has_task,
+    past_samples,
+)
+from lightning_fcl.methods.functional import require_sample_loss
+from lightning_fcl.methods.method import add_seen_classes, mask_other_classes
+from lightning_fcl.models.lifelong_vit import DyTox
+from lightning_fcl.rng import derive_seed
 
 
 @dataclass(eq=False)
@@ -69,14 +76,14 @@ class DyToxTraining(Episodic):
 
     max_size: int | float = 0.1
     distillation: float | Literal["auto"] = "auto"
-    temperature: float = argument(1.0, above, 0)
-    divergence: float = argument(0.1, at_least, 0)
-    balanced_epochs: int = argument(1, at_least, 0)
+    temperature: float = validated(1.0, above, 0)
+    divergence: float = validated(0.1, at_least, 0)
+    balanced_epochs: int = validated(1, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_size:
-            memory_size(max_size=self.max_size)
+            check_memory_size(max_size=self.max_size)
         if isinstance(self.distillation, str) and self.distillation != "auto":
             raise InvalidValueError(
                 f'Expected `distillation` to be "auto" or a number but got "{self.distillation}".',
@@ -91,7 +98,7 @@ class DyToxTraining(Episodic):
         self._tap: RemovableHandle | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        model, stream = net_of(pl_module), stream_of(trainer)
+        model, stream = get_dytox(pl_module), find_stream(trainer)
         if stream is not None and not stream.plan.common_tasks:
             raise InvalidValueError(
                 "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
@@ -101,10 +108,10 @@ class DyToxTraining(Episodic):
                 value=stream.scenario,
             )
         if stream is not None:
-            model.assign(stream.plan.common_tasks)
+            model.assign_classes(stream.plan.common_tasks)
         self._tap = model.decoder.register_forward_hook(self._see)
 
-    def leave(self, module: L.LightningModule) -> None:
+    def restore_module(self, module: L.LightningModule) -> None:
         if self._tap is not None:
             self._tap.remove()
         self._tap = self._embedded = self._pool = None
@@ -117,22 +124,22 @@ class DyToxTraining(Episodic):
     # The stages of a task: all of it learns, then its token and heads are tuned.
 
     def local_epochs(self, client: Client) -> int | None:
-        further = client.active and self._tunes(client.part) and _is_planned(client)
+        further = client.is_active and self._tunes(client.client_round) and _is_planned(client)
         return _usual_epochs(client) + self.balanced_epochs if further else None
 
     def _tunes(self, part: ClientRound) -> bool:
-        return bool(self.max_size and self.balanced_epochs) and part.last_round and part.experience > 0
+        return bool(self.max_size and self.balanced_epochs) and part.is_last_round and part.experience_idx > 0
 
-    def begin(self, client: Client) -> None:
+    def start_client(self, client: Client) -> None:
         self._present, self._pool, self._drawn = None, None, 0
-        if len(client.part.labels):
-            self._enter(client, client.part.labels)
+        if len(client.client_round.labels):
+            self._enter(client, client.client_round.labels)
 
     def _enter(self, client: Client, labels: Tensor) -> None:
-        model = net_of(client.module)
-        if client.active:
-            self._present = _task_of(model, labels, client.part.client)
-        model.learnt[torch.unique(model.task_of(labels))] = 1.0
+        model = get_dytox(client.module)
+        if client.is_active:
+            self._present = _task_of(model, labels, client.client_round.client_id)
+        model.learnt[torch.unique(model.task_index(labels))] = 1.0
 
     def begin_step(self, client: Client) -> None:
         batch, self._embedded = client.batch, None
@@ -148,8 +155,8 @@ class DyToxTraining(Episodic):
 
     def _is_tuning(self, client: Client) -> bool:
         if _is_planned(client):
-            return self._tunes(client.part) and client.local_epoch >= _usual_epochs(client)
-        if not (self.max_size and self.balanced_epochs and client.part.experience):
+            return self._tunes(client.client_round) and client.local_epoch >= _usual_epochs(client)
+        if not (self.max_size and self.balanced_epochs and client.client_round.experience_idx):
             return False
         trainer = client.module.trainer
         left = (trainer.max_epochs or 0) - trainer.current_epoch
@@ -157,12 +164,12 @@ class DyToxTraining(Episodic):
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
-        memory, part, stream = client.memory, client.part, stream_of(client.module.trainer)
-        generator = torch.Generator().manual_seed(seed_of(client.seed, part.client, part.round, "balanced"))
+        memory, part, stream = client.method_state, client.client_round, find_stream(client.module.trainer)
+        generator = torch.Generator().manual_seed(derive_seed(client.seed, part.client_id, part.round_idx, "balanced"))
         if stream is not None:
-            data = stream.client_samples(part.client, part.round, client.seed)
-            memory = remember_task(client, data, self.max_size, generator)
-        elif not knows_task(memory, part.experience):
+            data = stream.client_samples(part.client_id, part.round_idx, client.seed)
+            memory = add_task_memory(client, data, self.max_size, generator)
+        elif not has_task(memory, part.experience_idx):
             raise MissingValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
                 "is left to learn it.",
@@ -170,10 +177,10 @@ class DyToxTraining(Episodic):
                 argument="balanced_epochs",
                 value=self.balanced_epochs,
             )
-        chosen = balanced(memory["y"].cpu(), generator).to(memory["y"].device)
+        chosen = balanced_indices(memory["y"].cpu(), generator).to(memory["y"].device)
         return memory["x"][chosen], memory["y"][chosen]
 
-    def trains(self, client: Client) -> Pattern | None:
+    def trainable_patterns(self, client: Client) -> Pattern | None:
         task = self._present
         if task is None:
             return None
@@ -189,22 +196,26 @@ class DyToxTraining(Episodic):
         return None if tunes_alone else past_samples(client)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if self._tuning or self._present is None or "old" not in client.memory:
+        if self._tuning or self._present is None or "old" not in client.method_state:
             return 0.0
         assert step.y is not None  # as it needs labels
-        model, y = net_of(client.module), step.y
+        model, y = get_dytox(client.module), step.y
         classes = torch.arange(len(model.position), device=model.position.device)
-        present = model.task_of(classes) == self._present
-        old = client.memory["old"].to(present.device) & ~present
+        present = model.task_index(classes) == self._present
+        old = client.method_state["old"].to(present.device) & ~present
         if not old.any():
             return 0.0  # the only past task has come back
         total: Tensor | float = 0.0
         if self.distillation:
-            teacher = masked(step.predict(section(client.memory, "teacher"), step.x), old)
-            loss = self.temperature**2 * distillation_loss(masked(step.output, old), teacher, self.temperature)
+            teacher = mask_other_classes(
+                step.teacher_forward(strip_prefix(client.method_state, "teacher"), step.x), old
+            )
+            loss = self.temperature**2 * distillation_loss(
+                mask_other_classes(step.output, old), teacher, self.temperature
+            )
             share: Tensor | float = old.sum() / (old | present).sum()
             if isinstance(self.distillation, str):
-                loss = loss - states_loss(client.module).sample_loss(step.output, y)
+                loss = loss - require_sample_loss(client.module).sample_loss(step.output, y)
             else:
                 share = float(self.distillation)
             total = share * step.mean(loss)
@@ -215,18 +226,18 @@ class DyToxTraining(Episodic):
             total = total + self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
         return total
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return super().end_round(client, own, data) if self.max_size else client.memory
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return super().update_client_state(client, trained_state, data) if self.max_size else client.method_state
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, part, model = client.memory, client.part, net_of(client.module)
-        block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client)])
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        memory, part, model = client.method_state, client.client_round, get_dytox(client.module)
+        block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client_id)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
-        memory = {**memory, "old": with_classes(old, block.to(old.device))}
-        return memory | remember(own, "teacher") if self.distillation else memory
+        memory = {**memory, "old": add_seen_classes(old, block.to(old.device))}
+        return memory | with_prefix(own, "teacher") if self.distillation else memory
 
 
-def net_of(module: L.LightningModule) -> DyTox:
+def get_dytox(module: L.LightningModule) -> DyTox:
     """The `DyTox` that a module trains."""
     found = [part for part in module.modules() if isinstance(part, DyTox)]
     if len(found) != 1:
@@ -241,7 +252,7 @@ def net_of(module: L.LightningModule) -> DyTox:
 
 def _is_planned(client: Client) -> bool:
     """Return whether the local epochs of a client are planned. Those of a loader of the user are not."""
-    return stream_of(client.module.trainer) is not None
+    return find_stream(client.module.trainer) is not None
 
 
 def _usual_epochs(client: Client) -> int:
@@ -249,7 +260,7 @@ def _usual_epochs(client: Client) -> int:
 
 
 def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
-    tasks = torch.unique(model.task_of(labels)).tolist()
+    tasks = torch.unique(model.task_index(labels)).tolist()
     if len(tasks) != 1:
         raise InvalidValueError(
             f"Expected an experience of classes of one task of `DyTox` but client {client} has those of the tasks "

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch, joined
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, above, argument, at_least, warn_of_one
+from lightning_fcl.data.batching import Batch, concat_nested
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, above, at_least, validated, warn_of_one
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.functional import GradientOf
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.methods.functional import GradientFn
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import agem, project
@@ -24,7 +24,7 @@ from lightning_fcl.methods.projection import agem, project
 log = logging.getLogger(__name__)
 
 
-def memory_size(**arguments: int | float) -> None:
+def check_memory_size(**arguments: int | float) -> None:
     """Raise ValueError if an argument is no number of samples and no share. Warn if it is the integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
@@ -41,12 +41,12 @@ def memory_size(**arguments: int | float) -> None:
 class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
+    needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
-    max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
+    max_size: int | float = validated(0.1, check_memory_size)  # jsonargparse takes the first type that fits
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return remember_task(client, data, self.max_size, client.generator)
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return add_task_memory(client, data, self.max_size, client.generator)
 
 
 @dataclass(eq=False)
@@ -73,15 +73,15 @@ class GEM(Episodic):
         0.5
     """
 
-    margin: float = argument(0.5, at_least, 0)
+    margin: float = validated(0.5, at_least, 0)
 
-    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+    def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
         tasks = past_tasks(client)
         if not tasks:
             return gradient
         constraints = gradient.new_empty(len(tasks), len(gradient))
         for row, (x, y) in zip(constraints, tasks, strict=True):
-            row.copy_(gradient_of(x, y))
+            row.copy_(gradient_fn(x, y))
         return project(gradient, constraints, self.margin)
 
 
@@ -105,9 +105,9 @@ class AGEM(Episodic):
         256
     """
 
-    batch_size: int | None = argument(None, at_least, 1)
+    batch_size: int | None = validated(None, at_least, 1)
 
-    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+    def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
         past = past_samples(client)
         if past is None:
             return gradient
@@ -115,19 +115,19 @@ class AGEM(Episodic):
         if self.batch_size is not None:
             drawn = torch.randperm(len(y))[: self.batch_size].to(y.device)
             x, y = x[drawn], y[drawn]
-        return agem(gradient, gradient_of(x, y).to(gradient.dtype))
+        return agem(gradient, gradient_fn(x, y).to(gradient.dtype))
 
 
-def past_numbers(client: Client) -> list[int]:
+def past_task_indices(client: Client) -> list[int]:
     """The numbers of the tasks of which a client remembers samples, but the present one's, ascending."""
-    numbers = torch.unique(client.memory["task"]).tolist() if "task" in client.memory else []
-    return [number for number in numbers if number != client.part.experience]
+    numbers = torch.unique(client.method_state["task"]).tolist() if "task" in client.method_state else []
+    return [number for number in numbers if number != client.client_round.experience_idx]
 
 
 def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
     """The remembered samples ``(x, y)`` of each task but the present one, in order."""
-    memory = client.memory
-    chosen = [memory["task"] == number for number in past_numbers(client)]
+    memory = client.method_state
+    chosen = [memory["task"] == number for number in past_task_indices(client)]
     return [(memory["x"][rows], memory["y"][rows]) for rows in chosen]
 
 
@@ -138,21 +138,24 @@ def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
     return (torch.cat(x), torch.cat(y)) if tasks else None
 
 
-def remember_task(client: Client, data: Batch, max_size: int | float, generator: torch.Generator) -> Memory:
+def add_task_memory(client: Client, data: Batch, max_size: int | float, generator: torch.Generator) -> StateSection:
     """Return the client's state with samples of its current task, a number of them or a share of a round's."""
-    memory, task = client.memory, client.part.experience
+    memory, task = client.method_state, client.client_round.experience_idx
     x, y = finite_pairs(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     history = client.history
     if history is not None and history.covers_experience:
         x, y = finite_pairs(client.selected(data, history.new_in_experience))
-    elif history is not None and knows_task(memory, task):
+    elif history is not None and has_task(memory, task):
         x, y = finite_pairs(client.new_samples(data))
         of_task = (memory["task"] == task).nonzero()[:, 0]
-        x, y = joined([memory["x"][of_task].to(x.device), x]), joined([memory["y"][of_task].to(y.device), y])
+        x, y = (
+            concat_nested([memory["x"][of_task].to(x.device), x]),
+            concat_nested([memory["y"][of_task].to(y.device), y]),
+        )
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
-    chosen = stratified(labels, size, generator).to(y.device)
-    return with_task(memory, {"x": x[chosen], "y": y[chosen]}, task)
+    chosen = stratified_indices(labels, size, generator).to(y.device)
+    return add_task_labels(memory, {"x": x[chosen], "y": y[chosen]}, task)
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
@@ -173,40 +176,40 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def remembered_pairs(memory: Memory) -> tuple[Tensor, Tensor] | None:
+def memory_pairs(method_state: StateSection) -> tuple[Tensor, Tensor] | None:
     """The samples ``(x, y)`` in a memory; None where there are none yet."""
-    return (memory["x"], memory["y"]) if "x" in memory else None
+    return (method_state["x"], method_state["y"]) if "x" in method_state else None
 
 
-def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
+def add_task_labels(method_state: StateSection, samples: StateSection, task: int) -> StateSection:
     """The memory with samples, by name, such as ``x`` and ``y``, in place of a task's earlier ones."""
     first = next(iter(samples.values()))
     device = first.device
     new = {**samples, "task": torch.full((len(first),), task, device=device)}
-    if "task" in memory:
-        kept = memory["task"].to(device) != task
-        new = {name: joined([memory[name].to(device)[kept], value]) for name, value in new.items()}
-    return {**memory, **new}
+    if "task" in method_state:
+        kept = method_state["task"].to(device) != task
+        new = {name: concat_nested([method_state[name].to(device)[kept], value]) for name, value in new.items()}
+    return {**method_state, **new}
 
 
-def without_task(memory: Memory, task: int) -> Memory:
-    """Return a state of samples alone, as `with_task` makes it of none, without the samples of a task."""
+def without_task(memory: StateSection, task: int) -> StateSection:
+    """Return a state of samples alone, as `add_task_labels` makes it of none, without the samples of a task."""
     if "task" not in memory:
         return memory
     kept = memory["task"] != task
     return {name: value[kept] for name, value in memory.items()}
 
 
-def add_to_task(memory: Memory, result: Memory, samples: Memory, task: int) -> Memory:
+def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
     """Return a state with samples of a task, beside those of it that ``result`` has."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         kept = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
-        samples = {name: joined([kept[name], value]) for name, value in samples.items()}
-    return with_task(memory, samples, task)
+        samples = {name: concat_nested([kept[name], value]) for name, value in samples.items()}
+    return add_task_labels(memory, samples, task)
 
 
-def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
+def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Indices of ``size`` samples drawn in their classes' proportions, in order; all samples if there are no more.
 
     Every class has at least one sample where ``size`` allows it. The rest of each share that is no whole number goes to
@@ -228,7 +231,7 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
     return torch.cat(chosen).sort().values if chosen else order
 
 
-def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
+def balanced_indices(y: Tensor, generator: torch.Generator) -> Tensor:
     """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
@@ -236,8 +239,8 @@ def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
     return chosen[torch.randperm(len(chosen), generator=generator)]
 
 
-def knows_task(memory: Memory, task: int) -> bool:
-    return "task" in memory and bool((memory["task"] == task).any())
+def has_task(method_state: StateSection, task: int) -> bool:
+    return "task" in method_state and bool((method_state["task"] == task).any())
 
 
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
@@ -293,12 +296,12 @@ class BCN(Episodic):
 
     vectorizable: ClassVar[bool] = False
 
-    beta: float = argument(0.99, at_least, 0)
-    eps: float = argument(0.1, at_least, 0)
-    x_steps: int = argument(2, at_least, 0)
-    theta_steps: int = argument(5, at_least, 0)
-    inner_lr: float = argument(0.001, above, 0)
-    batch_size: int = argument(128, at_least, 1)
+    beta: float = validated(0.99, at_least, 0)
+    eps: float = validated(0.1, at_least, 0)
+    x_steps: int = validated(2, at_least, 0)
+    theta_steps: int = validated(5, at_least, 0)
+    inner_lr: float = validated(0.001, above, 0)
+    batch_size: int = validated(128, at_least, 1)
 
     def task_weight(self, client: Client) -> float:
         return self.beta if past_tasks(client) else 1.0
@@ -311,11 +314,11 @@ class BCN(Episodic):
         pool = [torch.cat([old.to(new.device), new]) for old, new in zip(past, (step.x, step.y), strict=True)]
         drawn = torch.randint(len(pool[1]), (self.batch_size,))
         x, y = (part[drawn.to(part.device)] for part in pool)
-        total = present = step.loss_of(x, y)
+        total = present = step.loss_fn(x, y)
         if self.eps > 0 and self.x_steps > 0:
-            total = total + step.loss_of(self._worst(step, x, y), y) - present
+            total = total + step.loss_fn(self._worst(step, x, y), y) - present
         if self.theta_steps > 0:
-            total = total + step.loss_of(x, y, self._balanced(step, x, y)) - present
+            total = total + step.loss_fn(x, y, self._balanced(step, x, y)) - present
         return total
 
     def _worst(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
@@ -330,7 +333,7 @@ class BCN(Episodic):
 
         def gradient(moved: Tensor) -> Tensor:
             moved = moved.detach().requires_grad_()
-            return torch.autograd.grad(step.loss_of(moved, y, fixed), moved)[0]
+            return torch.autograd.grad(step.loss_fn(moved, y, fixed), moved)[0]
 
         return worst_inputs(x, gradient, self.eps, self.x_steps)
 
@@ -339,7 +342,7 @@ class BCN(Episodic):
         moved = {name: value.detach() for name, value in step.params.items()}
         for _ in range(self.theta_steps):
             leaves = {name: value.requires_grad_() for name, value in moved.items()}
-            gradients = torch.autograd.grad(step.loss_of(x, y, leaves), list(leaves.values()), materialize_grads=True)
+            gradients = torch.autograd.grad(step.loss_fn(x, y, leaves), list(leaves.values()), materialize_grads=True)
             steps = zip(leaves.items(), gradients, strict=True)
             moved = {name: value.detach() - self.inner_lr * gradient for (name, value), gradient in steps}
         return {name: value + (moved[name] - value).detach() for name, value in step.params.items()}

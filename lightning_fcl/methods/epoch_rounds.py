@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch, Request, joined, order_keys, plan_batches
+from lightning_fcl.data.batching import Batch, BatchRequest, concat_nested, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.loader_stream import CLIENT, LoaderStream
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import ClientState, Memory
-from lightning_fcl.methods.client import is_labelled
-from lightning_fcl.methods.compose import epochs_of
-from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.client_store import ClientState, StateSection
+from lightning_fcl.methods.base import MethodBase, make_client, methods_overriding
+from lightning_fcl.methods.compose import local_epochs_fn
+from lightning_fcl.methods.context import is_labelled
 from lightning_fcl.methods.experience import lasting
 from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.method_round import LocalRound, MethodRound, client_before, entered_state
@@ -40,11 +40,11 @@ class EpochRounds:
         local: The state of the federation.
     """
 
-    def __init__(self, module: L.LightningModule, methods: Sequence[Declaration], local: LocalFederation) -> None:
+    def __init__(self, module: L.LightningModule, methods: Sequence[MethodBase], local: LocalFederation) -> None:
         self._module, self._methods, self._local = module, methods, local
-        self._planned = stream_of(module.trainer)
+        self._planned = find_stream(module.trainer)
         # Only some methods look at the samples again.
-        self._loader = LoaderStream(any(method.needs.samples for method in methods))
+        self._loader = LoaderStream(any(method.needs.round_samples for method in methods))
         self.stream: FederatedStream | LoaderStream = self._loader if self._planned is None else self._planned
         self._round: MethodRound | None = None
         self._is_open = False
@@ -57,7 +57,7 @@ class EpochRounds:
         if self._planned is not None:
             self._planned.local_batches = None
 
-    def begin(self, number: int) -> tuple[ClientRound, State, list[Memory]]:
+    def begin(self, number: int) -> tuple[ClientRound, State, list[StateSection]]:
         """Begin a round.
 
         Args:
@@ -69,9 +69,9 @@ class EpochRounds:
         module, methods, server = self._module, self._methods, self._local.server
         part = self._enter(number)
         round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
-        server.begin_round(nn.Module(), extra=round.server_entries(), round=number)
-        (sent,), (self._kept,) = server.download([part.client])
-        model = {name: value.detach().clone() for name, value in entries(module).items()}
+        server.start_round(nn.Module(), extra_tensors=round.server_entries(), round=number)
+        (sent,), (self._kept,) = server.download([part.client_id])
+        model = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         self._begun: State = {**model, **server.state}
         self._received: State = {**model, **sent}
         self._entered: ClientState = entered_state(server, part, self._kept)
@@ -86,18 +86,18 @@ class EpochRounds:
         client = CLIENT if self._planned is None else self._planned.plan.clients[0]
         if self._local.enter_round(client, number):
             for method in self._methods:
-                kept = self._local.entries(method.section)
+                kept = self._local.entries(method.section_name)
                 for name in kept.keys() - lasting(method, kept).keys():
-                    del self._local.server.extra[f"{method.section}.{name}"]
+                    del self._local.server.extra_tensors[f"{method.section_name}.{name}"]
         if self._planned is None:
             self._loader.begin_round(self._local.fits, number, self._module.trainer.max_epochs)
         return self.stream.client_round(client, number)
 
-    def _check_local_epochs(self, part: ClientRound, memories: Sequence[Memory]) -> None:
+    def _check_local_epochs(self, part: ClientRound, memories: Sequence[StateSection]) -> None:
         """Raise ValueError if a method asks for several local epochs, which loaders of the user do not have."""
-        for method in overriding(self._methods, "local_epochs"):
+        for method in methods_overriding(self._methods, "local_epochs"):
             memory = memories[self._methods.index(method)]
-            epochs = method.local_epochs(client_of(method, self._module, memory, self._received, part))
+            epochs = method.local_epochs(make_client(method, self._module, memory, self._received, part))
             if epochs not in (None, 1):
                 raise InvalidValueError(
                     f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains {epochs} local epochs "
@@ -116,7 +116,7 @@ class EpochRounds:
         """Return the local epoch of a batch, from 0."""
         return batch_idx // self._batches_per_epoch if self._batches_per_epoch else 0
 
-    def end(self, memories: Sequence[Memory], steps: int) -> None:
+    def end(self, memories: Sequence[StateSection], steps: int) -> None:
         """End the round, if it has not ended yet.
 
         Args:
@@ -127,7 +127,7 @@ class EpochRounds:
             return
         self._is_open = False
         module, server, round, name = self._module, self._local.server, self._round, self._local.client
-        part, own = self.stream.client_round(name, round.number), dict(entries(module))
+        part, own = self.stream.client_round(name, round.number), dict(state_tensors(module))
         samples = partial(self.stream.client_samples, name, round.number, self.stream.seed)
         client = LocalRound(part, self._received, self._kept, self._entered, steps, own, memories, samples)
         sent = round.upload(client) if round.uploads else {}
@@ -135,12 +135,12 @@ class EpochRounds:
         if server.reductions and not all(server.upload([part], contributed)):
             round.end_dropped(client)
         else:
-            server.keep(name, {}, round.end(client))
+            server.save_client_state(name, {}, round.end(client))
         if sent:
-            load_entries(module, {name: sent[name].detach().clone() for name in own})
+            load_state_tensors(module, {name: sent[name].detach().clone() for name in own})
         if server.reductions:
-            server.finish_round()
-        server.store.end_round()
+            server.aggregate()
+        server.client_store.commit_round()
         if name not in server.record.dropped:
             round.take_turns(self._begun, 1.0)
             round.accept([name])
@@ -156,22 +156,26 @@ class EpochRounds:
         assert stream is not None  # it calls the function
         part = self._enter(number)
         before = partial(client_before, self._local.server, self._module)
-        replayed, epochs = joining_samples(self._methods, before), epochs_of(self._methods, before, 1)
+        replayed, epochs = joining_samples(self._methods, before), local_epochs_fn(self._methods, before, 1)
         extra = JoiningSamples() if replayed is None else replayed(part)
         size, keys = part.samples, order_keys(seed, [client], number)
         plan = plan_batches(
             size, epochs if isinstance(epochs, int) else epochs(part), stream.batching, keys, len(extra)
         )
-        of_epoch = stream.batching.per_epoch(np.array([size]), np.array([len(extra)]))
+        of_epoch = stream.batching.batches_per_epoch(np.array([size]), np.array([len(extra)]))
         self._batches_per_epoch = int(of_epoch[0])
         rows = stream.plan.train[number][client]
         requests = (
-            Request.of(rows[chosen[chosen < size]], seed, client, number, step // self._batches_per_epoch, step)
+            BatchRequest.keyed(rows[chosen[chosen < size]], seed, client, number, step // self._batches_per_epoch, step)
             for step, chosen in enumerate(plan)
         )
-        own = stream.read(requests) if stream.samples.draws else (stream.take(request.rows) for request in requests)
+        own = (
+            stream.read_batches(requests)
+            if stream.samples.is_random
+            else (stream.get_samples(request.rows) for request in requests)
+        )
         for step, (chosen, batch) in enumerate(zip(plan, own, strict=True)):
             joining: Tensor = torch.from_numpy(chosen[chosen >= size] - size)
             if replayed is not None:
                 batch = plain_samples(batch)
-            yield joined([batch, extra.take(joining, seed, client, number, step)]) if len(joining) else batch
+            yield concat_nested([batch, extra.take(joining, seed, client, number, step)]) if len(joining) else batch

@@ -1,10 +1,10 @@
 """Entries of one experience: when they start anew, and the server's models at the start of experiences.
 
-A method declares in `Declaration.of_experience` which of its entries belong to one experience. In client state these
+A method declares in `MethodBase.of_experience` which of its entries belong to one experience. In client state these
 entries start anew when the client enters an experience. On the server they start anew, with their values in
-`Declaration.server_state`, in the round in which all clients enter an experience. If clients enter an experience in
+`MethodBase.init_server_state`, in the round in which all clients enter an experience. If clients enter an experience in
 different rounds, as in `lightning_fcl.data.scenarios.Staggered`, the entries of the server last: a method handles each
-client by itself in `Declaration.enters_alone`, or it is rejected.
+client by itself in `MethodBase.enters_alone`, or it is rejected.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import number_of
+from lightning_fcl.data.batching import count_nested_samples
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.loader_stream import ClientStream
-from lightning_fcl.data.scenarios.scenario import Plan
+from lightning_fcl.data.scenarios.base import Plan
+from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import State, declare
+from lightning_fcl.federation.aggregation import State, assign_reductions
 from lightning_fcl.federation.client_store import (
     PROGRESS,
     RESULT,
@@ -28,40 +28,40 @@ from lightning_fcl.federation.client_store import (
     SENT,
     WITHIN,
     ClientState,
-    Memory,
+    StateSection,
     trained_rounds,
 )
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, matches, overrides
+from lightning_fcl.methods.base import MethodBase, matches, overrides_hook
+from lightning_fcl.methods.context import Client
 
 
-def receive(method: Declaration, client: Client) -> Memory:
-    """Return the client state with which a client starts a round, see `Declaration.on_download`.
+def receive(method: MethodBase, client: Client) -> StateSection:
+    """Return the client state with which a client starts a round, see `MethodBase.prepare_client_state`.
 
     If the client enters an experience, its entries of earlier experiences are removed first.
     """
     if not method.of_experience:
-        return method.on_download(client)
-    if client.enters_experience:
-        client.memory = lasting(method, client.memory)
-        if not client.part.in_step:
-            client.memory |= method.enters_alone(client)
-    return noted(method, client, method.on_download(client))
+        return method.prepare_client_state(client)
+    if client.is_new_experience:
+        client.method_state = lasting(method, client.method_state)
+        if not client.client_round.in_step:
+            client.method_state |= method.enters_alone(client)
+    return noted(method, client, method.prepare_client_state(client))
 
 
-def noted(method: Declaration, client: Client, memory: Memory) -> Memory:
+def noted(method: MethodBase, client: Client, memory: StateSection) -> StateSection:
     """Return a client state, if there is any, with the experience to which its entries of one experience belong."""
     noting = method.of_experience and memory
-    return {**memory, "experience": torch.tensor(client.part.experience)} if noting else memory
+    return {**memory, "experience": torch.tensor(client.client_round.experience_idx)} if noting else memory
 
 
-def lasting(method: Declaration, kept: State) -> State:
+def lasting(method: MethodBase, kept: State) -> State:
     """Return the entries of client state or of the server that do not belong to one experience."""
     return {name: value for name, value in kept.items() if not matches(name, method.of_experience)}
 
 
-def declared(method: Declaration, kept: State) -> dict[str, Reduction]:
+def declared(method: MethodBase, kept: State) -> dict[str, Reduction]:
     """Return the reductions of what the server keeps for a method in a round.
 
     Entries that clients receive once are not there in each round.
@@ -71,7 +71,7 @@ def declared(method: Declaration, kept: State) -> dict[str, Reduction]:
         for pattern, reduction in method.reductions.items()
         if isinstance(reduction, str) or not reduction.once or any(matches(name, pattern) for name in kept)
     }
-    return declare(kept, rules) if kept else {}
+    return assign_reductions(kept, rules) if kept else {}
 
 
 def begins_experience(plan: Plan, round: int) -> bool:
@@ -79,12 +79,12 @@ def begins_experience(plan: Plan, round: int) -> bool:
     return plan.in_step and round > 0 and plan.present(round) != plan.present(round - 1)
 
 
-def check_in_step(method: Declaration, module: L.LightningModule) -> None:
+def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
     """Raise ValueError if clients enter experiences in different rounds and the method does not handle it."""
-    stream = stream_of(module.trainer)
-    if stream is None or stream.plan.in_step or not method.of_experience or overrides(method, "enters_alone"):
+    stream = find_stream(module.trainer)
+    if stream is None or stream.plan.in_step or not method.of_experience or overrides_hook(method, "enters_alone"):
         return
-    kept = method.server_state(module)
+    kept = method.init_server_state(module)
     if len(lasting(method, kept)) < len(kept):
         raise InvalidValueError(
             f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
@@ -97,9 +97,9 @@ def check_in_step(method: Declaration, module: L.LightningModule) -> None:
 
 def next_round(stream: ClientStream, part: ClientRound, rounds: int) -> int | None:
     """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
-    plan, client = stream.plan, part.client
-    for number in range(part.round + 1, min(rounds, plan.rounds)):
-        if plan.experiences[client][number] != part.experience:
+    plan, client = stream.plan, part.client_id
+    for number in range(part.round_idx + 1, min(rounds, plan.rounds)):
+        if plan.experiences[client][number] != part.experience_idx:
             return None
         if len(plan.train[number].get(client, ())) >= stream.min_batch_size:
             return number
@@ -116,10 +116,12 @@ def returns(stream: ClientStream, part: ClientRound, rounds: int, accumulates: b
         accumulates: Whether each sample counts, so that the next round must have the same samples.
     """
     after = next_round(stream, part, rounds)
-    return after is not None and not (accumulates and not stream.has_same_samples(part.client, part.round, after))
+    return after is not None and not (
+        accumulates and not stream.has_same_samples(part.client_id, part.round_idx, after)
+    )
 
 
-def result_of(method: Declaration, client: Client, own: State, data: Any, earlier: Memory) -> Memory:
+def result_of(method: MethodBase, client: Client, own: State, data: Any, earlier: StateSection) -> StateSection:
     """Return the method's result for the experience.
 
     Args:
@@ -138,8 +140,8 @@ def result_of(method: Declaration, client: Client, own: State, data: Any, earlie
 
 
 def share_of(
-    method: Declaration, client: Client, own: State, data: Any, earlier: Memory
-) -> tuple[State, Memory] | None:
+    method: MethodBase, client: Client, own: State, data: Any, earlier: StateSection
+) -> tuple[State, StateSection] | None:
     """Return what a client uploads to an experience's sums, and all that it has contributed to them then.
 
     Args:
@@ -153,7 +155,7 @@ def share_of(
     covers = data is None or history is None or history.covers_experience
     if data is not None and history is not None:
         data = client.selected(data, history.new_in_experience if covers else history.new)
-        if not number_of(data):
+        if not count_nested_samples(data):
             return None
     value = method.contribute_experience(client, own, data)
     if not earlier:
@@ -164,18 +166,22 @@ def share_of(
 
 
 def sections_of(
-    method: Declaration, memory: Memory, result: Memory | None, share: Memory | None, before: ClientState
+    method: MethodBase,
+    memory: StateSection,
+    result: StateSection | None,
+    share: StateSection | None,
+    before: ClientState,
 ) -> ClientState:
     """Return the sections of a client's state that belong to a method.
 
     Args:
         method: The method.
-        memory: What `Declaration.end_round` returned.
+        memory: What `MethodBase.update_client_state` returned.
         result: The result for the experience; None if none was computed.
         share: All that the client has contributed to the experience's sums with the latest upload; None if nothing.
         before: The client's state at the start of the round.
     """
-    section = method.section
+    section = method.section_name
     sections: ClientState = {section: memory}
     if result is not None:
         sections = {section: result, section + WITHIN: memory}
@@ -193,4 +199,4 @@ def note_result(kept: ClientState, section: str) -> None:
 
 def history_of(stream: ClientStream, part: ClientRound, kept: ClientState) -> SampleHistory | None:
     """Return the numbers of a client's samples, from the rounds that it has trained in. None: samples have none."""
-    return stream.sample_history(part.client, part.round, trained_rounds(kept))
+    return stream.sample_history(part.client_id, part.round_idx, trained_rounds(kept))

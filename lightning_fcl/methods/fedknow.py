@@ -13,15 +13,15 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, above, argument, at_least
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import InvalidValueError, above, at_least, validated
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.methods.context import Client, strip_prefix, with_prefix
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.fedvit import FedViT
-from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, states_loss, teacher_of
+from lightning_fcl.methods.functional import GradientFn, evaluation_mode, make_teacher_fn, require_sample_loss, to_input
 
 _BATCH = 32  # samples of a step of tuning
 
@@ -54,20 +54,22 @@ class FedKNOW(FedViT):
 
     accumulates: ClassVar[bool] = False
 
-    temperature: float = argument(2.0, above, 0)
-    tune_epochs: int = argument(5, at_least, 0)
-    tune_rate: float = argument(5e-4, above, 0)
+    temperature: float = validated(2.0, above, 0)
+    tune_epochs: int = validated(5, at_least, 0)
+    tune_rate: float = validated(5e-4, above, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._networks: dict[int, State] = {}
 
-    def begin(self, client: Client) -> None:
-        super().begin(client)
+    def start_client(self, client: Client) -> None:
+        super().start_client(client)
         self._networks = {}
 
-    def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
-        (x, y), part = finite_pairs(data), client.part
+    def extract_knowledge(
+        self, client: Client, method_state: StateSection, trained_state: State, data: Batch
+    ) -> StateSection:
+        (x, y), part = finite_pairs(data), client.client_round
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         names = [f"{place}.weight" for place, layer in client.module.named_modules() if isinstance(layer, kinds)]
         weights = [name for name in names if not fnmatchcase(name, self.head)]
@@ -77,28 +79,44 @@ class FedKNOW(FedViT):
                 f"`{type(client.module).__name__}` has none outside of `head={self.head}`.",
                 hint="Use `FedViT`.",
             )
-        number, owners, kept = part.experience + 1, section(memory, "owner"), section(memory, "kept")
+        number, owners, kept = (
+            part.experience_idx + 1,
+            strip_prefix(method_state, "owner"),
+            strip_prefix(method_state, "kept"),
+        )
         for name in weights:
-            owner = owners.get(name, torch.zeros_like(own[name], dtype=torch.int16)).to(own[name].device)
+            owner = owners.get(name, torch.zeros_like(trained_state[name], dtype=torch.int16)).to(
+                trained_state[name].device
+            )
             owners[name] = owner = torch.where(owner == number, 0, owner)
-            new = largest(own[name], owner == 0, self.rho)
+            new = largest(trained_state[name], owner == 0, self.rho)
             owners[name] = torch.where(new, number, owner)
-            kept[name] = torch.where(new, own[name], kept.get(name, torch.zeros_like(own[name])).to(own[name].device))
-        small = {name: value for name, value in own.items() if name not in weights}
-        memory = {name: value for name, value in memory.items() if not name.startswith(("owner.", "kept."))}
-        memory |= remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{part.experience}")
+            kept[name] = torch.where(
+                new,
+                trained_state[name],
+                kept.get(name, torch.zeros_like(trained_state[name])).to(trained_state[name].device),
+            )
+        small = {name: value for name, value in trained_state.items() if name not in weights}
+        method_state = {name: value for name, value in method_state.items() if not name.startswith(("owner.", "kept."))}
+        method_state |= (
+            with_prefix(owners, "owner") | with_prefix(kept, "kept") | with_prefix(small, f"small{part.experience_idx}")
+        )
         classes = part.task_classes or range(part.num_classes)
-        memory[f"block{part.experience}"] = torch.tensor(classes, dtype=torch.long)
-        return memory | remember(self._tuned(client.module, memory, part.experience, x, y), "kept")
+        method_state[f"block{part.experience_idx}"] = torch.tensor(classes, dtype=torch.long)
+        return method_state | with_prefix(self._tuned(client.module, method_state, part.experience_idx, x, y), "kept")
 
-    def _tuned(self, module: L.LightningModule, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
-        network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
+    def _tuned(self, module: L.LightningModule, memory: StateSection, task: int, x: Tensor, y: Tensor) -> State:
+        network, owners, kept = (
+            load_task_network(memory, task),
+            strip_prefix(memory, "owner"),
+            strip_prefix(memory, "kept"),
+        )
         leaves = {name: network[name].requires_grad_() for name in kept}
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
-        with evaluating(module), isolate_rng(), torch.enable_grad():
+        with evaluation_mode(module), isolate_rng(), torch.enable_grad():
             for part, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
-                output = functional_call(module, network, (as_input(module, part),))
-                loss = states_loss(module).sample_loss(output, label.to(module.device)).mean()
+                output = functional_call(module, network, (to_input(module, part),))
+                loss = require_sample_loss(module).sample_loss(output, label.to(module.device)).mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
                     leaf.grad = gradient * (owners[name] == task + 1)
@@ -106,16 +124,16 @@ class FedKNOW(FedViT):
         # Adam leaves a weight alone whose gradient was always zero.
         return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
 
-    def known(self, client: Client) -> list[int]:
-        numbers = sorted(int(name.removeprefix("block")) for name in client.memory if name.startswith("block"))
-        return [number for number in numbers if number != client.part.experience]
+    def past_tasks(self, client: Client) -> list[int]:
+        numbers = sorted(int(name.removeprefix("block")) for name in client.method_state if name.startswith("block"))
+        return [number for number in numbers if number != client.client_round.experience_idx]
 
-    def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
+    def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
         """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
         if task not in self._networks:
-            self._networks[task] = kept_network(client.memory, task)
-        x, classes = finite_pairs(client.batch)[0], client.memory[f"block{task}"]
-        teacher = teacher_of(client.module)(self._networks[task], x)[:, classes.to(x.device)]
+            self._networks[task] = load_task_network(client.method_state, task)
+        x, classes = finite_pairs(client.batch)[0], client.method_state[f"block{task}"]
+        teacher = make_teacher_fn(client.module)(self._networks[task], x)[:, classes.to(x.device)]
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return distillation_loss(output[:, classes.to(output.device)], target, self.temperature)
@@ -132,8 +150,8 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
     return chosen.view(weight.shape)
 
 
-def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
+def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
     """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`."""
-    owners, kept = section(memory, "owner"), section(memory, "kept")
+    owners, kept = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
-    return weights | section(memory, f"small{task}")
+    return weights | strip_prefix(method_state, f"small{task}")

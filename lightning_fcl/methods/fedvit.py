@@ -12,20 +12,27 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch, plan_batches
+from lightning_fcl.data.batching import Batch, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import argument, at_least, one_of, share
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory, own_entries
-from lightning_fcl.federation.protocol import RunsFederation, federation_of
-from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Pattern
-from lightning_fcl.methods.episodic import add_to_task, finite_pairs, past_numbers
-from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along, trainable
+from lightning_fcl.errors import at_least, one_of, unit_interval, validated
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.client_store import StateSection, local_tensors
+from lightning_fcl.federation.protocols import FederationProtocol, find_federation
+from lightning_fcl.methods.base import Pattern
+from lightning_fcl.methods.context import Client, strip_prefix, with_prefix
+from lightning_fcl.methods.episodic import add_to_task, finite_pairs, past_task_indices
+from lightning_fcl.methods.functional import (
+    GradientFn,
+    make_gradient_fn,
+    predictions,
+    require_sample_loss,
+    step_along,
+    trainable_parameters,
+)
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.projection import Kind, most_dissimilar, project
-from lightning_fcl.randomness import keys_of, start_randomness
+from lightning_fcl.methods.projection import DistanceKind, most_dissimilar, project
+from lightning_fcl.rng import make_client_keys, seed_all
 
 
 @dataclass(eq=False)
@@ -49,16 +56,18 @@ class FedRep(Method):
         'model.head.*'
     """
 
-    needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
+    needs: ClassVar[Needs] = Needs(
+        federation_reason="it has no local epochs, and no clients that share a body", local_head=True
+    )
 
-    head_epochs: int = argument(2, at_least, 1)
-    body_epochs: int = argument(4, at_least, 1)
+    head_epochs: int = validated(2, at_least, 1)
+    body_epochs: int = validated(4, at_least, 1)
     head: str = "model.head.*"
 
     def local_epochs(self, client: Client) -> int | None:
-        return self.head_epochs + self.body_epochs if client.active else None
+        return self.head_epochs + self.body_epochs if client.is_active else None
 
-    def trains(self, client: Client) -> Pattern | None:
+    def trainable_patterns(self, client: Client) -> Pattern | None:
         return self.head if client.local_epoch < self.head_epochs else f"!{self.head}"
 
 
@@ -102,13 +111,13 @@ class FedViT(FedRep):
 
     needs: ClassVar[Needs] = replace(FedRep.needs, tensors=True)
 
-    rho: float = argument(0.1, share)
-    k: int = argument(10, at_least, 1)
-    distance: Kind = argument("wasserstein", one_of, get_args(Kind))
-    select_every: int = argument(10, at_least, 1)
-    integration_epochs: int = argument(1, at_least, 0)
+    rho: float = validated(0.1, unit_interval)
+    k: int = validated(10, at_least, 1)
+    distance: DistanceKind = validated("wasserstein", one_of, get_args(DistanceKind))
+    select_every: int = validated(10, at_least, 1)
+    integration_epochs: int = validated(1, at_least, 0)
     integrate_last: bool = False
-    margin: float = argument(0.0, at_least, 0)
+    margin: float = validated(0.0, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,42 +128,58 @@ class FedViT(FedRep):
 
     # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
 
-    def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
+    def extract_knowledge(
+        self, client: Client, method_state: StateSection, trained_state: State, data: Batch
+    ) -> StateSection:
         """Return the state with the knowledge of the task, of which ``client.result`` may have a part."""
         x, y = finite_pairs(data)
         module = client.module
         with torch.no_grad():
-            loss = states_loss(module).sample_loss(predictions(module, own, x), y.to(module.device))
+            loss = require_sample_loss(module).sample_loss(predictions(module, trained_state, x), y.to(module.device))
         kept = lowest_loss(loss, y, self.rho)
-        return add_to_task(memory, client.result, {"x": x[kept], "y": y[kept]}, client.part.experience)
+        return add_to_task(
+            method_state, client.result, {"x": x[kept], "y": y[kept]}, client.client_round.experience_idx
+        )
 
-    def known(self, client: Client) -> list[int]:
+    def past_tasks(self, client: Client) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""
-        return past_numbers(client)
+        return past_task_indices(client)
 
-    def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
+    def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
         """The gradient of a past task at the present parameters, shape (p,)."""
-        rows = client.memory["task"] == task
-        return gradient_of(client.memory["x"][rows], client.memory["y"][rows])
+        rows = client.method_state["task"] == task
+        return gradient_of(client.method_state["x"][rows], client.method_state["y"][rows])
 
     # Its stages.
 
     def local_epochs(self, client: Client) -> int | None:
         usual = super().local_epochs(client)
-        return None if usual is None else usual + self.integration_epochs * self._goes_on(client.memory, client.part)
+        return (
+            None
+            if usual is None
+            else usual + self.integration_epochs * self._goes_on(client.method_state, client.client_round)
+        )
 
-    def _goes_on(self, memory: Memory, part: ClientRound) -> bool:
+    def _goes_on(self, memory: StateSection, part: ClientRound) -> bool:
         """Whether a client has a body of its own from an earlier round of the task."""
-        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == part.experience
+        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == part.experience_idx
 
-    def on_download(self, client: Client) -> Memory:
-        return client.memory if self._goes_on(client.memory, client.part) else _without_body(client.memory)
+    def prepare_client_state(self, client: Client) -> StateSection:
+        return (
+            client.method_state
+            if self._goes_on(client.method_state, client.client_round)
+            else _without_body(client.method_state)
+        )
 
-    def begin(self, client: Client) -> None:
-        self._before = {**client.server, **section(client.memory, "body")} if "at" in client.memory else None
+    def start_client(self, client: Client) -> None:
+        self._before = (
+            {**client.received_state, **strip_prefix(client.method_state, "body")}
+            if "at" in client.method_state
+            else None
+        )
         self._steps, self._chosen, self._rows = 0, [], None
 
-    def leave(self, module: L.LightningModule) -> None:
+    def restore_module(self, module: L.LightningModule) -> None:
         self._before = self._rows = None
 
     @property
@@ -162,16 +187,16 @@ class FedViT(FedRep):
         """Local epochs of integration: there are some only where there is a body from before aggregation."""
         return self.integration_epochs if self._before is not None else 0
 
-    def trains(self, client: Client) -> Pattern | None:
+    def trainable_patterns(self, client: Client) -> Pattern | None:
         learns_head = self._integration <= client.local_epoch < self._integration + self.head_epochs
         return self.head if learns_head else f"!{self.head}"
 
-    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        if self.trains(client) == self.head:
+    def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
+        if self.trainable_patterns(client) == self.head:
             return gradient
         if client.local_epoch < self._integration:
-            return project(gradient_of(*finite_pairs(client.batch), state=self._before), gradient[None], self.margin)
-        tasks = self.known(client)
+            return project(gradient_fn(*finite_pairs(client.batch), state=self._before), gradient[None], self.margin)
+        tasks = self.past_tasks(client)
         if not tasks:
             return gradient
         anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
@@ -180,7 +205,7 @@ class FedViT(FedRep):
             self._rows = gradient.new_empty(len(chosen), len(gradient))
         constraints = self._rows[: len(chosen)]
         for row, task in zip(constraints, chosen, strict=True):
-            row.copy_(self.restore(client, task, gradient_of))
+            row.copy_(self.past_gradient(client, task, gradient_fn))
         self._steps += 1
         if len(chosen) > self.k:
             picked = most_dissimilar(gradient, constraints, self.k, self.distance)
@@ -188,58 +213,61 @@ class FedViT(FedRep):
             constraints = constraints[picked.to(constraints.device)]
         return project(gradient, constraints, self.margin)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        part, memory = client.part, _without_body(client.memory)
-        if not self.integration_epochs or (part.last_round and not self.integrate_last):
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        part, memory = client.client_round, _without_body(client.method_state)
+        if not self.integration_epochs or (part.is_last_round and not self.integrate_last):
             return memory
-        body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
-        return {**memory, **remember(body, "body"), "at": torch.tensor(part.experience)}
+        body = {name: value for name, value in trained_state.items() if not fnmatchcase(name, self.head)}
+        return {**memory, **with_prefix(body, "body"), "at": torch.tensor(part.experience_idx)}
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory if self.integrate_last else _without_body(client.memory)
-        return self.extract(client, memory, own, data)
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        memory = client.method_state if self.integrate_last else _without_body(client.method_state)
+        return self.extract_knowledge(client, memory, own, data)
 
     # Integration after the last aggregation of a task.
 
     def personalize(self, client: Client, state: State) -> State:
-        body = {name: value.to(state[name].device) for name, value in section(client.memory, "last").items()}
+        body = {name: value.to(state[name].device) for name, value in strip_prefix(client.method_state, "last").items()}
         return {**state, **body} if body else state
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
+        federation = find_federation(trainer)
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
-        received, store = {n: v.detach().clone() for n, v in entries(pl_module).items()}, federation.server.store
-        for part in federation.ending_clients(federation.round.number):
-            if not (self.applies_to(part) and federation.hosts(part.client)):
+        received, store = (
+            {n: v.detach().clone() for n, v in state_tensors(pl_module).items()},
+            federation.server.client_store,
+        )
+        for part in federation.ending_clients(federation.current_round.round_idx):
+            if not (self.applies_to(part) and federation.hosts(part.client_id)):
                 continue
-            memory = store.memory(part.client, self.section)
+            memory = store.get_section(part.client_id, self.section_name)
             rest = _without_body(memory)
             if self._goes_on(memory, part):
-                state = {**received, **own_entries(store[part.client], pl_module.device)}
-                rest |= remember(self._integrated(federation, part, state, section(memory, "body")), "last")
-            store.remember(part.client, self.section, rest)
-        load_entries(pl_module, received)
+                state = {**received, **local_tensors(store[part.client_id], pl_module.device)}
+                rest |= with_prefix(self._integrated(federation, part, state, strip_prefix(memory, "body")), "last")
+            store.set_section(part.client_id, self.section_name, rest)
+        load_state_tensors(pl_module, received)
 
-    def _integrated(self, federation: RunsFederation, part: ClientRound, state: State, body: State) -> State:
+    def _integrated(self, federation: FederationProtocol, part: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, stream, seed = federation.module, federation.stream, federation.seed
         (optimizer,) = federation.optimizers
-        load_entries(module, state)
+        load_state_tensors(module, state)
         optimizer.state.clear()
-        params = {name: p for name, p in trainable(module).items() if not fnmatchcase(name, self.head)}
-        gradient, before = gradient_of(module, params), {**state, **body}
-        x, y = finite_pairs(stream.client_samples(part.client, part.round, seed))
-        keys = keys_of(seed, [part.client], part.round, "integration")
+        params = {name: p for name, p in trainable_parameters(module).items() if not fnmatchcase(name, self.head)}
+        gradient, before = make_gradient_fn(module, params), {**state, **body}
+        x, y = finite_pairs(stream.client_samples(part.client_id, part.round_idx, seed))
+        keys = make_client_keys(seed, [part.client_id], part.round_idx, "integration")
         plan = plan_batches(len(y), self.integration_epochs, stream.batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
-                start_randomness(seed, part.client, part.round, "integration", number)
+                seed_all(seed, part.client_id, part.round_idx, "integration", number)
                 then, now = gradient(x[rows], y[rows], before), gradient(x[rows], y[rows])
                 step_along(module, optimizer, params, project(then, now[None], self.margin))
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
-        return {name: entries(module)[name].detach().clone() for name in body}
+        return {name: state_tensors(module)[name].detach().clone() for name in body}
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
@@ -276,5 +304,5 @@ class LowestLoss:
         return order
 
 
-def _without_body(memory: Memory) -> Memory:
+def _without_body(memory: StateSection) -> StateSection:
     return {name: value for name, value in memory.items() if name != "at" and not name.startswith(("body.", "last."))}

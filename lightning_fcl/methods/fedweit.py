@@ -9,19 +9,19 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, argument, at_least
-from lightning_fcl.federation.aggregation import State, reductions_of
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidValueError, at_least, validated
+from lightning_fcl.federation.aggregation import State, get_reductions
+from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
-from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.methods.compose import get_methods
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.decomposed import Decomposed, prune
+from lightning_fcl.models.decomposition import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
 
 
@@ -73,14 +73,14 @@ class FedWEIT(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(federation="there is nobody whose weights could be attended to")
+    needs: ClassVar[Needs] = Needs(federation_reason="there is nobody whose weights could be attended to")
 
-    l1: float = argument(1e-3, at_least, 0)
-    l2: float = argument(100.0, at_least, 0)
-    weight_decay: float = argument(1e-4, at_least, 0)
+    l1: float = validated(1e-3, at_least, 0)
+    l2: float = validated(100.0, at_least, 0)
+    weight_decay: float = validated(1e-4, at_least, 0)
     sparsity: float = 0.3
-    mask_l1: float | None = argument(None, at_least, 0)
-    kb_size: int | None = argument(None, at_least, 0)
+    mask_l1: float | None = validated(None, at_least, 0)
+    kb_size: int | None = validated(None, at_least, 0)
     retroactive: bool = True
     per_task: bool = True
 
@@ -97,105 +97,111 @@ class FedWEIT(Method):
         self._ending: dict[str, Tensor] = {}  # each client's latest of the task that it is in
         self._gates: list[Tensor] = []
 
-    def _place(self, memory: Memory) -> int:
+    def _place(self, memory: StateSection) -> int:
         """Which of the network's tasks has the mask and the adaptive of the client's present one."""
         return int(memory["tasks"]) - 1 if self.per_task else 0
 
     # The client.
 
-    def on_download(self, client: Client) -> Memory:
-        memory, part = client.memory, client.part
-        if not client.active or not client.enters_experience:
+    def prepare_client_state(self, client: Client) -> StateSection:
+        memory, part = client.method_state, client.client_round
+        if not client.is_active or not client.is_new_experience:
             return memory
-        model, past = decomposed_of(client.module), int(memory.get("tasks", torch.tensor(0)))
-        new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(part.experience)}
+        model, past = get_decomposed(client.module), int(memory.get("tasks", torch.tensor(0)))
+        new: StateSection = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(part.experience_idx)}
         new["classes"] = torch.tensor(part.task_classes)
         for i in range(past):
             if not self.per_task and i < past - 1:
                 new[f"target.{i}"] = memory[f"target.{i}"]
                 continue
-            mask, adaptive = (client.server[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive"))
-            new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
+            mask, adaptive = (
+                client.received_state[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive")
+            )
+            new[f"target.{i}"] = memory["base"].to(adaptive) * model.mask_vector(mask) + adaptive
         return new | client.reply
 
     def reply(self, client: Client) -> State:
         """Return the packed adaptives of other clients for the knowledge base of a client that begins a task."""
-        if not client.active or not client.enters_experience:
+        if not client.is_active or not client.is_new_experience:
             return {}
-        others = [other for other in sorted(self.knowledge) if other != client.part.client]
+        others = [other for other in sorted(self.knowledge) if other != client.client_round.client_id]
         if self.kb_size is not None:
             others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
         return {f"kb.{j}": self.knowledge[other] for j, other in enumerate(others)}
 
-    def begin(self, client: Client) -> None:
-        memory = client.memory
-        if not client.active:
+    def start_client(self, client: Client) -> None:
+        memory = client.method_state
+        if not client.is_active:
             return
-        model: Any = decomposed_of(client.module)
+        model: Any = get_decomposed(client.module)
         place = self._place(memory)
         sources = sum(1 for name in memory if name.startswith("kb."))
         like = next(model.net.parameters()).detach().new_zeros(model.size)
-        model.receive([unpack_nonzero(memory[f"kb.{j}"], like) for j in range(sources)])
-        if model.begun <= place or (not self.per_task and "base" not in memory):  # in the first round of a task
-            (model.begin if model.begun <= place else model.go_on)(memory["classes"], sources)
-            model.settle()
+        model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], like) for j in range(sources)])
+        if model.num_started_tasks <= place or (
+            not self.per_task and "base" not in memory
+        ):  # in the first round of a task
+            (model.start_task if model.num_started_tasks <= place else model.resume_task)(memory["classes"], sources)
+            model.update_buffers_()
         for i, task in enumerate(model.tasks):
             task.adaptive.requires_grad_(i == place or (self.retroactive and i < place))
             task.mask.requires_grad_(i == place)
             task.attention.requires_grad_(i == place and sources > 0)
         with torch.no_grad():
-            self._gates = [model.gate(task.mask) for task in model.tasks[:place]] if self.l2 else []
+            self._gates = [model.mask_vector(task.mask) for task in model.tasks[:place]] if self.l2 else []
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        model: Any = decomposed_of(client.module)
-        place, past = self._place(client.memory), int(client.memory["tasks"]) - 1
+        model: Any = get_decomposed(client.module)
+        place, past = self._place(client.method_state), int(client.method_state["tasks"]) - 1
         own = model.tasks[place]
         total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
-        base: Tensor = model.base()
+        base: Tensor = model.base_vector()
         decayed = [own.adaptive, own.mask, *([] if past else [base])]
         total = total + self.weight_decay / 2 * torch.stack([value.square().sum() for value in decayed]).sum()
         for task in model.tasks[:place] if self.retroactive else []:
             total = total + self.l1 * task.adaptive.abs().sum()
-        gates = self._gates if self.per_task or not self.l2 else [model.gate(own.mask)] * past
+        gates = self._gates if self.per_task or not self.l2 else [model.mask_vector(own.mask)] * past
         for i, gate in enumerate(gates):
             adaptive = model.tasks[i if self.per_task else 0].adaptive
-            gone = torch.addcmul(adaptive - client.memory[f"target.{i}"], base, gate)
+            gone = torch.addcmul(adaptive - client.method_state[f"target.{i}"], base, gate)
             total = total + self.l2 * gone.dot(gone)
         return total
 
-    def upload(self, client: Client, own: State) -> State:
-        model = decomposed_of(client.module)
-        model.settle()
-        masks = torch.split(own[f"model.tasks.{self._place(client.memory)}.mask"], model.units)
-        sent = dict(own)
+    def transform_upload(self, client: Client, trained_state: State) -> State:
+        model = get_decomposed(client.module)
+        model.update_buffers_()
+        masks = torch.split(trained_state[f"model.tasks.{self._place(client.method_state)}.mask"], model.units)
+        sent = dict(trained_state)
         for name, mask in zip((f"model.net.{name}" for name in model.names), masks, strict=True):
-            sent[name] = own[name] * kept_units(mask, self.sparsity).view(-1, *[1] * (own[name].dim() - 1))
+            sent[name] = trained_state[name] * kept_mask_units(mask, self.sparsity).view(
+                -1, *[1] * (trained_state[name].dim() - 1)
+            )
         return sent
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
-        if not client.active:
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        memory = client.method_state
+        if not client.is_active:
             return memory
-        names = decomposed_of(client.module).names
-        return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in names])}
+        names = get_decomposed(client.module).names
+        return {**memory, "base": torch.cat([trained_state[f"model.net.{name}"].flatten() for name in names])}
 
     def message(self, client: Client, own: State) -> State:
         """Return the client's adaptive if its task may end with the round."""
         if not client.may_end:
             return {}
-        adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
-        return {"adaptive": prune(adaptive, decomposed_of(client.module).threshold)}
+        adaptive = own[f"model.tasks.{self._place(client.method_state)}.adaptive"].detach()
+        return {"adaptive": prune(adaptive, get_decomposed(client.module).threshold)}
 
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
+        federation = find_federation(trainer)
         assert federation is not None  # as it needs one
-        arrived = federation.server.messages.get(self.section, {})
+        arrived = federation.server.messages.get(self.section_name, {})
         self._ending |= {client: pack_nonzero(sent["adaptive"]) for client, sent in arrived.items() if sent}
-        for part in federation.ending_clients(federation.round.number):
-            if part.client in self._ending:
-                self.knowledge[part.client] = self._ending.pop(part.client)
+        for part in federation.ending_clients(federation.current_round.round_idx):
+            if part.client_id in self._ending:
+                self.knowledge[part.client_id] = self._ending.pop(part.client_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {"knowledge": self.knowledge, "ending": self._ending}
@@ -208,7 +214,7 @@ class FedWEIT(Method):
             self.knowledge, self._ending = {}, {}
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
+        others = [type(m).__name__ for m in get_methods(trainer) if not isinstance(m, FedWEIT | Replay)]
         if others:
             raise InvalidValueError(
                 "Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
@@ -217,7 +223,7 @@ class FedWEIT(Method):
                 argument="callbacks",
                 value=others,
             )
-        federation, model = federation_of(trainer), decomposed_of(pl_module)
+        federation, model = find_federation(trainer), get_decomposed(pl_module)
         assert federation is not None  # as it needs one
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise InvalidValueError(
@@ -225,7 +231,7 @@ class FedWEIT(Method):
                 hint="Pass `task_incremental=True` to `Classifier`.",
                 argument="task_incremental",
             )
-        stream = stream_of(trainer)
+        stream = find_stream(trainer)
         tasks = stream.plan.task_classes if stream is not None else {}
         most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if most > len(model.tasks):
@@ -235,7 +241,7 @@ class FedWEIT(Method):
                 argument="tasks",
                 value=len(model.tasks),
             )
-        reductions = reductions_of(pl_module, federation.settings.rules)
+        reductions = get_reductions(pl_module, federation.settings.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}
@@ -250,13 +256,13 @@ class FedWEIT(Method):
                     value=name,
                 )
 
-    def leave(self, module: L.LightningModule) -> None:
+    def restore_module(self, module: L.LightningModule) -> None:
         if isinstance(module, Classifier) and isinstance(module.model, Decomposed):
-            module.model.receive([])
+            module.model.set_adaptives([])
         self._gates = []
 
 
-def decomposed_of(module: L.LightningModule) -> Decomposed:
+def get_decomposed(module: L.LightningModule) -> Decomposed:
     """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, Decomposed):
@@ -269,7 +275,7 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
     return model
 
 
-def kept_units(mask: Tensor, sparsity: float) -> Tensor:
+def kept_mask_units(mask: Tensor, sparsity: float) -> Tensor:
     """Which units are sent: all but the ``sparsity`` share of the smallest ``|m|`` (the authors leave out one more)."""
     kept = torch.ones_like(mask, dtype=torch.bool)
     kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False

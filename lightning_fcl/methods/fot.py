@@ -9,19 +9,19 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, share
-from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, Server, section, zeros
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import unit_interval, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
+from lightning_fcl.methods.context import Client, Server, strip_prefix, zeros_like_state
+from lightning_fcl.methods.drift_correction import ServerUpdateMethod
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, to_weight_state, weight_matrix
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.prototypes import SumOfSome
+from lightning_fcl.methods.prototypes import SparseSum
 
 
 @dataclass(eq=False)
-class FOT(MovesServer):
+class FOT(ServerUpdateMethod):
     """Every round: the server projects the averaged update out of what earlier tasks have taught (Bakman et al. 2024).
 
     Of each linear and convolutional layer that learns and is averaged the server keeps an orthonormal basis U of what
@@ -37,7 +37,7 @@ class FOT(MovesServer):
     directions: of the inputs themselves U holds somewhat less than ``eps``.
 
     The authors have clients send this after the experience, of the final model. Here it belongs to the client's last
-    upload of the experience, and is of the client's own model: see `Declaration.contribute_experience`.
+    upload of the experience, and is of the client's own model: see `MethodBase.contribute_experience`.
 
     Args:
         eps: Share of the energy of a layer's inputs that U is to hold after each task, above 0 and at most 1.
@@ -52,16 +52,19 @@ class FOT(MovesServer):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, tensors=True, federation="no server brings updates together. Use the strategy"
+        round_samples=True,
+        features=True,
+        tensors=True,
+        federation_reason="no server brings updates together. Use the strategy",
     )
-    reductions: ClassVar[Rules] = {"basis.*": "download", "sketch.*": SumOfSome(), "energy.*": SumOfSome()}
+    reductions: ClassVar[ReductionRules] = {"basis.*": "download", "sketch.*": SparseSum(), "energy.*": SparseSum()}
 
-    eps: float = argument(0.95, share)
+    eps: float = validated(0.95, unit_interval)
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         state: State = {}
         for name in averaged_layers(module):
-            size = weight_matrix(entries(module), name)
+            size = weight_matrix(state_tensors(module), name)
             state[f"basis.{name}"] = size.new_zeros(size.shape[1], 0)
             state[f"sketch.{name}"] = size.new_zeros(size.shape[1], size.shape[1])
             state[f"energy.{name}"] = size.new_zeros(2)  # of X~, and of X
@@ -69,42 +72,46 @@ class FOT(MovesServer):
 
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         x, _ = finite_pairs(data)
-        bases = section(client.shared, "basis")
-        sent = zeros({name: value for name, value in client.shared.items() if not name.startswith("basis.")})
+        bases = strip_prefix(client.server_state, "basis")
+        sent = zeros_like_state(
+            {name: value for name, value in client.server_state.items() if not name.startswith("basis.")}
+        )
         for name, rows in layer_inputs(client.module, bases, own, x):
-            outside = without(rows, bases[name])
+            outside = remove_projection(rows, bases[name])
             omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1
             sent[f"sketch.{name}"] += outside.T @ omega
             sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])
         return sent
 
-    def server_turn(self, server: Server) -> State:
+    def process_aggregate(self, server: Server) -> State:
         """The mean, without what would move outputs for inputs in the bases, which then take in what was sent."""
-        found, begun, mean, kept = dict[str, Tensor](), server.begun, server.state, server.kept
-        for name, basis in section(kept, "basis").items():
+        found, begun, mean, kept = dict[str, Tensor](), server.previous_state, server.state, server.server_state
+        for name, basis in strip_prefix(kept, "basis").items():
             if basis.shape[1]:
                 first = weight_matrix(begun, name)
-                found |= weights_of(mean, name, first + without(weight_matrix(mean, name) - first, basis))
+                found |= to_weight_state(
+                    mean, name, first + remove_projection(weight_matrix(mean, name) - first, basis)
+                )
             sketch, energy = kept[f"sketch.{name}"], kept[f"energy.{name}"]
             if server.ends and energy.any():
-                kept[f"basis.{name}"] = enlarged(basis, sketch, energy, self.eps)
+                kept[f"basis.{name}"] = extend_basis(basis, sketch, energy, self.eps)
                 kept.update({f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)})
         return found
 
 
-def without(rows: Tensor, basis: Tensor) -> Tensor:
+def remove_projection(rows: Tensor, basis: Tensor) -> Tensor:
     """What of vectors, shape (n, d), lies outside of the span of an orthonormal basis, shape (d, r)."""
     return rows - (rows @ basis) @ basis.T
 
 
-def enlarged(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tensor:
+def extend_basis(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tensor:
     """A basis, shape (d, r), and the fewest directions of a sketch, shape (d, sums), that hold a share of the energy.
 
     ``energy`` has the squared norms of what lies outside of the basis, and of the vectors themselves, shape (2,).
 
     Example:
         >>> sketch = torch.diag(torch.tensor([3.0, 1.0, 0.1]))
-        >>> enlarged(torch.zeros(3, 0), sketch, torch.tensor([10.01, 10.01]), eps=0.95).abs()
+        >>> extend_basis(torch.zeros(3, 0), sketch, torch.tensor([10.01, 10.01]), eps=0.95).abs()
         tensor([[1., 0.],
                 [0., 1.],
                 [0., 0.]])
@@ -112,8 +119,8 @@ def enlarged(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tenso
     ratio = float(energy[0] / energy[1])
     if ratio <= 1 - eps:
         return basis
-    left, values, _ = torch.linalg.svd(without(sketch.T, basis).T, full_matrices=False)
+    left, values, _ = torch.linalg.svd(remove_projection(sketch.T, basis).T, full_matrices=False)
     held = values.square().cumsum(dim=0) / values.square().sum()
     count = min(int((held < (ratio - (1 - eps)) / ratio).sum()) + 1, len(basis) - basis.shape[1])
-    new, _ = torch.linalg.qr(without(left[:, :count].T, basis).T)
+    new, _ = torch.linalg.qr(remove_projection(left[:, :count].T, basis).T)
     return torch.cat([basis, new], dim=1)

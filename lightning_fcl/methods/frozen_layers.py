@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_fcl.errors import quoted
-from lightning_fcl.methods.declaration import Pattern, matches
-from lightning_fcl.methods.functional import head_of, trainable
+from lightning_fcl.errors import format_code_names
+from lightning_fcl.methods.base import Pattern, matches
+from lightning_fcl.methods.functional import head_of, trainable_parameters
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class FrozenLayers:
         for layer in resting.values():
             layer.training = False
         if new := [name for name in resting if name not in self._layers]:
-            log.info("Frozen layers keep their statistics during local training: %s.", quoted(new))
+            log.info("Frozen layers keep their statistics during local training: %s.", format_code_names(new))
         self._layers |= resting
 
     def wake(self) -> None:
@@ -82,12 +82,12 @@ class Freezer:
         self._trainable: set[str] = set()
         self._resting: list[nn.Module] = []  # layers that were in training mode
 
-    def train(self, module: nn.Module, part: Pattern | None) -> None:
+    def train_only(self, module: nn.Module, part: Pattern | None) -> None:
         """Let a part learn, or all of what learnt before the first part did alone."""
         if part == self._part:
             return
         if self._part is None:
-            self._trainable = {*trainable(module)}
+            self._trainable = {*trainable_parameters(module)}
         self._part = part
         for name, parameter in module.named_parameters():
             if name in self._trainable:

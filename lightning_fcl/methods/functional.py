@@ -15,34 +15,34 @@ from torch.optim import Optimizer
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, StatesLoss
+from lightning_fcl.federation.protocols import HasFeatures, HasNumClasses, HasSampleLoss
+from lightning_fcl.methods.keyed_dropout import preserve_rng_state
 from lightning_fcl.methods.projection import flatten, unflatten
-from lightning_fcl.methods.random_layers import without_advancing
 
 _CHUNK = 256  # samples that are predicted at once
 
 SampleLoss = Callable[[Tensor, Any], Tensor]
 """``loss(output, y)``: the loss of every sample, shape (batch,)."""
 
-GradientOf = Callable[..., Tensor]
-"""``gradient_of(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
+GradientFn = Callable[..., Tensor]
+"""``gradient_fn(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
 Of the parameters that a step trains, at those of a state or the present ones; of ``loss``, that of every sample, or
 the task's.
 """
 
-LossOf = Callable[..., Tensor]
-"""``loss_of(x, y, params=None, loss=None)``: the mean loss on samples, a scalar, as part of the graph.
+LossFn = Callable[..., Tensor]
+"""``loss_fn(x, y, params=None, loss=None)``: the mean loss on samples, a scalar, as part of the graph.
 
 With ``params`` in place of the present ones, by name; of ``loss``, that of every sample, or the task's.
 """
 
-OutputOf = Callable[[Any], Tensor]
+OutputFn = Callable[[Any], Tensor]
 """What a module makes of inputs, shape (batch, ...), as part of the graph: the output, or the features."""
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while; every submodule gets its own mode back."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
@@ -53,23 +53,23 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = mode
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """A module's parameters that learn, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def entries_in(state: Mapping[str, Tensor], module: nn.Module) -> State:
+def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:
     """The entries of a state that are a module's: without what the server keeps for methods."""
     known = module.state_dict(keep_vars=True).keys()
     return {name: value for name, value in state.items() if name in known}
 
 
-def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
-    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
+def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
+    """``teacher_forward(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
 
     def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
-        with torch.no_grad(), evaluating(module):
-            output: Tensor = functional_call(module, entries_in(state, module), (x,))
+        with torch.no_grad(), evaluation_mode(module):
+            output: Tensor = functional_call(module, select_tensors(state, module), (x,))
         return output
 
     return predict
@@ -77,8 +77,8 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """The outputs of a module with another state on many samples, in evaluation mode, without gradient."""
-    predict = teacher_of(module)
-    return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
+    predict = make_teacher_fn(module)
+    return torch.cat([predict(state, to_input(module, part)) for part in torch.split(x, _CHUNK)])
 
 
 def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Ten
     return predictions(Embedding(module), {f"{Embedding.prefix}{name}": value for name, value in state.items()}, x)
 
 
-def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientOf:
-    """Gradients of a module's parameters at other samples, other states and of other losses. See `Method.project`."""
+def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientFn:
+    """Gradients of a module's parameters at other samples, states and losses. See `Method.project_gradient`."""
 
     def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         leaves: Mapping[str, Tensor] = params
@@ -96,7 +96,7 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
             leaves = {name: state[name].detach().requires_grad_() for name in params}
             others = {name: value.detach().clone() for name, value in state.items() if name not in params}
         with torch.enable_grad():
-            value = loss_of(module)(x, y, {**others, **leaves}, loss)
+            value = make_loss_fn(module)(x, y, {**others, **leaves}, loss)
         pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return flatten({str(i): piece for i, piece in enumerate(pieces)})
 
@@ -118,27 +118,27 @@ def step_along(
     optimizer.step()
 
 
-def loss_of(module: L.LightningModule) -> LossOf:
-    """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
+def make_loss_fn(module: L.LightningModule) -> LossFn:
+    """``loss_fn(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
     def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         precision = module.trainer.precision_plugin
         x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
         state = {name: value.clone() for name, value in module.named_buffers()} | dict(params or {})
-        with isolate_rng(), without_advancing(), precision.train_step_context():
+        with isolate_rng(), preserve_rng_state(), precision.train_step_context():
             output = functional_call(module, state, (x,))
-            return (loss or states_loss(module).sample_loss)(output, y).mean()
+            return (loss or require_sample_loss(module).sample_loss)(output, y).mean()
 
     return mean_loss
 
 
-def output_of(module: L.LightningModule, network: nn.Module | None = None, prefix: str = "") -> OutputOf:
-    """``output_of(module)(x)``: the module's output on other samples, as part of the graph. See `Step`."""
+def make_output_fn(module: L.LightningModule, network: nn.Module | None = None, prefix: str = "") -> OutputFn:
+    """``make_output_fn(module)(x)``: the module's output on other samples, as part of the graph. See `Step`."""
 
     def output(x: Any) -> Tensor:
         buffers = {f"{prefix}{name}": value.clone() for name, value in module.named_buffers()}
         precision = module.trainer.precision_plugin
-        with isolate_rng(), without_advancing(), precision.train_step_context():
+        with isolate_rng(), preserve_rng_state(), precision.train_step_context():
             result: Tensor = functional_call(
                 network or module, buffers, (precision.convert_input(x.to(module.device)),)
             )
@@ -147,9 +147,9 @@ def output_of(module: L.LightningModule, network: nn.Module | None = None, prefi
     return output
 
 
-def features_of(module: L.LightningModule) -> OutputOf:
-    """``features_of(module)(x)``: the module's features of samples, as part of the graph. See `Step`."""
-    return output_of(module, Embedding(module), Embedding.prefix)
+def make_embed_fn(module: L.LightningModule) -> OutputFn:
+    """``make_embed_fn(module)(x)``: the module's features of samples, as part of the graph. See `Step`."""
+    return make_output_fn(module, Embedding(module), Embedding.prefix)
 
 
 class Embedding(nn.Module):
@@ -164,17 +164,17 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features, shape (batch, features)."""
-        if not isinstance(self.module, EmbedsInputs):
+        if not isinstance(self.module, HasFeatures):
             raise InvalidValueError(
                 f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`.",
-                hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
+                hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
             )
         return self.module.embed(x)
 
 
 def head_of(module: nn.Module) -> nn.Linear | None:
     """Return the last linear layer with a bias from a module's features to its classes, or None."""
-    if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
+    if isinstance(module, HasNumClasses) and isinstance(module, HasFeatures):
         shape = (module.num_classes, module.features)
         for layer in reversed([*module.modules()]):
             if isinstance(layer, nn.Linear) and layer.bias is not None and tuple(layer.weight.shape) == shape:
@@ -182,25 +182,25 @@ def head_of(module: nn.Module) -> nn.Linear | None:
     return None
 
 
-def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:
+def require_sample_loss(module: nn.Module, reason: str = "") -> HasSampleLoss:
     """The module itself, which states the loss of samples apart."""
-    if not isinstance(module, StatesLoss):
+    if not isinstance(module, HasSampleLoss):
         raise InvalidValueError(
-            f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, "
+            f"Expected a module that states its loss apart{reason}, as `Classifier` does in `sample_loss(output, "
             f"y)`, but got a `{type(module).__name__}`.",
-            hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
+            hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
             argument="sample_loss",
         )
     return module
 
 
-def as_input(module: nn.Module, x: Tensor) -> Tensor:
+def to_input(module: nn.Module, x: Tensor) -> Tensor:
     """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)
 
 
-def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
+def optimized_parameters(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that an optimizer's next step moves, by name."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {name: p for name, p in trainable(module).items() if p.grad is not None and id(p) in stepped}
+    return {name: p for name, p in trainable_parameters(module).items() if p.grad is not None and id(p) in stepped}

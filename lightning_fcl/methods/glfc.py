@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least, between
-from lightning_fcl.federation.accumulators import Accumulator, Gather, filled_rows
-from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import at_least, between, validated
+from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, nonzero_rows
+from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import require_federation
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.methods.client import Client, Server, Step, remember, section
+from lightning_fcl.methods.context import Client, Server, Step, strip_prefix, with_prefix
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
-from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
+from lightning_fcl.methods.functional import embeddings, evaluation_mode, predictions, select_tensors, to_input
+from lightning_fcl.methods.method import Method, class_mask, match_output, sample_shape, target_mask
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import (
     Once,
@@ -32,22 +32,22 @@ from lightning_fcl.methods.teachers import (
     with_teacher,
     without_teacher,
 )
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
 
 
-class Rows(Reduction):
+class ConcatNonzeroRows(Reduction):
     """The reduction of rows of which the server takes those that are not zero, of all clients, one behind the other."""
 
     name = "rows"
-    down = False
+    is_downloaded = False
 
-    def start(self, server: Tensor) -> Tensor:
+    def initial_value(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
     def pack(self, value: Tensor) -> Tensor:
-        return filled_rows(value)
+        return nonzero_rows(value)
 
     def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
         """Return the rows, followed by rows of zeros: their positions do not matter."""
@@ -55,17 +55,19 @@ class Rows(Reduction):
             return super().unpack(packed, like)
         return torch.cat([packed, like.new_zeros(max(0, len(like) - len(packed)), *like.shape[1:])])
 
-    def accumulator(self) -> Accumulator:
-        return Gather(lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, filled_rows)
+    def make_accumulator(self) -> Accumulator:
+        return GatheringAccumulator(
+            lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, nonzero_rows
+        )
 
 
-def encoder_of(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
+def make_encoder(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
     """The network whose gradients clients send: for images a LeNet with sigmoids, else a linear layer.
 
     Its weights are uniform in [-0.5, 0.5], the same for the same seed.
 
     Example:
-        >>> encoder_of((3, 32, 32), 10, seed=0)(torch.zeros(2, 3, 32, 32)).shape
+        >>> make_encoder((3, 32, 32), 10, seed=0)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
     layers: list[nn.Module] = []
@@ -81,7 +83,7 @@ def encoder_of(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
 
 
 @torch.enable_grad()
-def gradient_at(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = False) -> Tensor:
+def input_gradient(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = False) -> Tensor:
     """The gradient of the cross-entropy at one sample of a class, of all parameters as one vector."""
     loss = F.cross_entropy(encoder(x), torch.tensor([label], device=x.device))
     pieces = torch.autograd.grad(loss, [*encoder.parameters()], create_graph=create_graph)
@@ -89,20 +91,20 @@ def gradient_at(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = 
 
 
 def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
-    """The sample, of the shape of ``start``, whose `gradient_at` is nearest to one, by L-BFGS (Zhu et al. 2019).
+    """The sample, of the shape of ``start``, whose `input_gradient` is nearest to one, by L-BFGS (Zhu et al. 2019).
 
     Of a linear layer, whose gradient is ``g x^T`` for the weight and g for the bias, it is x.
 
     Example:
         >>> linear, x = nn.Sequential(nn.Linear(2, 3)), torch.tensor([[0.5, -2.0]])
-        >>> invert(linear, gradient_at(linear, x, 1), 1, torch.zeros(1, 2)).round(decimals=3)
+        >>> invert(linear, input_gradient(linear, x, 1), 1, torch.zeros(1, 2)).round(decimals=3)
         tensor([[ 0.5000, -2.0000]])
     """
     x, size = start.clone().requires_grad_(), gradient.square().sum().clamp(min=1e-30)
     optimizer = torch.optim.LBFGS([x], max_iter=iterations, tolerance_change=0, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
-        apart = (gradient_at(encoder, x, label, create_graph=True) - gradient).square().sum() / size
+        apart = (input_gradient(encoder, x, label, create_graph=True) - gradient).square().sum() / size
         (x.grad,) = torch.autograd.grad(apart, x)
         return apart
 
@@ -147,7 +149,7 @@ class GLFC(Method):
 
     With ``proxy`` the teacher is the best of the server's models until then. In its first round of an experience a
     client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves it by 50
-    steps down the loss of its own model, and sends the gradient of a small network that all have (`encoder_of`). The
+    steps down the loss of its own model, and sends the gradient of a small network that all have (`make_encoder`). The
     server rebuilds these samples (`invert`); the best model tells most of the newest experience's. **What leaves a
     client is, but for these steps, a sample of each of its classes**, for the server to see, and for whoever else reads
     the upload.
@@ -168,16 +170,16 @@ class GLFC(Method):
     """
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
-    reductions: ClassVar[Rules] = {
-        "gradients": Rows(),
+    reductions: ClassVar[ReductionRules] = {
+        "gradients": ConcatNonzeroRows(),
         "before.*": Once(),
         **dict.fromkeys(("best.*", "images", "labels", "latest"), "fixed"),
     }
     of_experience: ClassVar[tuple[str, ...]] = ("teacher.*", "told")
 
-    strength: float = argument(0.5, between, 0, 1)
+    strength: float = validated(0.5, between, 0, 1)
     proxy: bool = False
-    iterations: int = argument(250, at_least, 1)
+    iterations: int = validated(250, at_least, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,16 +187,16 @@ class GLFC(Method):
             vars(self)["reductions"] = {"before.*": Once()}
         else:
             # Only the part of the proxy server uses the samples.
-            vars(self)["needs"] = replace(self.needs, samples=True, tensors=True)
+            vars(self)["needs"] = replace(self.needs, round_samples=True, tensors=True)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.proxy:
-            federation = need_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
-            self._size, self._classes = sample_size(federation, "GLFC(proxy=True)"), federation.stream.num_classes
-            draws = seed_of(federation.seed, self.section, "encoder")
-            self._encoder = encoder_of(self._size, self._classes, draws).to(pl_module.device)
+            federation = require_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
+            self._size, self._classes = sample_shape(federation, "GLFC(proxy=True)"), federation.stream.num_classes
+            draws = derive_seed(federation.seed, self.section_name, "encoder")
+            self._encoder = make_encoder(self._size, self._classes, draws).to(pl_module.device)
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         distils = self.strength > 0 and has_old_classes(module)
         teacher = models_before(module, present_experiences(module, 0)[-1:]) if distils else {}
         if not self.proxy:
@@ -203,11 +205,14 @@ class GLFC(Method):
         rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
         # Before a gradient the experience, from 1, and the class.
         kept = {"gradients": rows, "images": images, "labels": numbers.new_zeros(0), "latest": numbers.new_zeros(())}
-        return kept | remember(entries(module), "best") | teacher
+        return kept | with_prefix(state_tensors(module), "best") | teacher
 
-    def on_download(self, client: Client) -> Memory:
-        part, numbers = client.part, [int(name.split(".")[0]) for name in section(client.shared, "before")]
-        memory = with_teacher(client, max(numbers, default=0)) if self.strength > 0 else client.memory
+    def prepare_client_state(self, client: Client) -> StateSection:
+        part, numbers = (
+            client.client_round,
+            [int(name.split(".")[0]) for name in strip_prefix(client.server_state, "before")],
+        )
+        memory = with_teacher(client, max(numbers, default=0)) if self.strength > 0 else client.method_state
         known = {"old": part.old_classes, "seen": part.old_classes + part.new_classes}
         return {**memory, **{name: class_mask(part.num_classes, classes) for name, classes in known.items()}}
 
@@ -217,43 +222,48 @@ class GLFC(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
         z, y = step.output, step.y
-        old, seen = (for_output(client.memory[name], z) for name in ("old", "seen"))
+        old, seen = (match_output(client.method_state[name], z) for name in ("old", "seen"))
         seen = seen | ~seen.any()
 
         def entropy(target: Tensor) -> Tensor:
             each = F.binary_cross_entropy_with_logits(z, target, reduction="none")
             return (each * seen).sum(dim=1) / seen.sum()
 
-        target = true_class(y, z).to(z)
-        loss = step.mean(class_aware_weights(z, y, old, step.weight) * entropy(target))
+        target = target_mask(y, z).to(z)
+        loss = step.mean(class_aware_weights(z, y, old, step.sample_weight) * entropy(target))
         if self.strength == 0:
             return loss
-        said = step.predict({**step.server, **section(client.memory, "teacher")}, step.x).sigmoid()
+        said = step.teacher_forward(
+            {**step.received_state, **strip_prefix(client.method_state, "teacher")}, step.x
+        ).sigmoid()
         share = self.strength * old.any()
         return (1 - share) * loss + share * step.mean(entropy(torch.where(old, said, target)))
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if not self.proxy or "told" in client.memory:
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
+        if not self.proxy or "told" in client.method_state:
             return {}
         x, y = finite_pairs(data)
-        features, sent = F.normalize(embeddings(client.module, own, x)), torch.zeros_like(client.shared["gradients"])
+        features, sent = (
+            F.normalize(embeddings(client.module, trained_state, x)),
+            torch.zeros_like(client.server_state["gradients"]),
+        )
         for label in torch.unique(y).tolist():
             of = (y == label).to(features.device)
             nearest = (features[of] - features[of].mean(dim=0)).norm(dim=1).argmin()
-            prototype = perturbed(client.module, own, x[of.to(x.device)][nearest : nearest + 1], label)
-            marks = sent.new_tensor([client.part.experience + 1, label])
-            sent[label] = torch.cat([marks, gradient_at(self._encoder, prototype.to(sent), label)])
+            prototype = perturbed(client.module, trained_state, x[of.to(x.device)][nearest : nearest + 1], label)
+            marks = sent.new_tensor([client.client_round.experience_idx + 1, label])
+            sent[label] = torch.cat([marks, input_gradient(self._encoder, prototype.to(sent), label)])
         return {"gradients": sent}
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         told = {"told": torch.tensor(True)} if self.proxy and not client.missed else {}
         return without_teacher(client) | told
 
-    def server_turn(self, server: Server) -> State:
+    def process_aggregate(self, server: Server) -> State:
         if not self.proxy:
             return {}
-        kept, sent = server.kept, server.kept["gradients"]
-        kept["gradients"] = section(server.begun, self.section)["gradients"]
+        kept, sent = server.server_state, server.server_state["gradients"]
+        kept["gradients"] = strip_prefix(server.previous_state, self.section_name)["gradients"]
         begins = len(sent) > 0 and bool(sent[:, 0].max() > kept["latest"])
         if begins:
             kept.update({"latest": sent[:, 0].max(), "images": kept["images"][:0], "labels": kept["labels"][:0]})
@@ -265,21 +275,21 @@ class GLFC(Method):
             return {}
         now, best = (
             predictions(server.module, one, kept["images"]).argmax(dim=1).eq(kept["labels"]).sum()
-            for one in (server.state, section(kept, "best"))
+            for one in (server.state, strip_prefix(kept, "best"))
         )
         if begins or now >= best:
-            kept.update(remember(server.state, "best"))
+            kept.update(with_prefix(server.state, "best"))
         following = present_experiences(server.module, 0, later=1)[-1:]
         if following > present_experiences(server.module, 0)[-1:]:  # the next round begins an experience
-            kept.update(models_before(server.module, following, section(kept, "best")))
+            kept.update(models_before(server.module, following, strip_prefix(kept, "best")))
         return {}
 
 
 def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
     """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
-    x = as_input(module, x).clone().requires_grad_()
-    own = entries_in(state, module)
-    with evaluating(module), torch.enable_grad():
+    x = to_input(module, x).clone().requires_grad_()
+    own = select_tensors(state, module)
+    with evaluation_mode(module), torch.enable_grad():
         for _ in range(_STEPS):
             output = functional_call(module, own, (x,))
             target = F.one_hot(torch.tensor([label], device=x.device), output.shape[-1]).to(output)

@@ -12,15 +12,15 @@ from torch.func import functional_call
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.methods.averaging import reductions_in_use
-from lightning_fcl.methods.functional import as_input, entries_in, evaluating, trainable
+from lightning_fcl.methods.drift_correction import active_reductions
+from lightning_fcl.methods.functional import evaluation_mode, select_tensors, to_input, trainable_parameters
 
 _PIECE = 32  # samples at once: a convolution has a row for each place of an image
 
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
     """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
-    of = reductions_in_use(module)
+    of = active_reductions(module)
     places = [
         name
         for name, layer in module.named_modules()
@@ -30,7 +30,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             and not isinstance(layer.padding, str)
         )
     ]
-    learning = {name for name in trainable(module) if of[name].averages}
+    learning = {name for name in trainable_parameters(module) if of[name].averages}
     own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
     chosen = [name for name in places if own[name] <= learning]
     if not chosen:
@@ -50,7 +50,7 @@ def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
     return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], dim=1)
 
 
-def weights_of(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> State:
+def to_weight_state(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> State:
     """A `weight_matrix` as the entries that it is of, each of its shape and type in a state."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     found = {f"{name}.weight": matrix[:, : weight[0].numel()].view_as(weight).to(weight)}
@@ -73,11 +73,11 @@ def layer_inputs(
         )
         for name in names
     ]
-    own = entries_in(state, module)
+    own = select_tensors(state, module)
     try:
-        with evaluating(module):
+        with evaluation_mode(module):
             for piece in torch.split(x, _PIECE):
-                functional_call(module, own, (as_input(module, piece),))
+                functional_call(module, own, (to_input(module, piece),))
                 yield from seen
                 seen.clear()
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_fcl.data.loader_stream import CLIENT
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import PROGRESS, ClientStore, Memory
+from lightning_fcl.federation.client_store import PROGRESS, ClientStore, StateSection
 from lightning_fcl.federation.server import FederatedServer
 
 
@@ -33,28 +33,28 @@ class LocalFederation:
         self.fits = 0
         self._has_ended = False  # whether the latest fit has, and no other has begun
 
-    def memory(self, section: str) -> Memory:
+    def memory(self, section: str) -> StateSection:
         """Return the client state of a method, by the name of its section."""
-        return self.server.store.memory(self.client, section)
+        return self.server.client_store.get_section(self.client, section)
 
     def entries(self, section: str) -> State:
         """Return what the server keeps for a method, by the name of its section."""
-        return self.server.kept_for(section)
+        return self.server.get_section(section)
 
     def adopt(self, other: LocalFederation, section: str) -> None:
         """Take over the state of a method that has trained in another Trainer."""
         if memory := other.memory(section):
-            self.server.store.remember(self.client, section, dict(memory))
-        self.server.extra |= {f"{section}.{name}": value for name, value in other.entries(section).items()}
+            self.server.client_store.set_section(self.client, section, dict(memory))
+        self.server.extra_tensors |= {f"{section}.{name}": value for name, value in other.entries(section).items()}
         self.fits = max(self.fits, other.fits)
         self._has_ended = self._has_ended or other._has_ended
 
     def enter_round(self, client: str, round: int) -> bool:
         """Begin a round of a client. Return whether it begins a fit after another one, which enters an experience."""
-        store = self.server.store
+        store = self.server.client_store
         if client != self.client:
             store[client] = store[self.client]
-            store.discard(self.client)
+            store.delete(self.client)
             self.client = client
         enters = round == 0 and self._has_ended
         if enters:

@@ -9,21 +9,21 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, above, argument, at_least, share
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import InvalidValueError, above, at_least, unit_interval, validated
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import MasksLogits
-from lightning_fcl.methods.client import Client, Step, remember, section
-from lightning_fcl.methods.declaration import matches
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import HasLogitMask
+from lightning_fcl.methods.base import matches
+from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import add_to_task, finite_pairs
 from lightning_fcl.methods.fedvit import lowest_loss
-from lightning_fcl.methods.functional import predictions, states_loss, trainable
-from lightning_fcl.methods.importance import summed
+from lightning_fcl.methods.functional import predictions, require_sample_loss, trainable_parameters
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.sample_gradients import mean_over_samples
+from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
+from lightning_fcl.methods.regularization import summed
 
 
 @dataclass(eq=False)
@@ -64,33 +64,33 @@ class LVTMethod(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
+    needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
-    gamma: float = argument(1.0, at_least, 0)
-    alpha: float = argument(1.0, at_least, 0)
-    beta: float = argument(0.5, at_least, 0)
-    rho: float = argument(0.1, share)
-    temperature: float = argument(2.0, above, 0)
-    batch_size: int | None = argument(None, at_least, 1)
+    gamma: float = validated(1.0, at_least, 0)
+    alpha: float = validated(1.0, at_least, 0)
+    beta: float = validated(0.5, at_least, 0)
+    rho: float = validated(0.1, unit_interval)
+    temperature: float = validated(2.0, above, 0)
+    batch_size: int | None = validated(None, at_least, 1)
     keys: str = "*.external_*"
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.gamma and not any(matches(name, self.keys) for name in trainable(pl_module)):
+        if self.gamma and not any(matches(name, self.keys) for name in trainable_parameters(pl_module)):
             raise InvalidValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none.",
                 hint="Train `lightning_fcl.models.LVT`, or set `gamma=0`.",
                 argument="keys",
             )
 
-    def on_download(self, client: Client) -> Memory:
-        device = next(iter(client.server.values())).device
-        return {name: value.to(device) for name, value in client.memory.items()}
+    def prepare_client_state(self, client: Client) -> StateSection:
+        device = next(iter(client.received_state.values())).device
+        return {name: value.to(device) for name, value in client.method_state.items()}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        memory = client.memory
+        memory = client.method_state
         total: Tensor | float = 0.0
-        gradient, previous = section(memory, "gradient"), section(memory, "previous")
+        gradient, previous = strip_prefix(memory, "gradient"), strip_prefix(memory, "previous")
         if self.gamma and gradient:
             of = [(g, step.params[name] - previous[name]) for name, g in gradient.items() if name in step.params]
             total = total + self.gamma * summed([(g * moved).abs().sum() for g, moved in of], step.params)
@@ -101,32 +101,42 @@ class LVTMethod(Method):
         logits = memory["logits"][drawn]
 
         def loss(output: Tensor, y: Tensor) -> Tensor:
-            values: Tensor = self.alpha * states_loss(module).sample_loss(output, y)
+            values: Tensor = self.alpha * require_sample_loss(module).sample_loss(output, y)
             if not self.beta:
                 return values
             student, teacher = output, logits.to(output)
-            if isinstance(module, MasksLogits):
+            if isinstance(module, HasLogitMask):
                 student, teacher = module.mask_logits(student, y), module.mask_logits(teacher, y)
             return values + self.beta * distillation_loss(student, teacher, self.temperature)
 
-        return total + step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
+        return total + step.loss_fn(memory["x"][drawn], memory["y"][drawn], loss=loss)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, module = client.memory, client.module
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        memory, module = client.method_state, client.module
         x, y = finite_pairs(data)
         if not len(y):
             return client.result or memory
         if self.gamma:
             # Not of what learns now: another method may have frozen a part.
             names = [name for name, _ in module.named_parameters() if matches(name, self.keys)]
-            gradient = mean_over_samples(
-                module, lambda output, y: states_loss(module).sample_loss(output, y).sum(), torch.abs, own, x, y, names
+            gradient = mean_sample_measure(
+                module,
+                lambda output, y: require_sample_loss(module).sample_loss(output, y).sum(),
+                torch.abs,
+                own,
+                x,
+                y,
+                names,
             )
-            memory = memory | remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
+            memory = (
+                memory
+                | with_prefix({name: own[name] for name in names}, "previous")
+                | with_prefix(gradient, "gradient")
+            )
         if not (self.alpha or self.beta):
             return memory
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
-        kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
+        kept = lowest_loss(require_sample_loss(module).sample_loss(logits, y), y, self.rho)
         samples = {"x": x[kept], "y": y[kept], "logits": logits[kept]}
-        return add_to_task(memory, client.result, samples, client.part.experience)
+        return add_to_task(memory, client.result, samples, client.client_round.experience_idx)

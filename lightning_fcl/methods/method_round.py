@@ -16,24 +16,24 @@ from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.loader_stream import ClientStream
-from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.aggregation import State, state_tensors
 from lightning_fcl.federation.client_store import (
     PROGRESS,
     SENT,
     WITHIN,
     ClientState,
-    Memory,
+    StateSection,
     enter_round,
     has_result,
-    own_entries,
+    local_tensors,
     trained_rounds,
     with_progress,
 )
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.federation.server import ExtraTensors, FederatedServer
 from lightning_fcl.federation.uploads import Messages
-from lightning_fcl.methods.client import Client, Server
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
+from lightning_fcl.methods.base import MethodBase, keeps_client_state, make_client, overrides_hook, tracks_rounds
+from lightning_fcl.methods.context import Client, Server
 from lightning_fcl.methods.experience import (
     begins_experience,
     declared,
@@ -48,7 +48,7 @@ from lightning_fcl.methods.experience import (
     sections_of,
     share_of,
 )
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 
 @dataclass(eq=False)
@@ -72,12 +72,12 @@ class LocalRound:
     entered: ClientState
     steps: int
     state: State
-    memories: Sequence[Memory]
+    memories: Sequence[StateSection]
     samples: Callable[[], Any]
 
-    def data(self, method: Declaration) -> Any:
+    def data(self, method: MethodBase) -> Any:
         """Return the samples of the round; None if a method does not need them."""
-        return self.samples() if method.needs.samples else None
+        return self.samples() if method.needs.round_samples else None
 
 
 @dataclass(eq=False)
@@ -97,13 +97,13 @@ class MethodRound:
 
     number: int
     module: L.LightningModule
-    methods: Sequence[Declaration]
+    methods: Sequence[MethodBase]
     stream: ClientStream
     server: FederatedServer
     seed: int
     is_full: bool = True
     looks_ahead: bool = True
-    _shares: dict[tuple[str, str], Memory] = field(init=False, default_factory=dict)  # of clients and methods
+    _shares: dict[tuple[str, str], StateSection] = field(init=False, default_factory=dict)  # of clients and methods
 
     @property
     def _rounds(self) -> int:
@@ -113,37 +113,37 @@ class MethodRound:
 
     # Download.
 
-    def server_entries(self) -> Extra:
+    def server_entries(self) -> ExtraTensors:
         """Return what the server keeps for methods in the round. Remove what no client needs any more."""
         extra, begins = server_entries(self.methods, self.module), begins_experience(self.stream.plan, self.number)
         for method in self.methods:
-            kept = self.server.kept_for(method.section)
+            kept = self.server.get_section(method.section_name)
             last = lasting(method, kept) if begins else kept
-            for name in (f"{method.section}.{name}" for name in kept):
-                if name not in extra or name.removeprefix(f"{method.section}.") not in last:
-                    del self.server.extra[name]
+            for name in (f"{method.section_name}.{name}" for name in kept):
+                if name not in extra or name.removeprefix(f"{method.section_name}.") not in last:
+                    del self.server.extra_tensors[name]
         return extra
 
-    def receive(self, part: ClientRound, received: State, entered: ClientState) -> list[Memory]:
+    def receive(self, part: ClientRound, received: State, entered: ClientState) -> list[StateSection]:
         """Return the state of each method with which a client starts a round, from a received state and its own."""
         device, memories = self.module.device, []
         for method in self.methods:
-            client = client_of(method, self.module, entered.get(method.section, {}), received, part)
+            client = make_client(method, self.module, entered.get(method.section_name, {}), received, part)
             self._set_history(method, client, entered)
-            if overrides(method, "reply"):
-                client.reply = self.server.send(part.client, method.reply(client))
+            if overrides_hook(method, "reply"):
+                client.reply = self.server.send(part.client_id, method.reply(client))
             memories.append(_moved(receive(method, client), device))
         return memories
 
-    def _set_history(self, method: Declaration, client: Client, kept: ClientState) -> None:
+    def _set_history(self, method: MethodBase, client: Client, kept: ClientState) -> None:
         if tracks_rounds(method):
-            client.set_history(partial(history_of, self.stream, client.part, kept))
+            client.set_history(partial(history_of, self.stream, client.client_round, kept))
 
     # Upload.
 
-    def ended(self, method: Declaration, client: LocalRound, memory: Memory) -> Client:
+    def ended(self, method: MethodBase, client: LocalRound, memory: StateSection) -> Client:
         """Return a client after its local training, as a method sees it."""
-        seen = client_of(method, self.module, memory, client.received, client.part)
+        seen = make_client(method, self.module, memory, client.received, client.part)
         seen.steps = client.steps
         self._set_history(method, seen, client.kept)
         return seen
@@ -151,41 +151,43 @@ class MethodRound:
     @property
     def uploads(self) -> bool:
         """Whether a method uploads something in place of the client's state."""
-        return any(overrides(method, "upload") for method in self.methods)
+        return any(overrides_hook(method, "transform_upload") for method in self.methods)
 
     def upload(self, client: LocalRound) -> State:
         """Return what a client uploads in place of its state."""
         state = client.state
         for method, memory in zip(self.methods, client.memories, strict=True):
-            if overrides(method, "upload") and method.applies_to(client.part):
-                state = method.upload(self.ended(method, client, memory), state)
+            if overrides_hook(method, "transform_upload") and method.applies_to(client.part):
+                state = method.transform_upload(self.ended(method, client, memory), state)
         return state
 
     def contribute(self, client: LocalRound) -> State:
         """Return what a client uploads to the entries that the server keeps for methods, each of the entry's shape."""
         sent = self._nothing
         for method, memory in zip(self.methods, client.memories, strict=True):
-            receives = any(name.startswith(f"{method.section}.") for name in self._nothing)
+            receives = any(name.startswith(f"{method.section_name}.") for name in self._nothing)
             if not (receives and method.applies_to(client.part)):
                 continue
             seen = self.ended(method, client, memory)
             own = _lasting(client.state, client.received, self.server.reductions)
-            given = method.contribute(seen, own, client.data(method))
-            if overrides(method, "contribute_experience"):
+            given = method.upload_statistics(seen, own, client.data(method))
+            if overrides_hook(method, "contribute_experience"):
                 given = {**given, **self._share(method, client, seen, own)}
             if given:
-                sent = {**sent, **{f"{method.section}.{n}": v.to(self.module.device) for n, v in given.items()}}
+                sent = {**sent, **{f"{method.section_name}.{n}": v.to(self.module.device) for n, v in given.items()}}
         return sent
 
     def messages(self, clients: Sequence[LocalRound]) -> Messages:
         """Return what clients send to methods beside the entries, by section of the method."""
         sent: dict[str, list[State]] = {}
         for number, method in enumerate(self.methods):
-            if overrides(method, "message"):
-                sent[method.section] = [self._message(method, client, client.memories[number]) for client in clients]
+            if overrides_hook(method, "message"):
+                sent[method.section_name] = [
+                    self._message(method, client, client.memories[number]) for client in clients
+                ]
         return sent
 
-    def _message(self, method: Declaration, client: LocalRound, memory: Memory) -> State:
+    def _message(self, method: MethodBase, client: LocalRound, memory: StateSection) -> State:
         if not method.applies_to(client.part):
             return {}
         seen = self.ended(method, client, memory)
@@ -195,20 +197,22 @@ class MethodRound:
     @cached_property
     def _nothing(self) -> State:
         """What a client uploads that contributes nothing."""
-        rules, kept = self.server.reductions, self.server.extra
-        return {name: rules[name].nothing(kept[name]) for name in kept if name in rules and rules[name].up}
+        rules, kept = self.server.reductions, self.server.extra_tensors
+        return {
+            name: rules[name].empty_upload(kept[name]) for name in kept if name in rules and rules[name].is_uploaded
+        }
 
-    def _share(self, method: Declaration, client: LocalRound, seen: Client, own: State) -> State:
+    def _share(self, method: MethodBase, client: LocalRound, seen: Client, own: State) -> State:
         """Return what a client uploads to the sums of its experience."""
         part, rounds = client.part, self.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
         if self.is_full and returns(self.stream, part, rounds, accumulates=True):
             return {}
-        earlier = client.entered.get(method.section + SENT, {})
+        earlier = client.entered.get(method.section_name + SENT, {})
         found = share_of(method, seen, own, client.data(method), earlier)
         if found is None:
             return {}
         if next_round(self.stream, part, rounds) is not None:
-            self._shares[part.client, method.section] = found[1]
+            self._shares[part.client_id, method.section_name] = found[1]
         return found[0]
 
     # End of a client's round.
@@ -222,18 +226,21 @@ class MethodRound:
         """
         kept: ClientState = {}
         for method, memory in zip(self.methods, client.memories, strict=True):
-            if remembers(method, client.part):
+            if keeps_client_state(method, client.part):
                 kept |= self._sections(method, client, memory, missed)
         if any(map(tracks_rounds, self.methods)):
-            kept[PROGRESS] = with_progress(client.kept, client.part.round, client.part.experience)
+            kept[PROGRESS] = with_progress(client.kept, client.part.round_idx, client.part.experience_idx)
             for method in self.methods:
-                if method.section + WITHIN in kept:
-                    note_result(kept, method.section)
+                if method.section_name + WITHIN in kept:
+                    note_result(kept, method.section_name)
         return kept
 
-    def _sections(self, method: Declaration, client: LocalRound, memory: Memory, missed: bool) -> ClientState:
+    def _sections(self, method: MethodBase, client: LocalRound, memory: StateSection, missed: bool) -> ClientState:
         """Return the sections that a client keeps for a method after its local training."""
-        at_round, at_experience = overrides(method, "end_round"), overrides(method, "end_experience")
+        at_round, at_experience = (
+            overrides_hook(method, "update_client_state"),
+            overrides_hook(method, "end_experience"),
+        )
         part, state, result = client.part, client.state, None
         may_end = (at_round or at_experience) and not self._returns(part, method.accumulates)
         ends = may_end and at_experience
@@ -241,13 +248,13 @@ class MethodRound:
             seen, data = self.ended(method, client, memory), client.data(method)
             seen.missed, seen.may_end = missed, may_end
         if at_round:
-            seen.memory = memory = noted(method, seen, method.end_round(seen, state, data))
+            seen.method_state = memory = noted(method, seen, method.update_client_state(seen, state, data))
         if ends:
-            earlier = client.kept[method.section] if has_result(client.kept, method.section) else {}
+            earlier = client.kept[method.section_name] if has_result(client.kept, method.section_name) else {}
             result = result_of(method, seen, state, data, earlier)
             if next_round(self.stream, part, self.stream.plan.rounds) is None:
-                return {method.section: result}
-        share = self._shares.pop((part.client, method.section), None)
+                return {method.section_name: result}
+        share = self._shares.pop((part.client_id, method.section_name), None)
         return sections_of(method, memory, result, share, client.entered)
 
     def _returns(self, part: ClientRound, accumulates: bool) -> bool:
@@ -259,7 +266,7 @@ class MethodRound:
         if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
             found = self._finish_experience(client.part, client.kept, client.received)
             if found is not None:
-                self.server.store[client.part.client] = found
+                self.server.client_store[client.part.client_id] = found
 
     # End of the round, and of a fit.
 
@@ -271,19 +278,21 @@ class MethodRound:
             begun: The server's state when the round began, with what the server kept for methods.
             share: Share of the stream's clients whose uploads were accepted, above 0.
         """
-        state, ends = entries(self.module), _ends(self.stream, self.number)
+        state, ends = state_tensors(self.module), _ends(self.stream, self.number)
         for method in self.methods:
-            if overrides(method, "server_turn"):
-                draws = torch.Generator().manual_seed(seed_of(self.seed, method.section, self.number))
-                kept = self.server.kept_for(method.section)
+            if overrides_hook(method, "process_aggregate"):
+                draws = torch.Generator().manual_seed(derive_seed(self.seed, method.section_name, self.number))
+                kept = self.server.get_section(method.section_name)
                 turn = Server(begun, state, kept, share, self.module, draws, ends)
-                for name, value in method.server_turn(turn).items():
+                for name, value in method.process_aggregate(turn).items():
                     state[name].copy_(value)
-                self.server.extra.update({f"{method.section}.{name}": value for name, value in kept.items()})
+                self.server.extra_tensors.update(
+                    {f"{method.section_name}.{name}": value for name, value in kept.items()}
+                )
 
     def accept(self, clients: Iterable[str]) -> None:
         """Note the clients whose uploads of the round were accepted, if a method has sums of experiences."""
-        if any(overrides(method, "contribute_experience") for method in self.methods):
+        if any(overrides_hook(method, "contribute_experience") for method in self.methods):
             self.server.accepted |= dict.fromkeys(clients, self.number)
 
     def _finish_experience(self, part: ClientRound, kept: ClientState, own: State) -> ClientState | None:
@@ -293,30 +302,32 @@ class MethodRound:
         within the experience, the result is computed from the state that the client has then. None if no result is
         missing.
         """
-        if PROGRESS not in kept or int(kept[PROGRESS]["experience"]) != part.experience:
+        if PROGRESS not in kept or int(kept[PROGRESS]["experience"]) != part.experience_idx:
             return None
         missing = [
             method
             for method in self.methods
-            if overrides(method, "end_experience") and remembers(method, part) and not has_result(kept, method.section)
+            if overrides_hook(method, "end_experience")
+            and keeps_client_state(method, part)
+            and not has_result(kept, method.section_name)
         ]
         if not missing:
             return None
         found = {**kept, PROGRESS: {**kept[PROGRESS]}}
-        reads = any(method.needs.samples for method in missing)
-        data = self.stream.client_samples(part.client, part.round, self.seed) if reads else None
+        reads = any(method.needs.round_samples for method in missing)
+        data = self.stream.client_samples(part.client_id, part.round_idx, self.seed) if reads else None
         for method in missing:
-            memory = kept.get(method.section, {})
-            client = client_of(method, self.module, memory, own, part)
+            memory = kept.get(method.section_name, {})
+            client = make_client(method, self.module, memory, own, part)
             self._set_history(method, client, kept)
-            result = result_of(method, client, own, data if method.needs.samples else None, {})
+            result = result_of(method, client, own, data if method.needs.round_samples else None, {})
             found |= sections_of(method, memory, result, None, kept)
-            note_result(found, method.section)
+            note_result(found, method.section_name)
         return found
 
     def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
         """End the experiences of clients of a fit that was stopped after ``rounds`` rounds, before its last one."""
-        store, device = self.server.store, self.module.device
+        store, device = self.server.client_store, self.module.device
         for client in clients:
             kept = store[client]
             trained = [number for number in trained_rounds(kept) if number < rounds]
@@ -324,30 +335,30 @@ class MethodRound:
                 part = self.stream.client_round(client, trained[-1])
                 if next_round(self.stream, part, self.stream.plan.rounds) is None:
                     continue
-                own = {**entries(self.module), **own_entries(kept, device)}
+                own = {**state_tensors(self.module), **local_tensors(kept, device)}
                 if (found := self._finish_experience(part, kept, own)) is not None:
                     store[client] = found
 
 
-def server_entries(methods: Sequence[Declaration], module: L.LightningModule) -> Extra:
+def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> ExtraTensors:
     """Return what the server keeps for methods beside the entries of the module, with first values and reductions."""
     extra: dict[str, tuple[Tensor, Reduction | str]] = {}
     for method in methods:
-        kept = method.server_state(module)
+        kept = method.init_server_state(module)
         for name, reduction in declared(method, kept).items():
-            extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
+            extra[f"{method.section_name}.{name}"] = kept[name].to(module.device), reduction
     return extra
 
 
 def entered_state(server: FederatedServer, part: ClientRound, kept: ClientState) -> ClientState:
     """Return a client's state at the start of a round, from what the client keeps."""
-    return enter_round(kept, part.experience, server.accepted.get(part.client, -1)) if kept else kept
+    return enter_round(kept, part.experience_idx, server.accepted.get(part.client_id, -1)) if kept else kept
 
 
-def client_before(server: FederatedServer, module: L.LightningModule, method: Declaration, part: ClientRound) -> Client:
+def client_before(server: FederatedServer, module: L.LightningModule, method: MethodBase, part: ClientRound) -> Client:
     """Return a client before a round, as a method sees it: the client has received nothing."""
-    memory = entered_state(server, part, server.store[part.client]).get(method.section, {})
-    return client_of(method, module, memory, part=part)
+    memory = entered_state(server, part, server.client_store[part.client_id]).get(method.section_name, {})
+    return make_client(method, module, memory, client_round=part)
 
 
 def _ends(stream: ClientStream, number: int) -> bool:
@@ -358,10 +369,10 @@ def _ends(stream: ClientStream, number: int) -> bool:
 
 def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
     """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
-    kept = {n for n in own if n in reductions and not (reductions[n].up or reductions[n].own)}
+    kept = {n for n in own if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)}
     return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
 
 
-def _moved(memory: Memory, device: torch.device) -> Memory:
+def _moved(memory: StateSection, device: torch.device) -> StateSection:
     """Return a client state on a device. A client state from a disk or a checkpoint is on the CPU."""
     return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}

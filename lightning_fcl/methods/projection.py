@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 
-Kind = Literal["wasserstein", "cosine"]
+DistanceKind = Literal["wasserstein", "cosine"]
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Solver = Callable[[Matrix, Matrix], Matrix]
 
@@ -64,7 +64,7 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Tensor:
+def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind = "wasserstein") -> Tensor:
     """How far other gradients, shape (k, p), are from a gradient: shape (k,), in double precision, on the CPU.
 
     ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which does not see
@@ -72,25 +72,25 @@ def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Te
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
-        values = [float((_sorted(other) - ordered).abs().mean(dtype=torch.float64)) for other in others]
+        values = [float((_sorted(other) - ordered).abs().mean(dtype=torch.float64)) for other in references]
     else:
         wide = _wide(gradient)
         length = float(wide.norm())
-        products = [(float(row @ wide), float(row.norm()) * length) for row in map(_wide, others)]
+        products = [(float(row @ wide), float(row.norm()) * length) for row in map(_wide, references)]
         values = [1.0 - product / scale if scale else 1.0 + 0 * product for product, scale in products]
     if not np.isfinite(values).all():
-        _refuse(bool(torch.isfinite(gradient).all()), [bool(torch.isfinite(other).all()) for other in others])
+        _refuse(bool(torch.isfinite(gradient).all()), [bool(torch.isfinite(other).all()) for other in references])
     return torch.tensor(values, dtype=torch.float64)
 
 
-def most_dissimilar(gradient: Tensor, others: Tensor, k: int, kind: Kind = "wasserstein") -> Tensor:
+def most_dissimilar(gradient: Tensor, references: Tensor, k: int, kind: DistanceKind = "wasserstein") -> Tensor:
     """Which ``k`` gradients are farthest from a gradient, those first (FedViT's signature tasks, section 3.3)."""
-    return distance(gradient, others, kind).argsort(descending=True, stable=True)[:k]
+    return gradient_distance(gradient, references, kind).argsort(descending=True, stable=True)[:k]
 
 
-def flatten(named: Mapping[str, Tensor]) -> Tensor:
+def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
     """One vector of named tensors, in their order."""
-    return torch.cat([value.reshape(-1) for value in named.values()])
+    return torch.cat([value.reshape(-1) for value in tensors.values()])
 
 
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
@@ -100,7 +100,7 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
 
 
 def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
-    result = gram(constraints, gradient)
+    result = gram_matrix(constraints, gradient)
     finite = np.isfinite(result.diagonal())
     if not finite.all():
         _refuse(bool(finite[-1]), finite[:-1].tolist())
@@ -122,7 +122,7 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
             for i in active:
                 part.add_(stretch[i], alpha=float(weights[i]))
         return result
-    device = device_of(gradient)
+    device = solver_device(gradient)
     used = torch.from_numpy(np.flatnonzero(weights))
     wide = torch.from_numpy(weights)[used].to(device)
     used = used.to(constraints.device)
@@ -137,7 +137,7 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(device_of(tensor), torch.float64)
+    return tensor.to(solver_device(tensor), torch.float64)
 
 
 def _sorted(tensor: Tensor) -> Tensor:
@@ -241,16 +241,16 @@ def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
 
 
 @torch.no_grad()
-def gram(rows: Tensor, last: Tensor) -> Matrix:
+def gram_matrix(rows: Tensor, last: Tensor) -> Matrix:
     """Products of the vectors ``rows``, shape (k, p), and ``last`` with each other: shape (k + 1, k + 1), float64.
 
     On a CPU, dot products of pieces that were just converted: half of them suffice, as the matrix is symmetric, and
     with so few vectors a matrix product spends most of its time on rearranging them.
     """
-    return _by_dots(rows, last) if device_of(last).type == "cpu" else _by_matrix_products(rows, last)
+    return _by_dots(rows, last) if solver_device(last).type == "cpu" else _by_matrix_products(rows, last)
 
 
-def device_of(tensor: Tensor) -> torch.device:
+def solver_device(tensor: Tensor) -> torch.device:
     """Where there is double precision for a tensor: Apple's GPUs have none."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
 
@@ -284,7 +284,7 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
 
 
 def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
-    products = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64, device=device_of(last))
+    products = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64, device=solver_device(last))
     pieces = zip(torch.split(rows, _MATRIX_PIECE, dim=1), torch.split(last, _MATRIX_PIECE), strict=True)
     for piece, end in pieces:
         wide = torch.cat([_wide(piece), _wide(end)[None]])

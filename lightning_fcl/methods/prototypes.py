@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, one_of
 from lightning_fcl.federation.accumulators import Accumulator, PlainSums
-from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import HasFeatures, HasNumClasses
 from lightning_fcl.federation.reductions import SparseMean, Sum
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.base import Clients
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.distillation import LwF
-from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
+from lightning_fcl.methods.episodic import finite_pairs, memory_pairs
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
@@ -38,11 +38,11 @@ class ClassSums(SparseMean):
 
     name = "class_sums"
 
-    def accumulator(self) -> Accumulator:
+    def make_accumulator(self) -> Accumulator:
         return _Sums()
 
 
-class SumOfSome(Sum):
+class SparseSum(Sum):
     """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte."""
 
     name = "sum_of_some"
@@ -55,9 +55,9 @@ class SumOfSome(Sum):
 
 
 class _Sums(PlainSums):
-    def result(self, server: Mapping[str, Tensor]) -> State:
+    def compute(self, server: Mapping[str, Tensor]) -> State:
         totals = {
-            name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.by_name.items()
+            name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.sums.items()
         }
         return {name: torch.where(total[:, :1] > 0, total, server[name]) for name, total in totals.items()}
 
@@ -65,16 +65,16 @@ class _Sums(PlainSums):
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
     """The count and the sum of the features of each class, shape (classes, 1 + features)."""
     counted = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
-    return no_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
+    return zero_class_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
 
 
-def no_sums(module: L.LightningModule) -> Tensor:
+def zero_class_sums(module: L.LightningModule) -> Tensor:
     """The sums of no samples, shape (classes, 1 + features)."""
-    if not (isinstance(module, HasClasses) and isinstance(module, EmbedsInputs)):
+    if not (isinstance(module, HasNumClasses) and isinstance(module, HasFeatures)):
         raise InvalidValueError(
             "Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
             f"`{type(module).__name__}`.",
-            hint="Use a `Classifier`, or define them beside `speaks_lightning_fcl = True`.",
+            hint="Use a `Classifier`, or define them beside `lightning_fcl_protocols = True`.",
             argument="embed",
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
@@ -85,13 +85,13 @@ def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
     return sums[:, 1:] / sums[:, :1].clamp(min=1), sums[:, 0] > 0
 
 
-def nearest_mean(features: Tensor, means: Tensor, known: Tensor, output: Tensor) -> Tensor:
+def nearest_mean(features: Tensor, means: Tensor, seen_classes: Tensor, output: Tensor) -> Tensor:
     """Scores of classes: minus the distance from each mean, -inf for unknown ones; ``output`` where none is known."""
-    if not known.any():
+    if not seen_classes.any():
         return output
     # Not by products of matrices, whose rounding depends on the number of samples.
     distance = torch.cdist(features.to(means), means, compute_mode="donot_use_mm_for_euclid_dist")
-    return -distance.masked_fill(~known, torch.inf)
+    return -distance.masked_fill(~seen_classes, torch.inf)
 
 
 class FedProto(Method):
@@ -109,7 +109,7 @@ class FedProto(Method):
 
     Args:
         strength: Weight (lambda) of the distance, at least 0.
-        predict: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
+        rescore: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not tell its features.
@@ -118,12 +118,12 @@ class FedProto(Method):
     Example:
         >>> from lightning_fcl import Classifier
         >>> from lightning_fcl.models import MLP
-        >>> FedProto(strength=1.0).server_state(Classifier(MLP([6, 5, 4]), num_classes=4))["sums"].shape
+        >>> FedProto(strength=1.0).init_server_state(Classifier(MLP([6, 5, 4]), num_classes=4))["sums"].shape
         torch.Size([4, 6])
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, features=True, tensors=True)
-    reductions: ClassVar[Rules] = {"sums": ClassSums()}
+    needs: ClassVar[Needs] = Needs(round_samples=True, features=True, tensors=True)
+    reductions: ClassVar[ReductionRules] = {"sums": ClassSums()}
 
     @check_arguments
     def __init__(
@@ -133,29 +133,29 @@ class FedProto(Method):
         at_least(0, strength=strength)
         one_of(("nearest", "head"), predict=predict)
         self.strength = strength
-        self.predicts = predict
+        self.predictor = predict
 
-    def server_state(self, module: L.LightningModule) -> State:
-        return {"sums": no_sums(module)}
+    def init_server_state(self, module: L.LightningModule) -> State:
+        return {"sums": zero_class_sums(module)}
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
         x, y = finite_pairs(data)
-        return {"sums": class_sums(client.module, embeddings(client.module, own, x), y)}
+        return {"sums": class_sums(client.module, embeddings(client.module, trained_state, x), y)}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0 or step.y is None:
             return 0.0
-        means, known = class_means(client.shared["sums"])
-        distance = (step.features(step.x) - means[step.y]).square().mean(dim=1)
+        means, known = class_means(client.server_state["sums"])
+        distance = (step.embed_fn(step.x) - means[step.y]).square().mean(dim=1)
         return self.strength * step.mean(distance * known[step.y])
 
-    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        if self.predicts == "head":
+    def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
+        if self.predictor == "head":
             return output
         return nearest_mean(Embedding(module)(x), *class_means(server["sums"]), output)
 
 
-def herd(features: Tensor, size: int) -> Tensor:
+def herding_selection(features: Tensor, size: int) -> Tensor:
     """Indices of samples, each so that the mean of all chosen is nearest the mean of all (Rebuffi et al., alg. 4)."""
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     chosen: list[int] = []
@@ -171,9 +171,9 @@ def herd(features: Tensor, size: int) -> Tensor:
 class ICaRL(LwF):
     """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
 
-    For an experience a client chooses exemplars of its classes by `herd`, on features of length 1 of its own model
-    after the last round that it trained in. Its ``max_size`` exemplars are shared equally by all classes that it has
-    trained on, and those of earlier classes are cut from the end.
+    For an experience a client chooses exemplars of its classes by `herding_selection`, on features of length 1 of its
+    own model after the last round that it trained in. Its ``max_size`` exemplars are shared equally by all classes that
+    it has trained on, and those of earlier classes are cut from the end.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
     each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
@@ -198,7 +198,7 @@ class ICaRL(LwF):
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True, features=True, tensors=True)
     accumulates: ClassVar[bool] = True
-    reductions: ClassVar[Rules] = {"sums": ClassSums()}
+    reductions: ClassVar[ReductionRules] = {"sums": ClassSums()}
 
     @check_arguments
     def __init__(
@@ -209,15 +209,15 @@ class ICaRL(LwF):
         self.max_size = max_size
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return remembered_pairs(client.memory)
+        return memory_pairs(client.method_state)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
-        return client.memory | self._exemplars(client, own, data)
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        return client.method_state | self._exemplars(client, own, data)
 
-    def _exemplars(self, client: Client, own: State, data: Batch) -> Memory:
+    def _exemplars(self, client: Client, own: State, data: Batch) -> StateSection:
         x, y = finite_pairs(data)
-        old = tuple(part.to(x.device) for part in remembered_pairs(client.memory) or (x[:0], y[:0]))
-        if (added := remembered_pairs(client.result)) is not None:  # choose anew among these and the new samples
+        old = tuple(part.to(x.device) for part in memory_pairs(client.method_state) or (x[:0], y[:0]))
+        if (added := memory_pairs(client.result)) is not None:  # choose anew among these and the new samples
             current = ~torch.isin(added[1], old[1].to(added[1].device))
             x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(added, (x, y), strict=True))
         features = F.normalize(embeddings(client.module, own, x)).to(x.device)
@@ -225,17 +225,17 @@ class ICaRL(LwF):
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)
             kept = (old[1] == label).nonzero()[:size, 0]
-            new = new[herd(features[new], size)]
+            new = new[herding_selection(features[new], size)]
             chosen.append((x[new], y[new]) if len(new) else (old[0][kept], old[1][kept]))
         return {"x": torch.cat([x for x, _ in chosen]), "y": torch.cat([y for _, y in chosen])}
 
-    def server_state(self, module: L.LightningModule) -> State:
-        return {"sums": no_sums(module)}
+    def init_server_state(self, module: L.LightningModule) -> State:
+        return {"sums": zero_class_sums(module)}
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        x, y = self._exemplars(client, own, data).values()
-        return {"sums": class_sums(client.module, F.normalize(embeddings(client.module, own, x)), y)}
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
+        x, y = self._exemplars(client, trained_state, data).values()
+        return {"sums": class_sums(client.module, F.normalize(embeddings(client.module, trained_state, x)), y)}
 
-    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
+    def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
         means, known = class_means(server["sums"])
         return nearest_mean(F.normalize(Embedding(module)(x)), F.normalize(means), known, output)

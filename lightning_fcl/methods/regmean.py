@@ -9,23 +9,23 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, between
-from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, Server, section, zeros
-from lightning_fcl.methods.declaration import Pattern
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import between, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
+from lightning_fcl.methods.base import Pattern
+from lightning_fcl.methods.context import Client, Server, strip_prefix, zeros_like_state
+from lightning_fcl.methods.drift_correction import ServerUpdateMethod
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, to_weight_state, weight_matrix
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.models.decomposed import AdaptedLinear
+from lightning_fcl.methods.prototypes import SparseSum
+from lightning_fcl.models.decomposition import AdaptedLinear
 
 _NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs
 
 
 @dataclass(eq=False)
-class RegMean(MovesServer):
+class RegMean(ServerUpdateMethod):
     """Every round: each layer answers as its clients' layers do, in the mean over their inputs (Jin et al. 2023).
 
     After its training a client also sends, for each linear and convolutional layer that has learnt, ``G_k = X_k^T X_k``
@@ -50,16 +50,19 @@ class RegMean(MovesServer):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, tensors=True, federation="no server brings layers together. Use the strategy"
+        round_samples=True,
+        features=True,
+        tensors=True,
+        federation_reason="no server brings layers together. Use the strategy",
     )
-    reductions: ClassVar[Rules] = {"gram.*": SumOfSome(), "answers.*": SumOfSome()}
+    reductions: ClassVar[ReductionRules] = {"gram.*": SparseSum(), "answers.*": SparseSum()}
 
-    alpha: float = argument(1.0, between, 0, 1)
+    alpha: float = validated(1.0, between, 0, 1)
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         state: State = {}
         for name in averaged_layers(module):
-            weight = weight_matrix(entries(module), name)
+            weight = weight_matrix(state_tensors(module), name)
             state[f"gram.{name}"] = self._no_gram(weight)
             state[f"answers.{name}"] = torch.zeros_like(weight)
         return state
@@ -72,53 +75,57 @@ class RegMean(MovesServer):
         """``X^T X`` of some inputs, shape (n, d), or of no alpha its diagonal; still with all numbers off it."""
         return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        sent = zeros(client.shared)
-        weights = {name: weight_matrix(own, name) for name in section(sent, "gram")}
-        learnt = [name for name, value in weights.items() if not value.equal(weight_matrix(client.server, name))]
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
+        sent = zeros_like_state(client.server_state)
+        weights = {name: weight_matrix(trained_state, name) for name in strip_prefix(sent, "gram")}
+        learnt = [
+            name for name, value in weights.items() if not value.equal(weight_matrix(client.received_state, name))
+        ]
         x, _ = finite_pairs(data)
-        for name, rows in layer_inputs(client.module, learnt, own, x):
+        for name, rows in layer_inputs(client.module, learnt, trained_state, x):
             sent[f"gram.{name}"] += self._gram(rows)
         for name in learnt:
             gram = sent[f"gram.{name}"]
             if self.alpha:
                 gram.lerp_(gram.diagonal().diag(), 1 - self.alpha)
-            sent[f"answers.{name}"] = answers(weights[name], gram)
+            sent[f"answers.{name}"] = gram_product(weights[name], gram)
         return sent
 
-    def server_turn(self, server: Server) -> State:
+    def process_aggregate(self, server: Server) -> State:
         """Layers that have learnt, by least squares on what they answer; the sums begin anew."""
-        found, mean, kept = dict[str, Tensor](), server.state, server.kept
-        for name, gram in section(kept, "gram").items():
+        found, mean, kept = dict[str, Tensor](), server.state, server.server_state
+        for name, gram in strip_prefix(kept, "gram").items():
             if gram.any():
-                found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
-        kept.update(zeros(kept))
+                found |= to_weight_state(
+                    mean, name, merge_regression(weight_matrix(mean, name), kept[f"answers.{name}"], gram)
+                )
+        kept.update(zeros_like_state(kept))
         return found
 
 
-def answers(weight: Tensor, gram: Tensor) -> Tensor:
+def gram_product(weight: Tensor, gram: Tensor) -> Tensor:
     """``W G`` of a layer, shape (outputs, d), with G as a matrix, shape (d, d), or its diagonal, shape (d,)."""
     return weight @ gram if gram.dim() == 2 else weight * gram
 
 
-def regmean(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
+def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
     """The layer, shape (outputs, d), that answers as the clients' do, and is their mean where there is no input.
 
-    ``(sum W G) (sum G)^+``, from the sums of their `answers` and of their Gram matrices, or of the diagonals.
+    ``(sum W G) (sum G)^+``, from the sums of their `gram_product` and of their Gram matrices, or of the diagonals.
 
     Example:
         >>> one, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])
         >>> gram = torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0])
-        >>> regmean((one + other) / 2, answers(one, gram[0]) + answers(other, gram[1]), sum(gram))
+        >>> merge_regression((one + other) / 2, gram_product(one, gram[0]) + gram_product(other, gram[1]), sum(gram))
         tensor([[1.5000, 4.0000]])
     """
-    rest = weighted - answers(mean, gram)
+    rest = weighted - gram_product(mean, gram)
     if gram.dim() == 2:
         none = max(_NONE, len(gram) * torch.finfo(gram.dtype).eps)
         inverse = torch.linalg.pinv(gram, rtol=none, hermitian=True)
     else:
         inverse = torch.where(gram > _NONE * gram.max(), 1 / gram, 0.0)
-    return mean + answers(rest, inverse)
+    return mean + gram_product(rest, inverse)
 
 
 @dataclass(eq=False)
@@ -142,36 +149,36 @@ class LoRM(RegMean):
         False
     """
 
-    reductions: ClassVar[Rules] = {
+    reductions: ClassVar[ReductionRules] = {
         **RegMean.reductions,
-        "task.*": SumOfSome(),
+        "task.*": SparseSum(),
         "tasks.*": "fixed",
         "turn": "download",
     }
 
-    def server_state(self, module: L.LightningModule) -> State:
-        state = super().server_state(module) | {"turn": torch.tensor(0)}
+    def init_server_state(self, module: L.LightningModule) -> State:
+        state = super().init_server_state(module) | {"turn": torch.tensor(0)}
         for name, layer in _adapted(module).items():
             weight = layer.layer.weight.detach().double()
             gram, given = self._no_gram(weight), torch.zeros_like(weight)
             state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": given}
         return state
 
-    def trains(self, client: Client) -> Pattern | None:
-        return "!*.a.weight" if int(client.shared["turn"]) % 2 == 0 else "!*.b.weight"
+    def trainable_patterns(self, client: Client) -> Pattern | None:
+        return "!*.a.weight" if int(client.server_state["turn"]) % 2 == 0 else "!*.b.weight"
 
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
-        sent = {name: torch.zeros_like(client.shared[name]) for name in names.values()}
+        sent = {name: torch.zeros_like(client.server_state[name]) for name in names.values()}
         for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
             gram = self._gram(rows)
             sent[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
         return sent
 
-    def server_turn(self, server: Server) -> State:
-        tasks = {name: value for name, value in server.kept.items() if name.startswith(("task.", "tasks."))}
-        turn = server.kept["turn"] + 1
-        found = super().server_turn(server)
+    def process_aggregate(self, server: Server) -> State:
+        tasks = {name: value for name, value in server.server_state.items() if name.startswith(("task.", "tasks."))}
+        turn = server.server_state["turn"] + 1
+        found = super().process_aggregate(server)
         now = {**server.state, **found}
         for name, layer in _adapted(server.module).items():
             if not (server.ends and (gram := tasks[f"task.{name}"]).any()):
@@ -179,11 +186,11 @@ class LoRM(RegMean):
             a, b, body = (now[f"{name}.{part}.weight"] for part in ("a", "b", "layer"))
             weight = body.double() + layer.scale * b.double() @ a.double()
             tasks[f"tasks.gram.{name}"] = grams = tasks[f"tasks.gram.{name}"] + gram
-            tasks[f"tasks.answers.{name}"] = given = tasks[f"tasks.answers.{name}"] + answers(weight, gram)
+            tasks[f"tasks.answers.{name}"] = given = tasks[f"tasks.answers.{name}"] + gram_product(weight, gram)
             tasks[f"task.{name}"], turn = torch.zeros_like(gram), torch.zeros_like(turn)
-            found[f"{name}.layer.weight"] = regmean(weight, given, grams).to(body)
+            found[f"{name}.layer.weight"] = merge_regression(weight, given, grams).to(body)
             found[f"{name}.b.weight"] = torch.zeros_like(b)
-        server.kept.update({**tasks, "turn": turn})
+        server.server_state.update({**tasks, "turn": turn})
         return found
 
 

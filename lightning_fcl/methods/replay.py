@@ -12,24 +12,24 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch, joined
+from lightning_fcl.data.batching import Batch, concat_nested
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.plain_tensors import plain_samples
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, argument, one_of
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, one_of, validated
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.methods.base import ReplaySamples, ReplayTransform
 from lightning_fcl.methods.buffer_data import Agent, select
-from lightning_fcl.methods.client import Client, is_labelled
-from lightning_fcl.methods.declaration import ReplaySamples, ReplayTransform
-from lightning_fcl.methods.episodic import knows_task, memory_size, with_task, without_task
-from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.context import Client, is_labelled
+from lightning_fcl.methods.dry_run import first_indices
+from lightning_fcl.methods.episodic import add_task_labels, check_memory_size, has_task, without_task
+from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import check_transform
-from lightning_fcl.methods.trial import first_rows
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 if TYPE_CHECKING:
     from lightning_fcl.data.avalanche import ExemplarsBuffer
@@ -84,12 +84,12 @@ class Replay(Method):
         10
     """
 
-    needs: ClassVar[Needs] = Needs(dicts=True, tensors=True)
+    needs: ClassVar[Needs] = Needs(dict_batches=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
-    max_size: int | float = argument(200, memory_size)  # jsonargparse takes the first type that fits
-    policy: Policy = argument("class-balanced", one_of, get_args(Policy))
-    update: Literal["round", "experience"] = argument("experience", one_of, ("round", "experience"))
+    max_size: int | float = validated(200, check_memory_size)  # jsonargparse takes the first type that fits
+    policy: Policy = validated("class-balanced", one_of, get_args(Policy))
+    update: Literal["round", "experience"] = validated("experience", one_of, ("round", "experience"))
     repeat: bool = False
     base: bool = False
     buffer: ExemplarsBuffer | None = None
@@ -131,8 +131,8 @@ class Replay(Method):
         if not self.base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
-        federation = federation_of(trainer)
-        if federation is None or not len(stream.plan.base):
+        federation = find_federation(trainer)
+        if federation is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
                 'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` '
                 f"but got {stream}.",
@@ -140,15 +140,17 @@ class Replay(Method):
                 argument="base",
                 value=self.base,
             )
-        data = plain_samples(stream.take(stream.plan.base))
+        data = plain_samples(stream.get_samples(stream.plan.base_samples))
         for name in stream.plan.clients:
-            has_state = not federation.hosts(name) or federation.server.store.memory(name, self.section)
+            has_state = not federation.hosts(name) or federation.server.client_store.get_section(
+                name, self.section_name
+            )
             if not has_state:  # An earlier fit may have stored samples.
-                part = ClientRound(name, round=0, stream_samples=stream.plan.samples_of(name))
-                generator = torch.Generator().manual_seed(seed_of(federation.seed, name, "base session"))
-                client = Client(part=part, module=pl_module, federation=federation, generator=generator)
-                federation.server.store.remember(
-                    name, self.section, self._updated({}, client, entries(pl_module), data)
+                part = ClientRound(name, round_idx=0, num_stream_samples=stream.plan.num_client_samples(name))
+                generator = torch.Generator().manual_seed(derive_seed(federation.seed, name, "base session"))
+                client = Client(client_round=part, module=pl_module, federation=federation, generator=generator)
+                federation.server.client_store.set_section(
+                    name, self.section_name, self._updated({}, client, state_tensors(pl_module), data)
                 )
 
     @property
@@ -157,16 +159,16 @@ class Replay(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise ValueError if `transform` rejects a sample, or changes its shape or dtype."""
-        stream = stream_of(trainer)
-        if self.transform is None or stream is None or (rows := first_rows(stream)) is None:
+        stream = find_stream(trainer)
+        if self.transform is None or stream is None or (rows := first_indices(stream)) is None:
             return
         with isolate_rng():  # a dataset's own code may draw
-            sample = plain_samples(stream.take(rows[:1]))
+            sample = plain_samples(stream.get_samples(rows[:1]))
         if isinstance(sample, Mapping) or is_labelled(sample):
             check_transform(self.transform, sample)
 
     def replay_samples(self, client: Client) -> ReplaySamples | None:
-        memory = client.memory
+        memory = client.method_state
         if not memory:
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
@@ -182,7 +184,7 @@ class Replay(Method):
     def _size(self, part: ClientRound) -> int:
         if isinstance(self.max_size, int):
             return self.max_size
-        if not part.stream_samples:
+        if not part.num_stream_samples:
             raise InvalidValueError(
                 f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
                 "`FederatedStream` tells how many samples there will be.",
@@ -190,27 +192,27 @@ class Replay(Method):
                 argument="max_size",
                 value=self.max_size,
             )
-        return max(1, round(self.max_size * part.stream_samples))
+        return max(1, round(self.max_size * part.num_stream_samples))
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.update == "experience":
-            return client.memory
-        history, memory = client.history, client.memory
+            return client.method_state
+        history, memory = client.history, client.method_state
         anew = self.buffer is None and self.policy == "refresh" and (history is None or history.covers_experience)
         if anew:
-            memory = without_task(memory, client.part.experience)
+            memory = without_task(memory, client.client_round.experience_idx)
         if history is not None:
             data = client.selected(data, history.new_in_experience if anew else history.new)
-        return self._updated(memory, client, own, data)
+        return self._updated(memory, client, trained_state, data)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
         if self.update == "round":
-            return client.memory
-        return self._updated(client.result or client.memory, client, own, data)
+            return client.method_state
+        return self._updated(client.result or client.method_state, client, own, data)
 
-    def _updated(self, memory: Memory, client: Client, own: State, data: Batch) -> Memory:
+    def _updated(self, memory: StateSection, client: Client, own: State, data: Batch) -> StateSection:
         """Return the replay samples ``memory`` after some samples have been offered."""
-        part, samples = client.part, _entries(data)
+        part, samples = client.client_round, _entries(data)
         first = next(iter(samples.values()))
         if not len(first):
             return memory
@@ -221,17 +223,17 @@ class Replay(Method):
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
-            if knows_task(memory, part.experience):  # choose anew among these and the new samples
-                of_task = memory["task"] == part.experience
-                new = {name: joined([memory[name][of_task], value]) for name, value in new.items()}
+            if has_task(memory, part.experience_idx):  # choose anew among these and the new samples
+                of_task = memory["task"] == part.experience_idx
+                new = {name: concat_nested([memory[name][of_task], value]) for name, value in new.items()}
             number = len(next(iter(new.values())))
             chosen = torch.randperm(number, generator=client.generator)[:size]
-            return with_task(memory, {name: value[chosen] for name, value in new.items()}, part.experience)
-        new["task"] = torch.full((len(first),), part.experience, device=device)
+            return add_task_labels(memory, {name: value[chosen] for name, value in new.items()}, part.experience_idx)
+        new["task"] = torch.full((len(first),), part.experience_idx, device=device)
         seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
-            new = {name: joined([memory[name], value]) for name, value in new.items()}
-        places: Memory = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
+            new = {name: concat_nested([memory[name], value]) for name, value in new.items()}
+        places: StateSection = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
         labels = new["class"] if "class" in new else new["y"]
         names = [name for name in new if name.startswith(_SAMPLE)]
 
@@ -253,16 +255,18 @@ class Replay(Method):
     def _holding(self, buffer: ExemplarsBuffer, client: Client, own: State) -> Iterator[Agent]:
         """Temporarily load the client's state into the module, which a selection strategy may read."""
         module = client.module
-        before = {name: value.detach().clone() for name, value in entries(module).items()}
-        load_entries(module, own)
+        before = {name: value.detach().clone() for name, value in state_tensors(module).items()}
+        load_state_tensors(module, own)
         try:
-            with evaluating(module):
-                yield Agent(buffer, module, client.part.experience)
+            with evaluation_mode(module):
+                yield Agent(buffer, module, client.client_round.experience_idx)
         finally:
-            load_entries(module, before)
+            load_state_tensors(module, before)
 
 
-def sample_reservoirs(size: int, groups: Tensor, priority: Tensor, generator: torch.Generator) -> tuple[Tensor, Memory]:
+def sample_reservoirs(
+    size: int, groups: Tensor, priority: Tensor, generator: torch.Generator
+) -> tuple[Tensor, StateSection]:
     """Select samples by reservoir sampling in each group, as ``ClassBalancedBuffer`` of Avalanche does.
 
     Each new sample draws a priority in [0, 1). Each group keeps those of its samples that have the greatest ones: the
@@ -302,7 +306,7 @@ def sample_reservoirs(size: int, groups: Tensor, priority: Tensor, generator: to
     return positions, {"priority": weights[positions]}
 
 
-def _entries(data: Batch) -> Memory:
+def _entries(data: Batch) -> StateSection:
     if isinstance(data, Mapping):
         return {f"{_SAMPLE}{name}": value for name, value in data.items()}
     return {"x": data[0], "y": data[1]}

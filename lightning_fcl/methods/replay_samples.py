@@ -13,22 +13,22 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import joined, number_of, some_of, window
+from lightning_fcl.data.batching import concat_nested, count_nested_samples, index_nested, shuffled_window
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.plain_tensors import plain_samples, plain_tensor
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
-from lightning_fcl.methods.client import Client, Step, is_labelled
-from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
-from lightning_fcl.randomness import Keys, keys_of, numbers, seed_of, start_randomness
+from lightning_fcl.methods.base import MethodBase, ReplaySamples, ReplayTransform, overrides_hook
+from lightning_fcl.methods.context import Client, Step, is_labelled
+from lightning_fcl.rng import Keys, derive_seed, make_client_keys, random_uint64, seed_all
 
-ClientOf = Callable[[Declaration, ClientRound], Client]
+ClientOf = Callable[[MethodBase, ClientRound], Client]
 """Returns a client as a method sees it before the client trains in a round."""
 
 
-def joins_batches(method: Declaration) -> bool:
+def joins_batches(method: MethodBase) -> bool:
     """Return whether a method's replay samples join the batches of its clients."""
-    return overrides(method, "replay_samples") and method.replay_batch_size is None
+    return overrides_hook(method, "replay_samples") and method.replay_batch_size is None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class JoiningSamples:
     parts: tuple[tuple[str, int, ReplayTransform | None], ...] = ()
 
     def __len__(self) -> int:
-        return number_of(self.samples)
+        return count_nested_samples(self.samples)
 
     @property
     def is_transformed(self) -> bool:
@@ -53,17 +53,17 @@ class JoiningSamples:
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
         """Return some of the samples, transformed by random numbers that depend on ``seed`` and ``key`` alone."""
-        taken, first = some_of(self.samples, rows), 0
+        taken, first = index_nested(self.samples, rows), 0
         for section, number, transform in self.parts:
             at = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
             first += number
             if transform is not None and len(at):
-                write_samples(taken, at, transformed(transform, some_of(taken, at), seed, section, *key))
+                write_samples(taken, at, transformed(transform, index_nested(taken, at), seed, section, *key))
         return taken
 
 
 def joining_samples(
-    methods: Sequence[Declaration], client_of: ClientOf
+    methods: Sequence[MethodBase], client_of: ClientOf
 ) -> Callable[[ClientRound], JoiningSamples] | None:
     """Return a function that returns the samples that join a client's batches in a round. None: no method has any."""
     joining = [method for method in methods if joins_batches(method)]
@@ -76,13 +76,15 @@ def joining_samples(
         ]
         if not found:
             return JoiningSamples()
-        parts = tuple((method.section, number_of(samples), method.replay_transform) for method, samples in found)
-        return JoiningSamples(joined([samples for _, samples in found]), parts)
+        parts = tuple(
+            (method.section_name, count_nested_samples(samples), method.replay_transform) for method, samples in found
+        )
+        return JoiningSamples(concat_nested([samples for _, samples in found]), parts)
 
     return samples_of if joining else None
 
 
-def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
+def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
     """Join a method's replay samples to ``client.batch`` of a loader of the user, whose epochs are not planned.
 
     Every batch gets as many replay samples as it has samples, and no sample is repeated before all have joined.
@@ -99,12 +101,12 @@ def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
     samples = method.replay_samples(client)
     if not isinstance(samples, tuple):
         return
-    number, place = number_of(samples), (client.part.experience, trainer.current_epoch)
+    number, place = count_nested_samples(samples), (client.client_round.experience_idx, trainer.current_epoch)
     size, seed = min(number, len(batch[1])), client.seed
     # "rehearse" is part of the seed of existing runs.
-    key = keys_of(seed, ["local"], *place, method.section, "rehearse")
-    rows = torch.from_numpy(window(key, number, size, batch_idx * size))
-    pool = JoiningSamples(samples, ((method.section, number, method.replay_transform),))
+    key = make_client_keys(seed, ["local"], *place, method.section_name, "rehearse")
+    rows = torch.from_numpy(shuffled_window(key, number, size, batch_idx * size))
+    pool = JoiningSamples(samples, ((method.section_name, number, method.replay_transform),))
     for position, value in enumerate(pool.take(rows, seed, "local", *place, batch_idx)):
         batch[position] = torch.cat([batch[position], value.to(batch[position].device)])
 
@@ -121,7 +123,7 @@ class DrawnSamples:
     """
 
     def __init__(
-        self, methods: Sequence[Declaration], clients: Sequence[Sequence[Client]], keys: Callable[[str], Keys]
+        self, methods: Sequence[MethodBase], clients: Sequence[Sequence[Client]], keys: Callable[[str], Keys]
     ) -> None:
         self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
         self._keys: dict[str, Keys] = {}
@@ -129,8 +131,8 @@ class DrawnSamples:
         self._transforms: dict[str, ReplayTransform | None] = {}
         self._drawn: Counter[str] = Counter()
         for i, method in enumerate(methods):
-            size, name = method.replay_batch_size, method.section
-            if size is None or not overrides(method, "replay_samples"):
+            size, name = method.replay_batch_size, method.section_name
+            if size is None or not overrides_hook(method, "replay_samples"):
                 continue
             samples = [method.replay_samples(each[i]) for each in clients]
             self.pools[name] = [_named(one or {}) for one in samples]
@@ -142,7 +144,7 @@ class DrawnSamples:
         """Return the samples of each client's next step, by name. Empty if a client has no replay samples yet."""
         pools, size, keys, step = self.pools[section], self._sizes[section], self._keys[section], self._drawn[section]
         counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
-        drawn = numbers(keys, size, start=step * size)
+        drawn = random_uint64(keys, size, start=step * size)
         self._drawn[section] += 1
         rows = torch.from_numpy((drawn % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
         found = [
@@ -156,11 +158,11 @@ class DrawnSamples:
             for one, key in zip(found, keys, strict=True)
         ]
 
-    def step(self, method: Declaration, step: Step) -> Step:
+    def step(self, method: MethodBase, step: Step) -> Step:
         """Return the step of the only client, with the samples drawn for a method."""
-        if method.section not in self.pools:
+        if method.section_name not in self.pools:
             return step
-        (drawn,) = self.draw(method.section)
+        (drawn,) = self.draw(method.section_name)
         return replace(step, replay_samples=drawn, replay_weight=float(bool(drawn)))
 
 
@@ -182,7 +184,7 @@ def _transformed(
     transform: ReplayTransform, of_dicts: ReplayTransform, samples: Mapping[str, Tensor], seed: int, *key: str | int
 ) -> dict[str, Tensor]:
     """Return samples by name after a transform in its form for dicts, with the generators of the transform seeded."""
-    rows = range(number_of(samples))
+    rows = range(count_nested_samples(samples))
     with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
         changed = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
     return {name: torch.stack([plain_tensor(one[name]) for one in changed]) for name in samples}
@@ -262,6 +264,6 @@ def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
 def _seeded(transform: ReplayTransform, seed: int, *parts: str | int) -> Iterator[None]:
     """Temporarily seed the global generators, and those that a transform holds, by the arguments alone."""
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        start_randomness(seed, *parts)
-        with Generators().seeded({"": transform}, seed_of(seed, *parts)):
+        seed_all(seed, *parts)
+        with Generators().seeded({"": transform}, derive_seed(seed, *parts)):
             yield

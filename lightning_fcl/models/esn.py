@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import InvalidValueError, above, at_least, share, warn_of_one
-from lightning_fcl.models.described import Described
+from lightning_fcl.errors import InvalidValueError, above, at_least, unit_interval, warn_of_one
+from lightning_fcl.models.serialization import Serializable
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
 BLOCK = 64
 
 
-class EchoStateNetwork(Described):
+class EchoStateNetwork(Serializable):
     """A reservoir of leaky-integrator units, single or deep (De Caro et al., eq. 1; Bacciu et al. 2021, eq. 1).
 
     ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, from ``x = 0`` at the start of every
@@ -66,7 +66,7 @@ class EchoStateNetwork(Described):
     ) -> None:
         super().__init__()
         at_least(1, in_features=in_features, units=units, layers=layers)
-        share(leaking_rate=leaking_rate)
+        unit_interval(leaking_rate=leaking_rate)
         above(0, spectral_radius=spectral_radius, input_scaling=input_scaling)
         if in_features > 1 or layers > 1:
             warn_of_one("input_connectivity", input_connectivity, "1 input of each unit", "all inputs")
@@ -104,7 +104,7 @@ class EchoStateNetwork(Described):
             self.gain.fill_(1)
             self.bias.zero_()
 
-    def tag(self) -> int:
+    def weights_hash(self) -> int:
         """A number that stands for these very weights, gain and bias: states of other reservoirs do not fit to it."""
         digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
         for value in self.state_dict().values():
@@ -113,15 +113,15 @@ class EchoStateNetwork(Described):
 
     def forward(self, x: Tensor) -> Tensor:
         """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features)."""
-        return torch.cat(list(self.blocks(x))).transpose(0, 1)
+        return torch.cat(list(self.iter_states(x))).transpose(0, 1)
 
     @torch.no_grad()
-    def blocks(self, x: Tensor) -> Iterator[Tensor]:
+    def iter_states(self, x: Tensor) -> Iterator[Tensor]:
         """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
 
         Nothing but the current block is held.
         """
-        x = self.checked(x)
+        x = self.check_input(x)
         weights = [self._effective(layer) for layer in range(self.layers)]
         states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
         for start in range(0, x.shape[1], BLOCK):
@@ -161,7 +161,7 @@ class EchoStateNetwork(Described):
         return out, state.clone()
 
     @torch.no_grad()
-    def plasticity(
+    def plasticity_gradients(
         self,
         x: Tensor,
         mu: float,
@@ -175,7 +175,7 @@ class EchoStateNetwork(Described):
         (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro et al., eq. 4, with
         what is lost in its printed form. Returns dg and db, shape (batch, N_R), without a step size.
         """
-        x = self.checked(x)
+        x = self.check_input(x)
         gain = self.gain.detach() if gain is None else gain
         bias = self.bias.detach() if bias is None else bias
         state = x.new_zeros(len(x), self.units)
@@ -187,7 +187,7 @@ class EchoStateNetwork(Described):
         dg, db = (torch.cat(columns, dim=-1) for columns in zip(*(p.directions() for p in layers), strict=True))
         return dg, db
 
-    def checked(self, x: Tensor) -> Tensor:
+    def check_input(self, x: Tensor) -> Tensor:
         """The input in the reservoir's precision, if it is one."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             raise InvalidValueError(
@@ -217,7 +217,7 @@ class EchoStateNetwork(Described):
                 )
         return x
 
-    def baked(self) -> EchoStateNetwork:
+    def fold_plasticity(self) -> EchoStateNetwork:
         """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal."""
         other = EchoStateNetwork(self.in_features, self.units, self.layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.models.described import Described
+from lightning_fcl.models.serialization import Serializable
 
 
-class Generator(Described):
+class Generator(Serializable):
     """Images from noise: a linear layer to a quarter of their size, two doublings, and three convolutions.
 
     The network of Fang et al. 2019, "Data-free adversarial distillation", which MFCL and TARGET take, too. Its last
@@ -59,7 +59,7 @@ class Generator(Described):
         return images
 
 
-def statistics_layers(network: nn.Module) -> list[_BatchNorm]:
+def batchnorm_layers(network: nn.Module) -> list[_BatchNorm]:
     """The layers of batch normalisation that keep statistics.
 
     Raises:
@@ -80,7 +80,7 @@ def statistics_layers(network: nn.Module) -> list[_BatchNorm]:
 def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """What a network makes of samples, and how far their statistics are from those that it keeps, a scalar.
 
-    Over its `statistics_layers`, the sum of ``||mean - running mean|| + ||variance - running variance||`` of what comes
+    Over its `batchnorm_layers`, the sum of ``||mean - running mean|| + ||variance - running variance||`` of what comes
     into them (Yin et al. 2020, "Dreaming to distill", equation 4, not squared), in evaluation mode.
 
     Example:
@@ -95,7 +95,7 @@ def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Ten
         for found, kept in ((rows.mean(1), "running_mean"), (rows.var(1, correction=0), "running_var")):
             distances.append((found - layer.get_buffer(kept)).norm())
 
-    handles = [layer.register_forward_pre_hook(look) for layer in statistics_layers(network)]
+    handles = [layer.register_forward_pre_hook(look) for layer in batchnorm_layers(network)]
     try:
         output: Tensor = network(x)
     finally:

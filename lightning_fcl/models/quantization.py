@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from lightning_fcl.errors import InvalidValueError, MissingValueError, require
-from lightning_fcl.models.described import Described
+from lightning_fcl.errors import InvalidValueError, MissingValueError, require_package
+from lightning_fcl.models.serialization import Serializable
 
 Precision = Literal["int8", "float"]
 
 
-def frozen(network: Described, backbone: Precision = "int8") -> Described:
+def frozen(network: Serializable, backbone: Precision = "int8") -> Serializable:
     """A network with a frozen backbone, for a state that is loaded afterwards; it is changed.
 
     Args:
@@ -31,14 +31,14 @@ def frozen(network: Described, backbone: Precision = "int8") -> Described:
     Example:
         >>> from lightning_fcl.models import DSICNet
         >>> network = frozen(DSICNet())
-        >>> type(network.backbone).__name__, network.described["init_args"]["backbone"]
+        >>> type(network.backbone).__name__, network.init_config["init_args"]["backbone"]
         ('Int8Backbone', 'int8')
     """
-    freeze(network, backbone)
+    freeze_backbone_(network, backbone)
     return network
 
 
-def freeze(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
+def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
     """Fold a network's normalisation and freeze its backbone, in place; int8 is calibrated on images, if given."""
     network.eval()
     fold_batchnorm(network)
@@ -46,9 +46,9 @@ def freeze(network: nn.Module, backbone: Precision, images: Tensor | None = None
         quantize_backbone(network, images)
     network.get_submodule("backbone").requires_grad_(False)
     network.frozen = True  # type: ignore[assignment]
-    if isinstance(network, Described):
-        arguments = {"network": network.described, "backbone": backbone}
-        network.described = {"class_path": f"{__package__}.{frozen.__name__}", "init_args": arguments}
+    if isinstance(network, Serializable):
+        arguments = {"network": network.init_config, "backbone": backbone}
+        network.init_config = {"class_path": f"{__package__}.{frozen.__name__}", "init_args": arguments}
     network.train()
 
 
@@ -215,8 +215,8 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
     """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
-    with quietly():
-        pt2e = require("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
+    with silence_warnings():
+        pt2e = require_package("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
         example = images[:1].expand(2, -1, -1, -1)
         batch = {0: torch.export.Dim("batch", min=1)}
@@ -266,7 +266,7 @@ class _ChainQuantizer:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.errors import at_least, one_of
-from lightning_fcl.models.described import Described
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import DoublePrecision
+from lightning_fcl.models.serialization import Serializable
 
 Features = Literal["steps", "last", "mean"]
 
@@ -58,7 +58,7 @@ class RandomFeatures(DoublePrecision):
         return (features.double() @ self.weight).relu()
 
 
-class _Readout(Described):
+class _Readout(Serializable):
     """A linear map of what `embed` gives, in double precision."""
 
     weight: Tensor
@@ -107,7 +107,7 @@ class ReservoirReadout(_Readout):
 
     def embed(self, x: Tensor) -> Tensor:
         """What is read, in double precision: (batch, steps, N_R), or (batch, N_R)."""
-        states = torch.cat(list(pooled(self.reservoir, x, self.readout))).double().transpose(0, 1)
+        states = torch.cat(list(pool_states(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
 
 
@@ -144,18 +144,18 @@ class FeatureReadout(_Readout):
 
     def embed(self, x: Tensor) -> Tensor:
         """The network's features, or the random ones, shape (batch, features)."""
-        return seen_features(self.network.embed(x), self.random_features, self.bias)
+        return readout_features(self.network.embed(x), self.random_features, self.bias)
 
 
-def seen_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
+def readout_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
     """What a readout sees of features: random ones of them, if any, and perhaps a column of ones behind."""
     features = features if random_features is None else random_features(features)
     return F.pad(features, (0, 1), value=1.0) if bias else features
 
 
-def pooled(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
+def pool_states(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
     """What a readout sees of sequences: blocks of states (steps, batch, N_R), or one of a single step."""
-    blocks = reservoir.blocks(x)
+    blocks = reservoir.iter_states(x)
     if readout == "steps":
         yield from blocks
     elif readout == "last":

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.errors import InvalidValueError, at_least, between
-from lightning_fcl.models.described import Described
+from lightning_fcl.models.serialization import Serializable
 
 _ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
 
 log = logging.getLogger(__name__)
 
 # Rows that are turned to double precision at once: they stay in the cache until they are multiplied.
-PIECE = 4096
+CHUNK_SIZE = 4096
 # Rows of S S^T that are computed at once, from the diagonal on: what is below it is the same.
-STRIPE = 128
+STRIPE_SIZE = 128
 
 
-class DoublePrecision(Described):
+class DoublePrecision(Serializable):
     """A module whose buffers of double precision stay so when it follows others to a device or another type."""
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -112,17 +112,17 @@ class RidgeReadout(DoublePrecision):
             accumulate(self.A, self.B, states, targets)
         else:
             accumulate_rows(self.A, self.B, states, targets)
-            self.B.copy_(leading(self.B, self.rank))  # no sample's own states are kept
+            self.B.copy_(leading_rows(self.B, self.rank))  # no sample's own states are kept
         self.n += len(states)
 
-    def add(self, other: RidgeReadout) -> None:
-        """Add the samples of another readout of the same reservoir (`EchoStateNetwork.tag`) and shape."""
+    def merge(self, other: RidgeReadout) -> None:
+        """Add the samples of another readout of the same reservoir (`EchoStateNetwork.weights_hash`) and shape."""
         self._check(other)
         self.A += other.A
-        self.B.copy_(self.B + other.B if self.rank is None else leading(torch.cat([self.B, other.B]), self.rank))
+        self.B.copy_(self.B + other.B if self.rank is None else leading_rows(torch.cat([self.B, other.B]), self.rank))
         self.n += other.n
 
-    def remove(self, other: RidgeReadout) -> None:
+    def unlearn(self, other: RidgeReadout) -> None:
         """Take samples away that were added before, by a readout that has learnt from them alone: unlearning."""
         self._check(other)
         if self.rank is not None:
@@ -162,11 +162,11 @@ class RidgeReadout(DoublePrecision):
     def solve(self) -> None:
         """Set the weights from the statistics."""
         if self.rank is None:
-            self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
+            self.weight.copy_(solve(self.A, unpack_upper(self.B, self.in_features), self.beta))
         else:
-            self.weight.copy_(self.solutions([self.beta])[0])
+            self.weight.copy_(self.solve_path([self.beta])[0])
 
-    def solutions(self, betas: Sequence[float]) -> Tensor:
+    def solve_path(self, betas: Sequence[float]) -> Tensor:
         """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
         _check_finite(self.A, self.B)
         if self.rank is not None:
@@ -174,7 +174,7 @@ class RidgeReadout(DoublePrecision):
             values = sizes.square()
             seen = values > _ROUNDING * _cut_off(values)  # what lies outside would be divided by beta alone
             return _from_spectrum(self.A, values[seen], rows[seen].t(), betas)
-        return _by_eigenvalues(self.A, square(self.B, self.in_features), betas)[0]
+        return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, beta={self.beta}, symmetric={self.symmetric}"
@@ -183,29 +183,29 @@ class RidgeReadout(DoublePrecision):
 def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
     """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision."""
     size = states.shape[1]
-    for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
+    for part, wanted in zip(torch.split(states, CHUNK_SIZE), torch.split(targets, CHUNK_SIZE), strict=True):
         wide, end = part.double(), 0
-        for i in range(0, size, STRIPE):
-            rows, columns = wide[:, i : i + STRIPE].t(), wide[:, i:]
+        for i in range(0, size, STRIPE_SIZE):
+            rows, columns = wide[:, i : i + STRIPE_SIZE].t(), wide[:, i:]
             if b.dim() == 2:
-                b[i : i + STRIPE, i:].addmm_(rows, columns)
+                b[i : i + STRIPE_SIZE, i:].addmm_(rows, columns)
             else:
-                upper = packed(rows @ columns)
+                upper = pack_upper(rows @ columns)
                 start, end = end, end + len(upper)
                 b[start:end] += upper
         a.addmm_(wanted.double().t(), wide)
-    for i in range(0, size if b.dim() == 2 else 0, STRIPE):
-        b[i + STRIPE :, i : i + STRIPE] = b[i : i + STRIPE, i + STRIPE :].t()
+    for i in range(0, size if b.dim() == 2 else 0, STRIPE_SIZE):
+        b[i + STRIPE_SIZE :, i : i + STRIPE_SIZE] = b[i : i + STRIPE_SIZE, i + STRIPE_SIZE :].t()
 
 
 def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-    """As `accumulate`, but ``b``, shape (rows, features), holds the states; what is `leading` in them if it is full."""
+    """As `accumulate`, but ``b``, shape (rows, features), holds the states, or their `leading_rows` if it is full."""
     a.addmm_(targets.double().t(), states.double())
     rows = torch.cat([b[b.any(dim=1)], states.double()])
-    b.copy_(F.pad(rows, (0, 0, 0, len(b) - len(rows))) if len(rows) <= len(b) else leading(rows, len(b)))
+    b.copy_(F.pad(rows, (0, 0, 0, len(b) - len(rows))) if len(rows) <= len(b) else leading_rows(rows, len(b)))
 
 
-def leading(rows: Tensor, rank: int) -> Tensor:
+def leading_rows(rows: Tensor, rank: int) -> Tensor:
     """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros."""
     if not torch.isfinite(rows).all():
         return torch.full_like(rows[:1], torch.nan).expand(rank, -1)  # no client that sends it is taken in
@@ -273,7 +273,7 @@ def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
         b[lengths.cumsum(0) - lengths] += value
 
 
-def packed(full: Tensor) -> Tensor:
+def pack_upper(full: Tensor) -> Tensor:
     """The upper triangle of a matrix, row after row."""
     return full.flatten().index_select(0, _upper(*full.shape, full.device))
 
@@ -285,7 +285,7 @@ def _upper(rows: int, columns: int, device: torch.device) -> Tensor:
     return indices[0] * columns + indices[1]
 
 
-def square(b: Tensor, size: int) -> Tensor:
+def unpack_upper(b: Tensor, size: int) -> Tensor:
     """A symmetric matrix from its packed upper triangle; a square one is returned as it is."""
     if b.dim() == 2:
         return b

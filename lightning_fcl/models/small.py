@@ -11,15 +11,15 @@ from typing import Literal
 from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, at_least, one_of
-from lightning_fcl.models._parts import check_images
-from lightning_fcl.models.described import Described
+from lightning_fcl.models._layers import check_images
+from lightning_fcl.models.serialization import Serializable
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
 # Depthwise-separable blocks of the backbone: output channels and stride.
 _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 
-class MLP(Described, nn.Sequential):
+class MLP(Serializable, nn.Sequential):
     """Linear layers with ReLU between them, on flattened inputs.
 
     Args:
@@ -53,7 +53,7 @@ class MLP(Described, nn.Sequential):
         return x
 
 
-class HARCNN(Described):
+class HARCNN(Serializable):
     """A network of convolutions, pooling and dense layers with a linear classifier.
 
     Usmanova et al. 2021, "A distillation-based approach integrating continual learning and federated learning for
@@ -184,7 +184,7 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
     return nn.Sequential(*layers), features or channels * steps
 
 
-class DSICNet(Described):
+class DSICNet(Serializable):
     """Depthwise-separable CNN in two parts: a `backbone` that is frozen on devices, and a `head` that learns there.
 
     Kröger et al. name a DSICNet of 30,000 parameters whose last convolution and classifier (M_T, 24 kB in fp32) are

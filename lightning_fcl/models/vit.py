@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least
-from lightning_fcl.models._bodies import make_body, vit_body
-from lightning_fcl.models._parts import check_images, fast_attention
-from lightning_fcl.models.described import Described, described
+from lightning_fcl.models._backbones import make_backbone, vit_backbone
+from lightning_fcl.models._layers import check_images, fast_attention
+from lightning_fcl.models.serialization import Serializable, serializable
 
 __all__ = ["SplitViT", "ViT", "fcl_vit"]
 
 
-class SplitViT(Described):
+class SplitViT(Serializable):
     """A body that makes features of images, and a linear head: ``forward(x) = head(body(x))``.
 
     With ``reductions={"model.head.*": "none"}`` the bodies are averaged and each client keeps its head, as in FedRep
@@ -104,11 +104,11 @@ class ViT(SplitViT):
         mlp_ratio: float = 4.0,
         channels: int = 3,
     ) -> None:
-        body, features = vit_body(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
+        body, features = vit_backbone(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
         super().__init__(body, features, num_classes, image_size, channels)
 
 
-@described
+@serializable
 def fcl_vit(
     name: str = "vit", image_size: int = 32, num_classes: int = 100, channels: int = 3, **options: Any
 ) -> SplitViT:
@@ -168,5 +168,5 @@ def fcl_vit(
         >>> model.features, model(torch.zeros(1, 3, 32, 32)).shape
         (256, torch.Size([1, 10]))
     """
-    body, features = make_body(name, image_size, channels, options)
+    body, features = make_backbone(name, image_size, channels, options)
     return SplitViT(body, features, num_classes, image_size, channels)

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from lightning_fcl.data.attached import need_stream
-from lightning_fcl.errors import InvalidValueError, quoted
-from lightning_fcl.federation.aggregation import hparams_of
-from lightning_fcl.federation.protocol import HasHparams
-from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.data.trainer_access import require_stream
+from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.federation.aggregation import rules_fingerprint
+from lightning_fcl.federation.protocols import HasFingerprint
+from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.simulation.federation import Federation
 
 FORMAT = 1
 """The version of what a federation keeps in a checkpoint."""
 
-CONTENTS = {
+CHECKPOINT_FIELDS = {
     "epoch": int,
     "global_step": int,
     "pytorch-lightning_version": str,
@@ -28,28 +28,31 @@ CONTENTS = {
 }
 """What Lightning keeps in a checkpoint beside the module's state."""
 
-DRAWS = 2
+RNG_VERSION = 2
 """The version of how orders, participation, replay samples and dropout are drawn."""
 
 
-def fingerprint_of(federation: Federation) -> dict[str, Any]:
+def federation_fingerprint(federation: Federation) -> dict[str, Any]:
     """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     codec = server.pipeline.codec
-    stream, every = need_stream(module.trainer), federation.local_steps.every  # above 1 only during a fit
-    schedule, batching = federation.participation.schedule, federation.limits.batching(stream)
+    stream, every = (
+        require_stream(module.trainer),
+        federation.local_steps.accumulate_grad_batches,
+    )  # above 1 only during a fit
+    schedule, batching = federation.participation.schedule, federation.limits.batch_plan(stream)
     return {
         "model": type(module).__name__,
-        "task": module.fingerprint() if isinstance(module, HasHparams) else {},
-        "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
+        "task": module.fingerprint() if isinstance(module, HasFingerprint) else {},
+        "methods": {method.section_name: method.hparams() for method in get_methods(module.trainer)},
         "data": stream.plan.fingerprint,
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.settings.local_epochs,
         "limit_train_batches": repr(federation.limits.batches),  # 1 is not 1.0
         "accumulate_grad_batches": every if every > 1 else module.trainer.accumulate_grad_batches,
-        "participation": federation.participation.clients,
+        "participation": federation.participation.fraction_or_count,
         "client_weights": server.client_weights,
-        "reductions": hparams_of(federation.settings.rules),
+        "reductions": rules_fingerprint(federation.settings.rules),
         "server_optimizer": server.optimizer_settings,
         "keep_optimizer": federation.settings.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
@@ -57,19 +60,19 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "compression": codec.hparams() if codec is not None else None,
         "upload_transforms": [one.hparams() for one in server.pipeline.transforms if one is not codec],
         "seed": federation.seed,
-        "version of draws": DRAWS,
+        "version of draws": RNG_VERSION,
     }
 
 
 def check_checkpoint(
-    checkpoint: Mapping[str, Any], federation: str, here: Mapping[str, Any], rounds: int, path: object
+    checkpoint: Mapping[str, Any], federation: str, fingerprint: Mapping[str, Any], rounds: int, path: object
 ) -> None:
     """Refuse a checkpoint from which a federation cannot go on.
 
     Args:
         checkpoint: The checkpoint.
         federation: The name under which a federation keeps its own among the callbacks' states.
-        here: The `fingerprint_of` the federation that is to go on.
+        fingerprint: The `federation_fingerprint` the federation that is to go on.
         rounds: The rounds of its stream.
         path: Where the checkpoint is.
     """
@@ -102,7 +105,7 @@ def check_checkpoint(
     if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
         raise InvalidValueError(
             f"Expected `epoch` of the checkpoint {path} to be that of its training loop, between 0 and {rounds}, but "
-            f"got {epoch} and {quoted(counts)}.",
+            f"got {epoch} and {format_code_names(counts)}.",
             hint="Resume from another checkpoint.",
             argument="epoch",
             value=epoch,
@@ -116,7 +119,11 @@ def check_checkpoint(
             code="within-round",
         )
     then = {"version of draws": 1, **kept.get("fingerprint", {})}
-    other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
+    other = {
+        name: (then[name], fingerprint[name])
+        for name in then.keys() & fingerprint.keys()
+        if then[name] != fingerprint[name]
+    }
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
         raise InvalidValueError(
@@ -139,16 +146,16 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
         )
 
 
-def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: object) -> None:
+def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any], path: object) -> None:
     """Refuse other optimizers and schedules than those of a checkpoint: theirs would be used, and yours told.
 
     Args:
-        then: Those of the checkpoint, as `settings_of` tells them.
-        now: Those of the recipe.
+        saved: Those of the checkpoint, as `get_settings` tells them.
+        current: Those of the recipe.
         path: Where the checkpoint is.
     """
-    for kind, made in now.items():
-        pairs = list(zip_longest(then.get(kind, []), made, fillvalue={"class": "none"}))
+    for kind, made in current.items():
+        pairs = list(zip_longest(saved.get(kind, []), made, fillvalue={"class": "none"}))
         other = [
             f"{name} of the {kind} was {old[name]}, is {new[name]}"
             for old, new in pairs
@@ -167,7 +174,7 @@ def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
     """Refuse a checkpoint that would begin anew in silence, since what it should hold is not there."""
-    for name, kind in CONTENTS.items():
+    for name, kind in CHECKPOINT_FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InvalidValueError(
                 f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__} but got "

@@ -129,7 +129,7 @@ def is_data(value: object) -> bool:
     return True
 
 
-def leave_out_objects(checkpoint: dict[str, Any]) -> list[str]:
+def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
     """Remove the hyperparameters that are objects from a checkpoint, and return their names.
 
     No checkpoint with them could be read.

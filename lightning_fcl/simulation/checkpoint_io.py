@@ -13,11 +13,11 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities import cloud_io
 
 from lightning_fcl.evaluation.results import RecordFile
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import open_file
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and renames it there.
 
     Lightning's moves it there from the system's temporary folder. That may be on another disk: then a move is a copy,
@@ -43,7 +43,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         content = io.BytesIO()
         torch.save(checkpoint, content)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content.getvalue())
+        write_atomic(file, content.getvalue())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
         """Load a checkpoint with the record of the run that the checkpoint is of."""

@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.local.local_steps import LocalSteps
-from lightning_fcl.local.loop_counts import Count, batch_counts, step_counts
-from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.ranks import RanksStrategy
+from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
+from lightning_fcl.local_training.loop_counts import Count, batch_counts, step_counts
+from lightning_fcl.simulation.client_group import ClientGroup
+from lightning_fcl.simulation.multiprocess import RanksStrategy
 
 Users = Mapping[str, Set[int]]
 """Whose hooks are a user's: the ids of modules and callbacks, by the name of the hook."""
@@ -42,9 +42,9 @@ class ClientCounters:
         self.shown, self.batches = False, 0
         self.users: Users = {}
         self.schedules: list[LRSchedulerConfig] = []
-        self._cohort: Cohort | None = None
+        self._cohort: ClientGroup | None = None
         self._trainer: L.Trainer
-        self._local_steps = LocalSteps()
+        self._local_steps = GradientAccumulation()
         self._optimizers: Sequence[Optimizer] = ()
         self._every = 1  # batches per optimizer step
         self._starts: list[tuple[Count, Count]] = []  # each counter, and its values when the clients began
@@ -63,7 +63,11 @@ class ClientCounters:
         return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % self._every == 0
 
     def begin(
-        self, trainer: L.Trainer, cohort: Cohort, local_steps: LocalSteps, optimizers: Sequence[Optimizer]
+        self,
+        trainer: L.Trainer,
+        cohort: ClientGroup,
+        local_steps: GradientAccumulation,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         """Start the counters of the clients that train from here on.
 
@@ -76,7 +80,7 @@ class ClientCounters:
         self.end()
         counts = [*batch_counts(trainer), *step_counts(trainer)]
         self._trainer, self._cohort, self._starts = trainer, cohort, [(count, dict(count)) for count in counts]
-        self._local_steps, self._optimizers, self._every = local_steps, optimizers, local_steps.every
+        self._local_steps, self._optimizers, self._every = local_steps, optimizers, local_steps.accumulate_grad_batches
 
     def end(self) -> None:
         """Leave the clients: only the counters of all clients exist from here on."""
@@ -128,7 +132,7 @@ class ClientCounters:
     def step_together(self, trainer: L.Trainer, ranks: Ranks, before: int) -> None:
         """Count the steps that all processes have taken since ``before``, the counter when the round began."""
         mine = trainer.global_step - before
-        self.count_steps(trainer, sum(ranks.share(mine)) - mine)
+        self.count_steps(trainer, sum(ranks.all_gather_object(mine)) - mine)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
         """Let the client's counters stand in the Trainer."""
@@ -208,7 +212,7 @@ def _subtract(offsets: list[tuple[Count, Count]]) -> None:
             count[name] -= number
 
 
-def note_progress(trainer: L.Trainer) -> Callable[[], None]:
+def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
     """Note a Trainer's counters at the start of an epoch. The function that is returned restores them."""
     epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
     optimizer = loop.automatic_optimization.optim_progress.optimizer

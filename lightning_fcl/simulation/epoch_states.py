@@ -11,14 +11,14 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fcl.contents import is_of
-from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.errors import listed
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.errors import format_names
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.local.loose_state import LooseState
-from lightning_fcl.local.search import INTERNAL, NO_STATE, NOT_OF_CLIENTS
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.search import INTERNAL, NO_STATE, NOT_OF_CLIENTS
 from lightning_fcl.simulation.metric_states import RoundMetrics, is_mergeable
 from lightning_fcl.simulation.round_attributes import MODULE, Name, RoundAttributes
+from lightning_fcl.snapshot_values import is_of
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ class EpochStates:
         self._metrics: RoundMetrics | None = None
         self._attributes: RoundAttributes | None = None
 
-    def begin(self, module: L.LightningModule, loose: LooseState | None) -> None:
+    def begin(self, module: L.LightningModule, loose: ModuleSnapshot | None) -> None:
         """Begin a round, after the hooks that start the epoch.
 
         Args:
             module: The module.
             loose: The state of the module that is set back for each client. None: there is none.
         """
-        if self._ranks.number == 1:
+        if self._ranks.num_ranks == 1:
             return
         metrics, attributes = _find(module)
         for name, metric in metrics.items():
@@ -108,7 +108,7 @@ class EpochStates:
         if metrics is None or attributes is None:
             return
         self.undo()
-        shared = self._ranks.share((metrics.contributions(), attributes.contributions(), self._ignored))
+        shared = self._ranks.all_gather_object((metrics.contributions(), attributes.contributions(), self._ignored))
         self._ignored |= set[Name]().union(*(theirs[2] for theirs in shared))
         metrics.merge(dict(sorted(group for theirs in shared for group in theirs[0].items())))
         attributes.merge(dict(sorted(group for theirs in shared for group in theirs[1].items())))
@@ -125,8 +125,8 @@ class EpochStates:
                 "Did not merge `%s` over %d processes: at the end of an epoch each process has the values of its own "
                 "clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
                 "appends, or an integer that only grows, or gather values with `trainer.strategy.ranks.share`.",
-                listed(new).replace(", ", "`, `"),
-                self._ranks.number,
+                format_names(new).replace(", ", "`, `"),
+                self._ranks.num_ranks,
             )
 
 
@@ -134,7 +134,7 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
     """Return the metrics of a module and of its Trainer's callbacks by path, and the attributes of users' objects."""
     metrics: dict[str, Metric] = {}
     attributes: dict[str, dict[str, Any]] = {}
-    callbacks = callbacks_of(module.trainer)
+    callbacks = get_callbacks(module.trainer)
     kinds = [type(callback).__name__ for callback in callbacks]
     repeats = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     names = [f"{kind}[{repeat}]" if repeat else kind for kind, repeat in zip(kinds, repeats, strict=True)]

@@ -12,23 +12,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fcl.data.reading_check import prepare_reading
-from lightning_fcl.errors import InvalidValueError, listed, warn_of_one
-from lightning_fcl.federation.local_training import BringsLocalTrainer
+from lightning_fcl.errors import InvalidValueError, format_names, warn_of_one
+from lightning_fcl.federation.local_trainer import HasLocalTrainer
 from lightning_fcl.federation.placement import Placement
-from lightning_fcl.local.local_steps import LocalSteps
-from lightning_fcl.local.single_sample import has_single_samples, why_not_single_sample
-from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import overriding
-from lightning_fcl.methods.trial import first_rows
+from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
+from lightning_fcl.local_training.single_sample import has_single_samples, why_not_single_sample
+from lightning_fcl.methods.base import methods_overriding
+from lightning_fcl.methods.compose import get_methods
+from lightning_fcl.methods.dry_run import first_indices
 from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_stream
+from lightning_fcl.simulation.setup_checks import check_stream
 from lightning_fcl.simulation.trainer_choice import choose_trainer
 
 log = logging.getLogger(__name__)
 
 
-def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
+def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
     """Choose who trains the clients of a fit, when its loaders are made.
 
     Args:
@@ -42,24 +42,24 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
         federation.server,
         federation.ranks,
     )
-    federation.optimizers, federation.methods = optimizers, methods_of(trainer)
+    federation.optimizers, federation.methods = optimizers, get_methods(trainer)
     federation.isolation = None
     federation.participation.seed, federation.epoch_states = federation.seed, EpochStates(ranks)
     check_stream(trainer, stream)
-    if (rows := first_rows(stream)) is not None:
+    if (rows := first_indices(stream)) is not None:
         prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
-    server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
+    server.check_clients(stream.plan.clients, [*named, *federation.participation.explicit_clients])
     federation.participation.check_rounds(stream.plan.rounds)
     announce_participation(federation)
-    server.store.keep_pixels(stream.samples.pixels)
+    server.client_store.store_as_uint8(stream.samples.pixel_encoding)
     server.seed = federation.seed
-    server.senders = [method.section for method in overriding(federation.methods, "message")]
-    server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
-    federation.local_trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
+    server.senders = [method.section_name for method in methods_overriding(federation.methods, "message")]
+    server.client_index = {client: number for number, client in enumerate(stream.plan.clients)}
+    federation.local_trainer, federation.sequential_reason = choose_trainer(federation, step)
     choose_min_batch_size(federation, optimizers)
     if federation.placement is None or federation.placement.ranks is not ranks:
-        federation.placement = Placement(ranks, stream.plan.clients, server.store)
+        federation.placement = Placement(ranks, stream.plan.clients, server.client_store)
 
 
 def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
@@ -75,7 +75,7 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
         ValueError: If all batches have one sample.
     """
     module, stream = federation.module, federation.stream
-    tried = has_single_samples(stream) and not isinstance(module, BringsLocalTrainer)
+    tried = has_single_samples(stream) and not isinstance(module, HasLocalTrainer)
     why = why_not_single_sample(module, optimizers, stream) if tried else None
     stream.min_batch_size = federation.participation.min_samples = 1 if why is None else 2
     if why is None:
@@ -95,7 +95,7 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
             "this client: %s.",
             type(module).__name__,
             why,
-            listed(single),
+            format_names(single),
         )
 
 
@@ -105,7 +105,7 @@ def announce_participation(federation: Federation) -> None:
     described = participation.describe(clients)
     rank_zero_info(f"Federation: {described}")
     if clients > 1:
-        warn_of_one("participation", participation.clients, described, "all clients")
+        warn_of_one("participation", participation.fraction_or_count, described, "all clients")
 
 
 def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
@@ -120,7 +120,7 @@ def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
             module.lr_scheduler_step(scheduler, None)
 
     by_hand = None if module.automatic_optimization else by_round
-    federation.local_steps = LocalSteps(trainer.accumulate_grad_batches, by_step, step, by_hand)
+    federation.local_steps = GradientAccumulation(trainer.accumulate_grad_batches, by_step, step, by_hand)
     trainer.accumulate_grad_batches = 1
     # A loader is a round, and rounds may be short and of different lengths: no reason to warn.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
+RENDEZVOUS_VARIABLE = "LIGHTNING_FCL_RENDEZVOUS"  # where the processes of one machine find each other
 _TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
 _SHORT = 4096  # bytes that ranks tell each other at once
 _START = timedelta(minutes=30)  # and for the others to start
@@ -41,14 +41,14 @@ class GlooRanks:
     a sign that each of its steps is one of all processes.
     """
 
-    def __init__(self, store: Store, rank: int, number: int) -> None:
-        self.number, self.rank = number, rank
-        self._group = ProcessGroupGloo(store, rank, number, _TIMEOUT)
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self.num_ranks, self.rank = num_ranks, rank
+        self._group = ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
         return self  # whoever is copied is in the same process
 
-    def share(self, value: T) -> Sequence[T]:
+    def all_gather_object(self, value: T) -> Sequence[T]:
         content = pickle.dumps(value)
         mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
         found = self._gather(mine, _SHORT)  # most of what is said is short: they meet once
@@ -61,19 +61,19 @@ class GlooRanks:
             for rank, (rows, end) in enumerate(others)
         ]
 
-    def add_up(self, numbers: Tensor) -> None:
+    def all_reduce(self, numbers: Tensor) -> None:
         here = numbers.cpu()
         with _explained():
             self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
         if here is not numbers:
             numbers.copy_(here)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._group.abort()
 
     def _gather(self, content: Tensor, length: int) -> list[Tensor]:
         mine = torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
-        found = [torch.empty_like(mine) for _ in range(self.number)]
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         with _explained():
             self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
         return found
@@ -92,18 +92,18 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) -> Ranks:
+def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, nodes: int) -> Ranks:
     """Find the other processes: those of this machine by a file, those of others by the environment's address."""
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
     if nodes == 1:  # nobody else is to hear them
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    where = os.environ.get(MEETING, "env://") if nodes == 1 else "env://"
+    where = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if nodes == 1 else "env://"
     if nodes > 1:
         log.warning(
             "Waiting for the %d processes of %d machines at %s:%s.",
-            number,
+            num_ranks,
             nodes,
             os.environ["MASTER_ADDR"],
             os.environ["MASTER_PORT"],
@@ -113,8 +113,8 @@ def meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) ->
 
     def find() -> None:
         try:
-            store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
-            found.set_result(GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number))
+            store, _, _ = next(rendezvous(where, rank, num_ranks, timeout=_START))
+            found.set_result(GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, num_ranks))
         except BaseException as error:
             found.set_exception(error)
 

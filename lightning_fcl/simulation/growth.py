@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_fcl.contents import kind_of
+from lightning_fcl.snapshot_values import find_kind
 
 _DEEPEST = 4  # dicts within dicts
 _NEW = (dict, Counter)  # types of dicts that can be made without their entries
@@ -63,7 +63,7 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
         return Snapshot(value, value.copy())
     if isinstance(value, dict) and depth < _DEEPEST:
         return Snapshot(value, {key: snapshot(part, copies, depth + 1) for key, part in value.items()})
-    if copies and isinstance(value, Tensor | np.ndarray | set | deque) and (kind := kind_of(value)) is not None:
+    if copies and isinstance(value, Tensor | np.ndarray | set | deque) and (kind := find_kind(value)) is not None:
         return Snapshot(value, kind.copy(kind.read(value)))
     return Snapshot(value)
 
@@ -87,8 +87,8 @@ def change(before: Snapshot | None, now: Any) -> Change | None:
         return Added(now)
     if value is not now:
         return None if _is_equal(value, now) else Changed()
-    kind = kind_of(value) if content is not None else None
-    return None if kind is None or kind.same(kind.read(now), content) else Changed()
+    kind = find_kind(value) if content is not None else None
+    return None if kind is None or kind.is_equal(kind.read(now), content) else Changed()
 
 
 def joined(changes: Iterable[Change]) -> Change:

@@ -16,9 +16,9 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor
 from lightning.pytorch.trainer import call
 
-from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.data_module import TRANSFER_HOOKS
-from lightning_fcl.local.trial import BATCH_HOOKS, STEP_HOOKS, is_users
+from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.local_training.vmap_check import BATCH_HOOKS, STEP_HOOKS, is_users
 from lightning_fcl.simulation.counters import ClientCounters, Users
 
 TRAINING: dict[L.Trainer, ClientCounters] = {}
@@ -36,7 +36,7 @@ _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 def find_users(trainer: L.Trainer) -> Users:
     """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
-    owners: list[object] = [one for one in callbacks_of(trainer) if not isinstance(one, _BOOKKEEPING)]
+    owners: list[object] = [one for one in get_callbacks(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     found = {
         hook: frozenset(id(one) for one in owners if hasattr(one, hook) and is_users(getattr(one, hook)))
@@ -80,7 +80,7 @@ def _call_callbacks(
         return
     module, of_client = trainer.lightning_module, _of_client(counters, hook_name, args)
     before, module._current_fx_name = module._current_fx_name, hook_name
-    callbacks, ends_batch = callbacks_of(trainer), hook_name == "on_train_batch_end"
+    callbacks, ends_batch = get_callbacks(trainer), hook_name == "on_train_batch_end"
     if ends_batch:  # a client uploads after its last batch: the hooks of users come first, and may change its model
         callbacks = sorted(callbacks, key=lambda callback: id(callback) not in users)
         counters.end_batch()
@@ -112,7 +112,7 @@ def skip_batch_end(module: L.LightningModule) -> None:
 @contextmanager
 def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
     """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
-    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
+    trainer, callbacks = module.trainer, get_callbacks(module.trainer)
     trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # `FitHooks`, which continues the round
     skip_batch_end(module)
     try:

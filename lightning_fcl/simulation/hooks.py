@@ -15,23 +15,23 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lightning_fcl.callbacks.epoch_log import RoundLog
-from lightning_fcl.data.attached import callbacks_of, stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.callbacks.round_log import RoundLog
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import current_round
-from lightning_fcl.errors import InvalidValueError, quoted
-from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks
+from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.methods.base import overrides_hook
+from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.method_round import server_entries
 from lightning_fcl.methods.replay_samples import joins_batches
-from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
-from lightning_fcl.simulation.checkpoint_content import check_states, leave_out_objects
-from lightning_fcl.simulation.counters import note_progress
-from lightning_fcl.simulation.federation import Federation, require_begun
+from lightning_fcl.rng import seed_all
+from lightning_fcl.simulation.checkpoint import FORMAT, federation_fingerprint
+from lightning_fcl.simulation.checkpoint_content import check_states, drop_objects
+from lightning_fcl.simulation.counters import snapshot_progress
+from lightning_fcl.simulation.federation import Federation, require_started
 from lightning_fcl.simulation.fit import choose_min_batch_size
-from lightning_fcl.simulation.limits import check_monitors
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.setup_checks import check_monitors
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ def common_batches(federation: Federation) -> int:
     """The batches of a client in a round where all clients have as many in all rounds."""
     stream = federation.stream
     choose_min_batch_size(federation, ())
-    batching, least = federation.limits.batching(stream), stream.min_batch_size
+    batching, least = federation.limits.batch_plan(stream), stream.min_batch_size
     sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows) >= least])
-    counts = np.unique(batching.limited(batching.per_epoch(sizes) * federation.settings.local_epochs))
-    methods = methods_of(federation.module.trainer)
-    vary = [method for method in methods if overrides(method, "local_epochs") or joins_batches(method)]
+    counts = np.unique(batching.limit_steps(batching.batches_per_epoch(sizes) * federation.settings.local_epochs))
+    methods = get_methods(federation.module.trainer)
+    vary = [method for method in methods if overrides_hook(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
         return int(counts[0])
     why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
@@ -76,7 +76,7 @@ class FitHooks(Callback):
     def __init__(self, federation: Federation) -> None:
         self.federation = federation
         self.round: Round | None = None
-        self.began = False  # whether this fit has
+        self.has_started = False  # whether this fit has
         self._logs: RoundLog | None = None
         self._undo_progress: Callable[[], None] | None = None  # of the round at hand
         self._left_out: list[str] = []  # of checkpoints
@@ -85,16 +85,16 @@ class FitHooks(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before all others, who may ask for the number of rounds."""
         if stage == "fit":
-            self.federation.limits.take_over(trainer, stream_of(trainer))
+            self.federation.limits.apply(trainer, find_stream(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""
-        self.began = True
+        self.has_started = True
         federation = self.federation
         if trainer.checkpoint_callbacks:
-            check_states(one for one in callbacks_of(trainer) if one is not self)
+            check_states(one for one in get_callbacks(trainer) if one is not self)
         extra, rules = server_entries(federation.methods, pl_module), federation.settings.rules
-        federation.server.begin(pl_module, rules, extra, current_round(trainer))
+        federation.server.start_fit(pl_module, rules, extra, current_round(trainer))
         self._logs = RoundLog(pl_module, federation.ranks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,22 +104,22 @@ class FitHooks(Callback):
             self._hide_left()
         place = {
             "format": FORMAT,
-            "fingerprint": fingerprint_of(federation),
+            "fingerprint": federation_fingerprint(federation),
             "between_rounds": between_rounds,
             "settings": self.settings,
         }
-        kept = federation.placement.everything() if federation.placement is not None else None
+        kept = federation.placement.gather_all() if federation.placement is not None else None
         return {**place, **federation.server.state_dict(kept)}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint be one that can be read."""
-        left = leave_out_objects(checkpoint)
+        left = drop_objects(checkpoint)
         if left and left != self._left_out:
             self._left_out = left
             log.warning(
                 "Checkpoints leave out the hyperparameters %s, which are objects: nothing could be read of a file with "
                 "them. Give them again when you load it, or leave them out by `save_hyperparameters(ignore=...)`.",
-                quoted(left),
+                format_code_names(left),
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -129,10 +129,10 @@ class FitHooks(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
         self._hide_left()
-        self._undo_progress = note_progress(trainer)
-        self.federation.limits.keep_whole(trainer)
+        self._undo_progress = snapshot_progress(trainer)
+        self.federation.limits.finish_current_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = self.federation.limits.reloads  # type: ignore[attr-defined]
-        start_randomness(self.federation.seed, "server", trainer.current_epoch)
+        seed_all(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
     def on_train_batch_start(
@@ -141,10 +141,10 @@ class FitHooks(Callback):
         """Perhaps other clients have begun; only before the first batch of a group does Lightning zero gradients."""
         federation = self.federation
         federation.use_optimizer(trainer)
-        if not federation.local_steps.first:
+        if not federation.local_steps.is_first_batch:
             trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
-        require_begun(self._logs, "a fit").train(batch)
-        cohort = federation.round.cohort
+        require_started(self._logs, "a fit").start_batch(batch)
+        cohort = federation.current_round.client_group
         if cohort is not None:
             federation.epoch_states.watch(cohort.step)
 
@@ -152,12 +152,12 @@ class FitHooks(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """After the last batch of a group of clients, upload. After the last group, aggregate."""
-        federation, current = self.federation, require_begun(self.round, "a fit")
+        federation, current = self.federation, require_started(self.round, "a fit")
         progress = current.progress
         progress.has_trained = True
         if progress.last_batch:
             next(current.training, None)
-            if not progress.cohorts:
+            if not progress.client_groups:
                 next(current.steps, None)
             federation.use_optimizer(trainer)
 
@@ -165,15 +165,15 @@ class FitHooks(Callback):
         """Measure the server's model."""
         self._end_round(trainer)
         if self._logs is not None:
-            self._logs.train(None)
+            self._logs.start_batch(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End the round, and have a loader made for the next; other hooks see what its last client has left."""
         self._end_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        require_begun(self._logs, "a fit").meet()
+        require_started(self._logs, "a fit").reduce_and_log()
         if self.federation.loose is not None:
-            self.federation.loose.show_left()
+            self.federation.loose.expose_last_client()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
@@ -182,16 +182,16 @@ class FitHooks(Callback):
         self._hide_left()
         if trainer.current_epoch < (trainer.max_epochs or 0):
             hosted = [client for client in self.federation.stream.plan.clients if self.federation.hosts(client)]
-            require_begun(self.round, "a fit").method_round.finish_stopped(hosted, trainer.current_epoch)
+            require_started(self.round, "a fit").method_round.finish_stopped(hosted, trainer.current_epoch)
         if self.federation.placement is not None:
-            self.federation.placement.complete()
+            self.federation.placement.sync_all()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the round that was cut short: a checkpoint that is written now is one of the rounds before."""
         if trainer.state.fn == "fit" and trainer.ckpt_path and self.round is None:
             exception.add_note(RestoredNote(f"{trainer.ckpt_path} was being restored"))
         self._settle()
-        if self._undo_progress is not None and not self.federation.round.done:
+        if self._undo_progress is not None and not self.federation.current_round.done:
             self._undo_progress()
         self._undo_progress = None
         self._forget_logs()
@@ -218,8 +218,8 @@ class FitHooks(Callback):
 
     def _hide_left(self) -> None:
         if self.federation.loose is not None:
-            self.federation.loose.hide_left()
+            self.federation.loose.hide_last_client()
 
     def _settle(self) -> None:
         if self.round is not None:
-            self.round.settle()
+            self.round.finalize()

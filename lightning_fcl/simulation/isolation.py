@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import lightning.pytorch as L
 from torch.optim import Optimizer
 
-from lightning_fcl.errors import InvalidValueError, quoted
-from lightning_fcl.local.loose_state import LooseState
-from lightning_fcl.local.outside import Carried
+from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.outside import Carried
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class Isolation:
             )
 
     def loose_state(
-        self, module: L.LightningModule, optimizers: Sequence[Optimizer], before: LooseState | None
-    ) -> LooseState:
+        self, module: L.LightningModule, optimizers: Sequence[Optimizer], before: ModuleSnapshot | None
+    ) -> ModuleSnapshot:
         """Return the state beside the module's `state_dict` with which each client of a round starts.
 
         Warn before the first round of attributes that cannot be restored.
@@ -64,19 +64,20 @@ class Isolation:
             before: The state of the round before; None before the first round.
         """
         schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
-        loose = LooseState(module, optimizers, schedulers, before, self.carried)
-        if before is None and loose.unknown:
+        loose = ModuleSnapshot(module, optimizers, schedulers, before, self.carried)
+        if before is None and loose.unknown_attributes:
             log.warning(
                 "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked "
                 "into.",
-                quoted(loose.unknown),
+                format_code_names(loose.unknown_attributes),
                 type(module).__name__,
             )
         return loose
 
     def _what(self) -> str:
         return (
-            f"Hooks of `{self.module}` at the end of a round compute its state from {quoted(self.gathered)}, which the "
+            f"Hooks of `{self.module}` at the end of a round compute its state from "
+            f"{format_code_names(self.gathered)}, which the "
             "training of all clients fills: values of their samples reach the server's model and are not counted as "
             "uploads."
         )

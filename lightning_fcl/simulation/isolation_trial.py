@@ -9,18 +9,25 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_fcl.contents import Names
-from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.data_module import TRANSFER_HOOKS, modules_of
-from lightning_fcl.errors import quoted
+from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS, client_modules
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.errors import format_code_names
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.local.outside import Carried, Outside, can_merge
-from lightning_fcl.local.search import Search
-from lightning_fcl.local.user_code import STEP_HOOKS, can_change_steps, functions_in, is_users, outward, reached
-from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.local_training.outside import Carried, Outside, can_merge
+from lightning_fcl.local_training.search import Search
+from lightning_fcl.local_training.user_code import (
+    STEP_HOOKS,
+    can_change_steps,
+    functions_in,
+    is_users,
+    outward,
+    reached,
+)
+from lightning_fcl.methods.base import MethodBase
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.trial_steps import TrialSteps
+from lightning_fcl.snapshot_values import NamedValues
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +45,11 @@ def isolation_of(federation: Federation) -> Isolation:
     """
     name = type(federation.module).__name__
     trainer, module = federation.module.trainer, federation.module
-    users = [callback for callback in callbacks_of(trainer) if is_users(type(callback))]
+    users = [callback for callback in get_callbacks(trainer) if is_users(type(callback))]
     transferring = [
-        m for m in modules_of(federation.stream.data) if any(h in functions_in(type(m)) for h in TRANSFER_HOOKS)
+        m for m in client_modules(federation.stream.data) if any(h in functions_in(type(m)) for h in TRANSFER_HOOKS)
     ]
-    ignored = map(id, (trainer, trainer.strategy, *trainer.optimizers, *callbacks_of(trainer)))
+    ignored = map(id, (trainer, trainer.strategy, *trainer.optimizers, *get_callbacks(trainer)))
     outside = Outside(module, [*users, *transferring], ignored)
     if not (outside.functions or outside.names):
         return Isolation(name)
@@ -62,7 +69,7 @@ def isolation_of(federation: Federation) -> Isolation:
 
 
 def _changes_steps(callback: Callback) -> bool:
-    return not isinstance(callback, Declaration) and can_change_steps(type(callback))
+    return not isinstance(callback, MethodBase) and can_change_steps(type(callback))
 
 
 def _sorted_out(outside: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
@@ -73,7 +80,7 @@ def _sorted_out(outside: Outside, start: Search, users: Sequence[Callback]) -> t
         if not isinstance(holder, Callback) or holder not in users:
             continue
         own = functions_in(type(holder))
-        hooks = [*own.values()] if isinstance(holder, Declaration) else [own[n] for n in STEP_HOOKS if n in own]
+        hooks = [*own.values()] if isinstance(holder, MethodBase) else [own[n] for n in STEP_HOOKS if n in own]
         if not hooks:
             continue
         closed = [name for name in (*start.unknown, *start.others) if name.startswith(prefix)]
@@ -116,7 +123,7 @@ class _Finding:
                     type(self._metrics[name]).__name__,
                 )
         if found:
-            log.info("Training reads %s, which starts anew with each client.", quoted(sorted(found)))
+            log.info("Training reads %s, which starts anew with each client.", format_code_names(sorted(found)))
         return Carried(self._outside, found - {*metrics}, metrics, untried)
 
     def _found(self) -> set[str]:
@@ -149,10 +156,10 @@ class _Finding:
         """Let counters be as after many more steps."""
         before: dict[str, dict[str, Any]] = {}
         for part in self._start.parts:
-            if isinstance(part, Names):
+            if isinstance(part, NamedValues):
                 before.setdefault(part.prefix, {}).update(part.saved)
         for part in left.parts:
-            if not isinstance(part, Names) or part.prefix.rstrip(".") in self._metrics:
+            if not isinstance(part, NamedValues) or part.prefix.rstrip(".") in self._metrics:
                 continue
             known, saved = before.get(part.prefix, {}), dict(part.saved)
             for name, value in part.saved.items():
@@ -169,7 +176,9 @@ class _Finding:
                 if _distance(self._base, self._upload()) > 10 * self._noise:
                     return True
             except Exception:  # advanced counters may be beyond the end of a list
-                log.debug("The trial with %s of another client failed.", quoted(sorted(names)), exc_info=True)
+                log.debug(
+                    "The trial with %s of another client failed.", format_code_names(sorted(names)), exc_info=True
+                )
                 self._start.restore()
         return False
 

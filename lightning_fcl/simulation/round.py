@@ -10,30 +10,35 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds, current_round
-from lightning_fcl.federation.aggregation import State, load_entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.federation.aggregation import State, load_state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.compression import DIVERGENCE_HINT, RoundRecord
+from lightning_fcl.federation.local_trainer import LocalResult
 from lightning_fcl.federation.placement import Placement
-from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, LooksAtClients, SolvesAtServer
+from lightning_fcl.federation.protocols import (
+    ClientEndListener,
+    ClientStateReader,
+    HasAggregationHook,
+    RoundEndListener,
+)
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.uploads import Messages
-from lightning_fcl.federation.wire import DIVERGED, RoundRecord
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.stacked import stack
-from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.methods.method import driver_of
+from lightning_fcl.local_training.sequential import SequentialTrainer
+from lightning_fcl.local_training.stacked_trainer import stack
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.methods.method import get_driver
 from lightning_fcl.methods.method_round import MethodRound, entered_state
-from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.federation import Federation, require_begun
+from lightning_fcl.rng import seed_all
+from lightning_fcl.simulation.client_group import ClientGroup
+from lightning_fcl.simulation.federation import Federation, require_started
 from lightning_fcl.simulation.hook_calls import enter, find_users, leave, without_batch_hooks
 from lightning_fcl.simulation.isolation_trial import isolation_of
-from lightning_fcl.simulation.limits import check_optimizers
-from lightning_fcl.simulation.planning import planned
+from lightning_fcl.simulation.planning import plan_client_groups
 from lightning_fcl.simulation.round_progress import RoundProgress
-from lightning_fcl.simulation.simulated import check_usable, record_time
+from lightning_fcl.simulation.round_steps import check_usable, record_time
+from lightning_fcl.simulation.setup_checks import check_optimizers
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +75,20 @@ class Round:
             federation.participation.is_full,
             looks_ahead,
         )
-        self._listeners: list[ListensToClients] = []
+        self._listeners: list[ClientEndListener] = []
         self._watched = False  # whether one of them looks at clients' states
         # Batches for the requests of the client groups. None: samples are in memory.
         self._read: Generator[Any, None, None] | None = None
         groups = self.plan_groups()
         self._batches = max(1, sum(map(len, groups)))
-        self.progress.cohorts = deque(groups or (None,))
+        self.progress.client_groups = deque(groups or (None,))
         self.steps: Generator[Iterator[Any], None, None] = self.run()
         self.training: Generator[Any, None, None] = self.train_clients(None)  # the current group
 
     @property
     def placement(self) -> Placement:
         """Whose clients train where."""
-        return require_begun(self.federation.placement, "a fit")
+        return require_started(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
         """Number of batches of this process's clients; 1 if it has none. For the hooks of a client, its batches."""
@@ -98,9 +103,9 @@ class Round:
         """Run the round. Yield the batches of each group of clients that trains at the same time, as an iterator."""
         self.start()
         try:
-            while self.progress.cohorts:
-                self.progress.cohort = self.progress.cohorts.popleft()
-                self.training = self.train_clients(self.progress.cohort)
+            while self.progress.client_groups:
+                self.progress.client_group = self.progress.client_groups.popleft()
+                self.training = self.train_clients(self.progress.client_group)
                 yield self.training
             self.aggregate()
             self.finish()
@@ -114,12 +119,12 @@ class Round:
                 self._read.close()  # torch waits seconds for workers that the garbage collector ends
                 self._read = None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """End the round after the last hook of its last batch, or roll it back if it was interrupted."""
         federation, trainer = self.federation, self.federation.module.trainer
         if not self.progress.settled:
             if federation.loose is not None:
-                federation.loose.settle()
+                federation.loose.finalize()
             self.steps.close()
             federation.counters.end()
             leave(trainer)
@@ -128,21 +133,21 @@ class Round:
 
     # The steps of a round.
 
-    def plan_groups(self) -> Sequence[Cohort]:
+    def plan_groups(self) -> Sequence[ClientGroup]:
         """Sample the clients of the round, and plan the batches of those that train in this process."""
         federation, number, plan = self.federation, self.number, self.federation.stream.plan
         if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
             return []
-        names, self.skipped = federation.participation.draw(plan, number)
+        names, self.skipped = federation.participation.sample_on_time_clients(plan, number)
         self.sampled = [*names]
         samples = {client: len(plan.train[number][client]) for client in names}
-        size = federation.local_trainer.clients_at_once
+        size = federation.local_trainer.num_vectorized_clients
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             names = sorted(names, key=lambda client: -samples[client])
         groups = [names[start : start + size] for start in range(0, len(names), size)]
-        if federation.placement is not None and federation.ranks.number > 1:
-            groups = [groups[place] for place in federation.placement.place(groups, samples)]
-        return planned(federation, groups, number)
+        if federation.placement is not None and federation.ranks.num_ranks > 1:
+            groups = [groups[place] for place in federation.placement.assign(groups, samples)]
+        return plan_client_groups(federation, groups, number)
 
     def start(self) -> None:
         """Take the module's state as the server's, with what hooks have changed since the last round."""
@@ -150,25 +155,29 @@ class Round:
         check_optimizers(federation)
         self._steps_before = federation.module.trainer.global_step
         if federation.methods:
-            driver_of(federation.module.trainer).rest_frozen(federation.module)
+            get_driver(federation.module.trainer).rest_frozen(federation.module)
         federation.counters.users = find_users(federation.module.trainer)
         extra = self.method_round.server_entries()
-        federation.server.begin_round(federation.module, federation.settings.rules, extra, self.number)
+        federation.server.start_round(federation.module, federation.settings.rules, extra, self.number)
         loose = None
         if isinstance(federation.local_trainer, SequentialTrainer):
             federation.isolation = federation.isolation or isolation_of(federation)
             before, optimizers = federation.loose, federation.optimizers
             loose = federation.loose = federation.isolation.loose_state(federation.module, optimizers, before)
         federation.epoch_states.begin(federation.module, loose)
-        self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
+        self._listeners = [one for one in methods_first(federation) if isinstance(one, ClientEndListener)]
         self._watched = any(
-            not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
+            not isinstance(one, ClientStateReader) or one.needs_client_state(federation.module)
+            for one in self._listeners
         )
-        if federation.stream.samples.draws:
+        if federation.stream.samples.is_random:
             requests = (
-                request for cohort in [*self.progress.cohorts] if cohort is not None for request in cohort.requests()
+                request
+                for cohort in [*self.progress.client_groups]
+                if cohort is not None
+                for request in cohort.requests()
             )
-            self._read = federation.stream.read(requests)
+            self._read = federation.stream.read_batches(requests)
         self.exchange(self.sampled)
         self.progress.done = self.progress.settled = False
 
@@ -178,38 +187,38 @@ class Round:
         if server.pipeline.exchanges:
             server.exchange(clients, placement.ranks, placement.hosts, after)
 
-    def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
+    def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
         """Train a group of clients: they download, train on their batches, and upload.
 
         Args:
-            cohort: The clients. None: no client trains in this process. The round then has one empty batch.
+            client_group: The clients. None: no client trains in this process. The round then has one empty batch.
         """
         if self.federation.isolation is not None:
             self.federation.isolation.warn()
-        if cohort is None:
+        if client_group is None:
             with without_batch_hooks(self.federation.module):
                 yield None
             return
-        self.download(cohort)
-        yield from cohort.batches(self._read)
-        self.upload(cohort)
+        self.download(client_group)
+        yield from client_group.batches(self._read)
+        self.upload(client_group)
 
     def aggregate(self) -> None:
         """Aggregate the uploads, and put the server's new state into the module."""
         federation, server = self.federation, self.federation.server
-        self.progress.cohort = None
+        self.progress.client_group = None
         federation.local_steps.end_round(federation.optimizers, ranks=self.placement.ranks)
         federation.epoch_states.leave()
         if federation.loose is not None:
-            federation.loose.end_clients()
-        self.placement.meet(server)
+            federation.loose.finish_clients()
+        self.placement.sync(server)
         federation.counters.step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
         record_time(federation, self.number)
         check_usable(federation, self.number)
         self.exchange(server.record.trained, after=True)
         received = server.state
-        load_entries(federation.module, server.finish_round())
-        if isinstance(federation.module, SolvesAtServer):
+        load_state_tensors(federation.module, server.aggregate())
+        if isinstance(federation.module, HasAggregationHook):
             federation.module.on_after_aggregation()
         if server.record.trained and federation.methods:
             share = len(server.record.trained) / len(federation.stream.plan.clients)
@@ -221,12 +230,12 @@ class Round:
         """Complete the round's record, and call the callbacks that follow rounds."""
         federation, record = self.federation, self.federation.server.record
         record.skipped = [client for client in federation.stream.plan.clients if client in self.skipped]
-        federation.participation.elect(record, federation.stream.plan.clients)
+        federation.participation.elect_master(record, federation.stream.plan.clients)
         for listener in methods_first(federation):
-            if isinstance(listener, ListensToRounds):
+            if isinstance(listener, RoundEndListener):
                 listener.on_round_end(federation.module.trainer, federation.module)
         if federation.loose is not None:
-            federation.loose.go_on()
+            federation.loose.commit()
         federation.epoch_states.resume()
 
     def roll_back(self) -> None:
@@ -234,48 +243,51 @@ class Round:
         federation = self.federation
         if self.progress.has_trained or self.number:  # otherwise the fit has changed nothing yet
             log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
-        self.progress.cohort = None
+        self.progress.client_group = None
         federation.counters.end()
         leave(federation.module.trainer)
         federation.epoch_states.undo()
         if federation.loose is not None:
-            federation.loose.settle()
+            federation.loose.finalize()
         federation.local_steps.end_round(federation.optimizers, whole=False)
-        load_entries(federation.module, federation.server.state)
+        load_state_tensors(federation.module, federation.server.state)
         federation.server.undo_round()
 
     # The steps of a group of clients.
 
-    def download(self, cohort: Cohort) -> None:
+    def download(self, client_group: ClientGroup) -> None:
         """Give the clients the server's state, and the states that they have kept."""
-        federation, clients = self.federation, cohort.clients
+        federation, clients = self.federation, client_group.clients
         trainer, local_steps = federation.module.trainer, federation.local_steps
-        federation.counters.begin(trainer, cohort, local_steps, federation.optimizers)
+        federation.counters.begin(trainer, client_group, local_steps, federation.optimizers)
         enter(trainer, federation.counters)
-        self.placement.begin()
-        start_randomness(federation.seed, *clients.clients, self.number)
-        states, before = federation.server.download(clients.clients)
+        self.placement.start_timer()
+        seed_all(federation.seed, *clients.client_ids, self.number)
+        states, before = federation.server.download(clients.client_ids)
         kept = before
         if any(before):
             kept = [entered_state(federation.server, *each) for each in zip(clients, before, strict=True)]
-        memories: list[Sequence[Memory]] = [()] * len(clients)
+        memories: list[Sequence[StateSection]] = [()] * len(clients)
         if federation.methods:
             memories = [self.method_round.receive(*each) for each in zip(clients, states, kept, strict=True)]
-        local_steps.begin(federation.optimizers)
+        local_steps.start(federation.optimizers)
         federation.epoch_states.leave()
         if federation.loose is not None:
-            federation.loose.put_back()
-        cohort.received, cohort.kept, cohort.entered = states, before, kept
-        federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
-        federation.local_trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
+            federation.loose.restore()
+        client_group.received, client_group.kept, client_group.entered = states, before, kept
+        federation.epoch_states.enter(self.placement.order.get(clients.client_ids[0], 0))
+        federation.local_trainer.start(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
-    def upload(self, cohort: Cohort) -> None:
+    def upload(self, client_group: ClientGroup) -> None:
         """Send the clients' uploads, and keep what stays with the clients."""
-        federation, clients, participation = self.federation, cohort.clients, self.federation.participation
+        federation, clients, participation = self.federation, client_group.clients, self.federation.participation
         trained = federation.local_trainer.finish()
-        self.placement.took(clients)
-        missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
-        ended = [cohort.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
+        self.placement.record_time(clients)
+        missed = [
+            participation.may_miss_sync and participation.misses_sync(client, self.number)
+            for client in clients.client_ids
+        ]
+        ended = [client_group.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
         sent = trained.uploads
         if self.method_round.uploads:
             sent = stack([self.method_round.upload(client) for client in ended])
@@ -287,7 +299,7 @@ class Round:
         else:
             arrived = server.upload(clients, sent, messages)
         _name_diverged(server.record, clients, trained, arrived)
-        personal = server.personal or participation.swarm is not None
+        personal = server.has_local_state or participation.swarm is not None
         keeping = bool(federation.methods) or federation.settings.keep_optimizer or personal
         if not (keeping or self._listeners):
             return  # nothing stays with the clients, and nobody listens
@@ -298,22 +310,22 @@ class Round:
                 continue
             if keeping:
                 kept = self.method_round.end(ended[row], missed[row]) if ended else {}
-                if trained.optimizer is not None:
-                    kept["optimizer"] = trained.optimizer
-                server.keep(clients.clients[row], trained.state(row), kept, missed[row])
-            if self._watched and trained.own is None:
-                load_entries(federation.module, trained.state(row))
+                if trained.optimizer_state is not None:
+                    kept["optimizer"] = trained.optimizer_state
+                server.save_client_state(clients.client_ids[row], trained.trained_state(row), kept, missed[row])
+            if self._watched and trained.module_state is None:
+                load_state_tensors(federation.module, trained.trained_state(row))
             if not self._listeners:
                 continue
-            with federation.counters.after_client(cohort.batches_of(row)):
+            with federation.counters.after_client(client_group.batches_of(row)):
                 for listener in self._listeners:
                     listener.on_client_end(federation.module.trainer, federation.module, client)
 
 
 def methods_first(federation: Federation) -> list[Callback]:
     """The Trainer's, methods first: what they do is measured."""
-    callbacks = callbacks_of(federation.module.trainer)
-    return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
+    callbacks = get_callbacks(federation.module.trainer)
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, MethodBase))
 
 
 def _upload_reachable(
@@ -324,25 +336,25 @@ def _upload_reachable(
     Returns:
         Whether each client continues with its state. A client whose upload the server drops does not.
     """
-    server.record.missed += itertools.compress(clients.clients, missed)
+    server.record.missed += itertools.compress(clients.client_ids, missed)
     fine = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
         sent = {name: value[rows] for name, value in states.items()}
         beside = {section: [each[row] for row in rows] for section, each in messages.items()}
-        reached = ClientRounds.of([clients[row] for row in rows])
+        reached = ClientRounds.from_rounds([clients[row] for row in rows])
         for row, taken in zip(rows, server.upload(reached, sent, beside), strict=True):
             fine[row] = taken
     return fine
 
 
-def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained, arrived: Sequence[bool]) -> None:
+def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: LocalResult, arrived: Sequence[bool]) -> None:
     """Name the clients whose loss was not finite and who send finite numbers all the same."""
-    if trained.finite is None or bool(trained.finite.all()):
+    if trained.has_finite_loss is None or bool(trained.has_finite_loss.all()):
         return
-    finite = trained.finite.tolist()
-    names = [c for c, sound, came in zip(clients.clients, finite, arrived, strict=True) if came and not sound]
+    finite = trained.has_finite_loss.tolist()
+    names = [c for c, sound, came in zip(clients.client_ids, finite, arrived, strict=True) if came and not sound]
     record.diverged += names
     for name in names:
         message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
-        log.warning(message, clients.round, name, DIVERGED)
+        log.warning(message, clients.round_idx, name, DIVERGENCE_HINT)

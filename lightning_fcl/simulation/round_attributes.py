@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.serialization import default_restore_location
 
-from lightning_fcl.local.loose_state import LooseState
-from lightning_fcl.local.search import INTERNAL
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.search import INTERNAL
 from lightning_fcl.simulation.growth import (
     Change,
     Entries,
@@ -50,7 +50,7 @@ class RoundAttributes:
         attributes: Mapping[str, dict[str, Any]],
         ignored: set[Name],
         copies: bool,
-        loose: LooseState | None,
+        loose: ModuleSnapshot | None,
         device: torch.device,
     ) -> None:
         self._device = str(device)

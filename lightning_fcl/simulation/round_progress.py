@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.client_group import ClientGroup
 
 
 @dataclass(eq=False)
@@ -14,17 +14,17 @@ class RoundProgress:
     """The progress of a round: the clients that train, and those that are yet to train.
 
     Args:
-        number: Number of the round, from 0.
-        cohorts: The groups of clients that are yet to train; a single None if no client trains in this process.
-        cohort: The clients that train now, or have trained last.
+        round_idx: Number of the round, from 0.
+        client_groups: The groups of clients that are yet to train; a single None if no client trains in this process.
+        client_group: The clients that train now, or have trained last.
         has_trained: Whether clients have trained on a batch of the round.
         done: Whether the server's new state is in the module.
         settled: Whether no hook of the round's last batch is left to run.
     """
 
-    number: int
-    cohorts: deque[Cohort | None] = field(default_factory=deque)
-    cohort: Cohort | None = None
+    round_idx: int
+    client_groups: deque[ClientGroup | None] = field(default_factory=deque)
+    client_group: ClientGroup | None = None
     has_trained: bool = False
     done: bool = False
     settled: bool = True
@@ -32,14 +32,14 @@ class RoundProgress:
     @property
     def client_round(self) -> ClientRound | None:
         """The client that trains now. None between rounds and in vectorized training."""
-        return self.cohort.client_round if self.cohort is not None else None
+        return self.client_group.client_round if self.client_group is not None else None
 
     @property
     def local_epoch(self) -> int:
         """The local epoch of the current batch, from 0."""
-        return self.cohort.local_epoch if self.cohort is not None else 0
+        return self.client_group.local_epoch if self.client_group is not None else 0
 
     @property
     def last_batch(self) -> bool:
         """Whether the current batch is the last one of its clients in the round."""
-        return self.cohort is None or self.cohort.last_batch
+        return self.client_group is None or self.client_group.last_batch

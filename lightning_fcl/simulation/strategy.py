@@ -17,42 +17,47 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.errors import InvalidValueError, check_arguments, one_of, warn_of_other_lightning
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks, require_stream
+from lightning_fcl.errors import InvalidValueError, check_arguments, one_of, warn_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.obstacles import Obstacle
-from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
 from lightning_fcl.federation.pipeline import Pipeline
-from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.server_optimizer import OptimizerFactory, get_settings
 from lightning_fcl.federation.settings import FederationSettings
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.synchronization import Participation, Schedule
 from lightning_fcl.federation.uploads import UploadTransform
-from lightning_fcl.federation.wire import Compression
 from lightning_fcl.io.checkpoint import read_checkpoint
-from lightning_fcl.local.local_steps import LocalSteps
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
-from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
+from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
+from lightning_fcl.local_training.sequential import SequentialTrainer
+from lightning_fcl.local_training.vectorized import StackedPrecision, flush_denormals
+from lightning_fcl.simulation.checkpoint import (
+    check_checkpoint,
+    check_same_settings,
+    check_version,
+    federation_fingerprint,
+)
 from lightning_fcl.simulation.checkpoint_content import read_back, readable
-from lightning_fcl.simulation.federation import Federation, require_begun, warn_of_own_entries
-from lightning_fcl.simulation.fit import begin_fit, take_over_steps
+from lightning_fcl.simulation.federation import Federation, require_started, warn_of_local_tensors
+from lightning_fcl.simulation.fit import start_fit, take_over_steps
 from lightning_fcl.simulation.hooks import FitHooks, common_batches
-from lightning_fcl.simulation.limits import (
+from lightning_fcl.simulation.multiprocess import RanksStrategy, StartMethod, check_same_federation
+from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.round_progress import RoundProgress
+from lightning_fcl.simulation.round_steps import start_synchronization
+from lightning_fcl.simulation.setup_checks import (
     check_module,
     check_parts,
     check_ranks,
     check_settings,
     check_trainer,
 )
-from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
-from lightning_fcl.simulation.round import Round
-from lightning_fcl.simulation.round_progress import RoundProgress
-from lightning_fcl.simulation.simulated import begin_schedule
 
 
 class FederatedStrategy(RanksStrategy):
@@ -77,11 +82,11 @@ class FederatedStrategy(RanksStrategy):
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
-        schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.schedule.Deadline` a round, or
+        schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.synchronization.Deadline` a round, or
             asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
-        compression: Compression of uploads with error feedback: `lightning_fcl.federation.wire.TopK` or `Quantize`. It
-            applies to trainable parameters, whose reductions have to be ``compressible``, such as ``mean``.
-        upload_transforms: What else is done with everything that clients upload, in the order of
+        compression: Compression of uploads with error feedback: `lightning_fcl.federation.compression.TopK` or
+            `Quantize`. It applies to trainable parameters, whose reductions have to be ``compressible``, such as
+        ``mean``. upload_transforms: What else is done with everything that clients upload, in the order of
             `lightning_fcl.federation.uploads.Stage`: see `lightning_fcl.federation.uploads.UploadTransform`.
         on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
             numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
@@ -93,8 +98,8 @@ class FederatedStrategy(RanksStrategy):
         precision_plugin: As in Lightning's strategies.
 
     Attributes:
-        clients_at_once: How many clients train side by side in the fit that has begun; 1 where one at a time.
-        why_one_at_a_time: The obstacle to vectorized training, with its `lightning_fcl.federation.obstacles.Reason`;
+        num_vectorized_clients: How many clients train side by side in the fit that has begun; 1 where one at a time.
+        sequential_reason: The obstacle to vectorized training, with its `lightning_fcl.federation.obstacles.Reason`;
             ``str`` gives its text. None if clients train vectorized.
 
     Raises:
@@ -133,7 +138,7 @@ class FederatedStrategy(RanksStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
-        warn_of_other_lightning()
+        warn_other_lightning()
         transforms = [*([] if compression is None else [compression]), *upload_transforms]
         check_settings(local_epochs, cohort_size, swarm, schedule, Pipeline(transforms))
         drawn = Participation(participation, 0, swarm, schedule)
@@ -148,9 +153,9 @@ class FederatedStrategy(RanksStrategy):
         stops = on_unusable_round == "stop"
         settings = FederationSettings(reductions or {}, local_epochs, cohort_size, keep_optimizer, stops, seed)
         self.federation = Federation(settings, server, drawn)
-        self.clients_at_once = 1
-        self.why_one_at_a_time: Obstacle | None = None
-        self.new_round: Callable[[Federation], Round] = Round
+        self.num_vectorized_clients = 1
+        self.sequential_reason: Obstacle | None = None
+        self.is_new_round: Callable[[Federation], Round] = Round
         self._hooks = FitHooks(self.federation)
         self._fits: list[Optimizer] = []  # those of the fit which has begun
         self._flushes = False  # whether numbers near 0 are 0 until the fit ends
@@ -168,7 +173,7 @@ class FederatedStrategy(RanksStrategy):
         return self.federation.settings
 
     @property
-    def round(self) -> RoundProgress | None:
+    def current_round(self) -> RoundProgress | None:
         """The current round; None before a fit."""
         return self.federation.progress
 
@@ -180,51 +185,51 @@ class FederatedStrategy(RanksStrategy):
     @property
     def participation(self) -> int | float:
         """Clients per round: a share, or a number."""
-        return self.federation.participation.clients
+        return self.federation.participation.fraction_or_count
 
     @property
-    def client_round(self) -> ClientRound | None:
+    def current_client_round(self) -> ClientRound | None:
         """The client that trains now; None between rounds, and where several train side by side."""
-        return self.round.client_round if self.round is not None else None
+        return self.current_round.client_round if self.current_round is not None else None
 
-    def client_state(self, client: str, server: State | None = None) -> State:
-        """The state that a client predicts with: see `Federation.client_state`."""
-        return self.federation.client_state(client, server)
+    def client_state_dict(self, client: str, server: State | None = None) -> State:
+        """The state that a client predicts with: see `Federation.client_state_dict`."""
+        return self.federation.client_state_dict(client, server)
 
     # The fit.
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.federation.ranks = self.ranks
-        self.server.store.meet(self.ranks)
+        self.server.client_store.share_folder(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
         check_parts(model.trainer)
         self.federation.lightning_module = model
-        if self._hooks not in callbacks_of(model.trainer):
-            callbacks_of(model.trainer).insert(0, self._hooks)
+        if self._hooks not in get_callbacks(model.trainer):
+            get_callbacks(model.trainer).insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
         if type(self.precision_plugin) is Precision:
             federation = self.federation
             self.precision_plugin = StackedPrecision(lambda: federation.local_trainer)
         super().setup(trainer)
-        self._hooks.began, self._fits, self._has_read_back = False, [], False
+        self._hooks.has_started, self._fits, self._has_read_back = False, [], False
         if trainer.state.fn == "fit":
             self._flushes = flush_denormals()
             check_trainer(trainer, self.federation)
             check_module(trainer.lightning_module)
-            schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
-            self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
+            schedules = [get_settings(config.scheduler) for config in self.lr_scheduler_configs]
+            self._hooks.settings = {"optimizer": [get_settings(o) for o in self.optimizers], "schedule": schedules}
             take_over_steps(self.federation, trainer)
         else:
-            warn_of_own_entries(self.federation)
+            warn_of_local_tensors(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
-        stream, most = stream_of(trainer), trainer.max_steps
+        stream, most = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)
         super().setup_optimizers(trainer)
@@ -242,17 +247,17 @@ class FederatedStrategy(RanksStrategy):
             super().teardown()
             return
         trainer = self.federation.module.trainer
-        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._hooks.began
+        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._hooks.has_started
         if nothing_left and not trainer.interrupted:
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
         if trainer.state.fn == "fit":
-            self.federation.local_steps = LocalSteps()
-            self.federation.limits.give_back()
+            self.federation.local_steps = GradientAccumulation()
+            self.federation.limits.restore()
         if self._flushes:
             torch.set_flush_denormal(False)
             self._flushes = False
-        if (stream := stream_of(trainer)) is not None:
+        if (stream := find_stream(trainer)) is not None:
             stream.count_batches, stream.min_batch_size = None, 1
         super().teardown()
 
@@ -264,22 +269,22 @@ class FederatedStrategy(RanksStrategy):
                 return dataloader
             federation = self.federation
             if self._fits != self.optimizers:
-                begin_fit(federation, self.optimizers, super().training_step)
+                start_fit(federation, self.optimizers, super().training_step)
                 self._fits = self.optimizers
-                self.clients_at_once = federation.local_trainer.clients_at_once
-                self.why_one_at_a_time = federation.why_one_at_a_time
-                if self.new_round is Round:  # nodes of a deployment report in each round whether they can train
+                self.num_vectorized_clients = federation.local_trainer.num_vectorized_clients
+                self.sequential_reason = federation.sequential_reason
+                if self.is_new_round is Round:  # nodes of a deployment report in each round whether they can train
                     rounds = federation.module.trainer.max_epochs or 0
                     federation.participation.check_samples(federation.stream.plan, rounds)
-                begin_schedule(federation)
-                check_ranks(federation, self.ranks.number)
-                check_alike(self.ranks, fingerprint_of(federation))
-            self._hooks.round = self.new_round(federation)
+                start_synchronization(federation)
+                check_ranks(federation, self.ranks.num_ranks)
+                check_same_federation(self.ranks, federation_fingerprint(federation))
+            self._hooks.round = self.is_new_round(federation)
             return self._hooks.round
         if self.federation.module.trainer.training:
             raise InvalidValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}.",
-                hint="`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data.",
+                hint="`FederatedStream.from_arrays(x, y, client_ids=...)` makes one of your own data.",
                 argument="datamodule",
                 value=type(dataloader).__name__,
             )
@@ -288,7 +293,7 @@ class FederatedStrategy(RanksStrategy):
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
         """Train a client, or several in one vectorized step, on a batch. The number of the batch is the client's."""
         federation = self.federation
-        cohort = require_begun(federation.round.cohort, "a batch")
+        cohort = require_started(federation.current_round.client_group, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         federation.module.trainer.accumulate_grad_batches = 1
         if cohort.last_batch:
@@ -299,7 +304,7 @@ class FederatedStrategy(RanksStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         federation, plugin = self.federation, self.precision_plugin
         local_trainer, counters, module = federation.local_trainer, federation.counters, federation.module
-        drawing = local_trainer.drawing() if isinstance(local_trainer, SequentialTrainer) else nullcontext()
+        drawing = local_trainer.keyed_rng() if isinstance(local_trainer, SequentialTrainer) else nullcontext()
         with drawing, counters.totals():
             loss = plugin.pre_backward(closure_loss, module)
             with counters.client():  # `backward` may be the module's own, and activations may be computed once more
@@ -310,22 +315,22 @@ class FederatedStrategy(RanksStrategy):
         """Step after the current batch, or accumulate its gradient. Clients without batches left do not change."""
         federation = self.federation
         with federation.counters.totals():
-            progress, local_steps = federation.round, federation.local_steps
-            cohort = require_begun(progress.cohort, "a batch")
+            progress, local_steps = federation.current_round, federation.local_steps
+            cohort = require_started(progress.client_group, "a batch")
             federation.epoch_states.watch_metrics()
             active = cohort.active
-            if local_steps.every > 1:
-                closure = local_steps.next(optimizer, closure, active, cohort.last_batch)
-                active = local_steps.active
-                if not local_steps.complete:
+            if local_steps.accumulate_grad_batches > 1:
+                closure = local_steps.accumulate(optimizer, closure, active, cohort.last_batch)
+                active = local_steps.is_active
+                if not local_steps.is_complete:
                     return closure()
             step = partial(super().optimizer_step, optimizer, closure, model=model, **kwargs)
             result = federation.local_trainer.optimizer_step(step, active)
-            if local_steps.by_hand is not None:
+            if local_steps.is_manual is not None:
                 return result
             (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
-            local_steps.stepped(own, optimizer)
-            if cohort.last_batch and not progress.cohorts:  # schedules by round step before the batch has ended
+            local_steps.record_step(own, optimizer)
+            if cohort.last_batch and not progress.client_groups:  # schedules by round step before the batch has ended
                 local_steps.end_schedules(own)
             return result
 
@@ -363,13 +368,16 @@ class FederatedStrategy(RanksStrategy):
         checkpoint = read_checkpoint(lambda file: read(file.name, True), checkpoint_path)
         check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
-            here, rounds = fingerprint_of(self.federation), need_stream(self.federation.module.trainer).plan.rounds
+            here, rounds = (
+                federation_fingerprint(self.federation),
+                require_stream(self.federation.module.trainer).plan.rounds,
+            )
             check_checkpoint(checkpoint, self._hooks.state_key, here, rounds, checkpoint_path)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         kept = checkpoint["callbacks"][self._hooks.state_key]
-        check_settings_alike(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
+        check_same_settings(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

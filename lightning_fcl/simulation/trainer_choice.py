@@ -12,17 +12,17 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.attached import refuse_transfer_hook
+from lightning_fcl.data.trainer_access import check_no_transfer_hook
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
+from lightning_fcl.federation.local_trainer import HasLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle, Reason
-from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.step_trial import why_not_by_step
-from lightning_fcl.local.trial import why_not_padded, why_not_side_by_side
-from lightning_fcl.local.vectorized import VectorizedTrainer
-from lightning_fcl.methods.client import Client, is_labelled
-from lightning_fcl.methods.declaration import shapes_loss
+from lightning_fcl.local_training.sequential import SequentialTrainer
+from lightning_fcl.local_training.vectorized import VectorizedTrainer
+from lightning_fcl.local_training.vmap_check import find_padding_obstacle, find_vmap_obstacle
+from lightning_fcl.local_training.vmap_step_check import find_step_obstacle
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
+from lightning_fcl.methods.base import changes_loss
+from lightning_fcl.methods.context import Client, is_labelled
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.simulation.federation import Federation
 
@@ -45,13 +45,15 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     module, stream, settings = federation.module, federation.stream, federation.settings
     methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, settings.keep_optimizer
     for method in methods:
-        if method.needs.samples and not (isinstance(method, Replay) and method.buffer is None):
-            refuse_transfer_hook(module, stream, type(method).__name__)
-    if isinstance(module, BringsLocalTrainer):
-        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, Client())]), None
+        if method.needs.round_samples and not (isinstance(method, Replay) and method.buffer is None):
+            check_no_transfer_hook(module, stream, type(method).__name__)
+    if isinstance(module, HasLocalTrainer):
+        return module.configure_local_trainer(
+            federation, [type(m).__name__ for m in methods if changes_loss(m, Client())]
+        ), None
     if len(optimizers) > 1:
         for method in methods:
-            if shapes_loss(method, Client()) or not method.vectorizable:
+            if changes_loss(method, Client()) or not method.vectorizable:
                 raise InvalidValueError(
                     f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
                     "`configure_optimizers` returned several.",
@@ -67,15 +69,15 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
             value=keep_optimizer,
         )
     wanted = None if settings.cohort_size == "auto" else settings.cohort_size
-    size = automatic_size(module) if wanted is None else wanted
+    size = choose_group_size(module) if wanted is None else wanted
     if size == 1:
         reason: Obstacle | None = Obstacle(Reason.COHORT_SIZE) if wanted else Obstacle(Reason.PARAMETERS, (_LARGEST,))
     elif keep_optimizer:
         reason = Obstacle(Reason.KEEP_OPTIMIZER)
     else:
-        reason = why_not_side_by_side(module, methods, optimizers, stream)
-    padded = reason or why_not_padded(module, methods, optimizers[0], stream)
-    by_step = padded and (reason or why_not_by_step(module, methods, optimizers[0], stream))
+        reason = find_vmap_obstacle(module, methods, optimizers, stream)
+    padded = reason or find_padding_obstacle(module, methods, optimizers[0], stream)
+    by_step = padded and (reason or find_step_obstacle(module, methods, optimizers[0], stream))
     if wanted is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
         log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
@@ -93,14 +95,14 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     if wanted is None:
         samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
         with isolate_rng():  # a data set may draw a transform
-            batch = stream.samples.take(np.arange(1), "test")
+            batch = stream.samples.get(np.arange(1), "test")
         numbers = samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
         size = min(size, max(2, _NUMBERS // numbers))
     kind = StepTrainer if padded else VectorizedTrainer
     return kind(module, methods, optimizers[0], size, federation.seed), None
 
 
-def automatic_size(module: L.LightningModule) -> int:
+def choose_group_size(module: L.LightningModule) -> int:
     """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
     parameters = sum(p.numel() for p in module.parameters())
     return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))

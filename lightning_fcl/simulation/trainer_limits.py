@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import lightning.pytorch as L
 
-from lightning_fcl.data.batches import Batching
+from lightning_fcl.data.batching import BatchPlan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
 
@@ -26,7 +26,7 @@ class TrainerLimits:
         self.reloads = 0  # `reload_dataloaders_every_n_epochs`, which holds for other loaders than a round
         self._trainer: L.Trainer | None = None
 
-    def take_over(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
+    def apply(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
         """Take the limits from a Trainer whose data are set up; a fit without a number of rounds has the stream's.
 
         Raises:
@@ -54,11 +54,11 @@ class TrainerLimits:
                 value=epochs,
             )
 
-    def keep_whole(self, trainer: L.Trainer) -> None:
+    def finish_current_round(self, trainer: L.Trainer) -> None:
         """Let the round that starts be a whole one: whoever stops the fit within it stops it after it."""
         trainer.fit_loop.min_epochs = max(self._least or 0, trainer.current_epoch + 1)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Let the Trainer be as it was."""
         if self._trainer is not None:
             loop = self._trainer.fit_loop
@@ -68,6 +68,6 @@ class TrainerLimits:
             self._trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
         self._trainer, self.batches, self.in_order = None, 1.0, False
 
-    def batching(self, stream: FederatedStream) -> Batching:
+    def batch_plan(self, stream: FederatedStream) -> BatchPlan:
         """Return how a client's samples become batches."""
-        return replace(stream.batching, shuffle=stream.shuffle and not self.in_order, limit=self.batches)
+        return replace(stream.batching, shuffle=stream.shuffle and not self.in_order, limit_batches=self.batches)

@@ -19,21 +19,21 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_fcl.data.attached import transfer_batch
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.reading_check import restored_reading
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.protocol import ListensToClients
-from lightning_fcl.local.loop_counts import silent
-from lightning_fcl.local.loose_state import LooseState
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.user_code import functions_in, outward, reached
-from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.data.trainer_access import move_batch
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.protocols import ClientEndListener
+from lightning_fcl.local_training.loop_counts import silent
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.sequential import SequentialTrainer
+from lightning_fcl.local_training.user_code import functions_in, outward, reached
+from lightning_fcl.methods.base import MethodBase, make_client
 from lightning_fcl.methods.driver import MethodDriver
-from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.rng import seed_all
+from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.hook_calls import enter, leave
 
@@ -62,9 +62,9 @@ class TrialSteps:
     """
 
     def __init__(self, federation: Federation, callbacks: Sequence[Callback]) -> None:
-        self._federation, self._progress = federation, federation.round
+        self._federation, self._progress = federation, federation.current_round
         self._module, self._trainer = federation.module, federation.module.trainer
-        self._methods = [callback for callback in callbacks if isinstance(callback, Declaration)]
+        self._methods = [callback for callback in callbacks if isinstance(callback, MethodBase)]
         self._driver = [MethodDriver(self._methods)] if self._methods else []
         self._callbacks = [*callbacks, *self._driver]
         self._state = self._federation.server.state
@@ -74,7 +74,7 @@ class TrialSteps:
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
         """Return two clients with their samples, and the part that these are of."""
         plan = self._federation.stream.plan
-        rows = {client: own for client, own in plan.train[self._progress.number].items() if len(own)}
+        rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
         most = sorted(rows, key=lambda client: -len(rows[client]))[:2]
         found = [(client, rows[client], "train") for client in most]
         if not found and len(plan.test):  # the server of a deployment has no other samples
@@ -111,8 +111,8 @@ class TrialSteps:
                 for optimizer, state in zip(federation.optimizers, states, strict=True):
                     optimizer.state.clear()
                     optimizer.state.update(state)
-                self._loose.put_back()
-                load_entries(self._module, self._state)
+                self._loose.restore()
+                load_state_tensors(self._module, self._state)
                 restore_counts()
 
     @contextmanager
@@ -122,7 +122,7 @@ class TrialSteps:
         federation, progress = self._federation, self._progress
         assert isinstance(federation.local_trainer, SequentialTrainer)
         kept = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
-        local, cohort, cohorts = federation.local_trainer, progress.cohort, progress.cohorts
+        local, cohort, cohorts = federation.local_trainer, progress.client_group, progress.client_groups
         trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         federation.local_trainer = local.with_methods(self._methods)
@@ -136,19 +136,19 @@ class TrialSteps:
             for method in self._methods:
                 method.client = None
             trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = kept
-            federation.local_trainer, progress.cohort, progress.cohorts = local, cohort, cohorts
+            federation.local_trainer, progress.client_group, progress.client_groups = local, cohort, cohorts
 
     def _read(self) -> list[list[Batch]]:
         """Read the batches of each client."""
         samples, size = self._federation.stream.samples, min(_SAMPLES, self._federation.stream.batch_size)
         with isolate_rng():
             rows = [(np.resize(own, (_STEPS, size)), part) for _, own, part in self._clients]
-            if not samples.draws:
-                return [[samples.take(batch, part) for batch in own] for own, part in rows]
+            if not samples.is_random:
+                return [[samples.get(batch, part) for batch in own] for own, part in rows]
             found = []
             for own, part in rows:
                 with restored_reading(samples, own.flatten(), part):
-                    found.append([samples.take(batch, part) for batch in own])
+                    found.append([samples.get(batch, part) for batch in own])
             return found
 
     def _note_counts(self) -> Callable[[], None]:
@@ -167,22 +167,25 @@ class TrialSteps:
 
     def train(self, row: int) -> State:
         """Train a client as the first one of a round, and return its state of the module."""
-        federation, module, number = self._federation, self._module, self._progress.number
+        federation, module, number = self._federation, self._module, self._progress.round_idx
         restore = self._note_counts()
         name = self._clients[row][0]
         part = federation.stream.client_round(name, number)
-        clients = ClientRounds.of([part])
+        clients = ClientRounds.from_rounds([part])
         index = np.arange(_STEPS * _SAMPLES).reshape(1, _STEPS, _SAMPLES)
         lengths = np.full((1, _STEPS), _SAMPLES)
-        local, epochs = (federation.local_trainer, federation.local_steps.every), np.ones(1, dtype=np.int64)
-        cohort = Cohort(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
-        start_randomness(federation.seed, name, number)
-        memories = [m.on_download(client_of(m, module, {}, self._state, part)) for m in self._methods]
-        federation.local_steps.begin(federation.optimizers)
-        self._loose.put_back()
+        local, epochs = (
+            (federation.local_trainer, federation.local_steps.accumulate_grad_batches),
+            np.ones(1, dtype=np.int64),
+        )
+        cohort = ClientGroup(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
+        seed_all(federation.seed, name, number)
+        memories = [m.prepare_client_state(make_client(m, module, {}, self._state, part)) for m in self._methods]
+        federation.local_steps.start(federation.optimizers)
+        self._loose.restore()
         cohort.received = [self._state]
-        self._progress.cohort, self._progress.cohorts = cohort, deque([cohort])
-        federation.local_trainer.begin(clients, [self._state], [memories], [{}])
+        self._progress.client_group, self._progress.client_groups = cohort, deque([cohort])
+        federation.local_trainer.start(clients, [self._state], [memories], [{}])
         counters = federation.counters
         counters.begin(self._trainer, cohort, federation.local_steps, federation.optimizers)
         enter(self._trainer, counters)
@@ -190,22 +193,22 @@ class TrialSteps:
             for cohort.step, batch in enumerate(self._batches[row]):
                 self._step(batch, cohort.step)
             for listener in self._callbacks:
-                if isinstance(listener, ListensToClients):
+                if isinstance(listener, ClientEndListener):
                     with counters.client():
                         listener.on_client_end(self._trainer, module, part)
         finally:
             counters.end()
             leave(self._trainer)
             restore()
-        return {name: value.detach().clone() for name, value in entries(module).items()}
+        return {name: value.detach().clone() for name, value in state_tensors(module).items()}
 
     def _step(self, samples: Batch, number: int) -> None:
         """One step, with its hooks, as Lightning takes it."""
         trainer, module, loop = self._trainer, self._module, self._trainer.fit_loop.epoch_loop
         batch = trainer.precision_plugin.convert_input(copy.deepcopy(samples))
-        batch = transfer_batch(trainer, batch, RunningStage.TRAINING)
+        batch = move_batch(trainer, batch, RunningStage.TRAINING)
         trainer.accumulate_grad_batches = 1
-        if not self._federation.local_steps.first:
+        if not self._federation.local_steps.is_first_batch:
             trainer.accumulate_grad_batches = number + 1
         self._call("on_train_batch_start", batch, number)
         given = {"batch": batch}
@@ -250,29 +253,29 @@ class TrialSteps:
         if own is not None and other is not None and not _same(own, other):
             each = [(name, ended([name])) for name in dict.fromkeys(changed)]
             found = [name for name, state in each if state is None or not _same(own, state)] or changed
-        self._loose.put_back()
+        self._loose.restore()
         return found
 
-    def _loose_state(self) -> LooseState:
+    def _loose_state(self) -> ModuleSnapshot:
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return LooseState(self._module, self._federation.optimizers, schedulers)
+        return ModuleSnapshot(self._module, self._federation.optimizers, schedulers)
 
     def _ended(self, hooks: Sequence[str]) -> State | None:
         """Return the module's state after hooks at the end of a round, which it is restored from; None if they fail."""
         places = [values for part in self._module.modules() for values in _tensors_of(part)]
         before = [dict(values) for values in places]
-        load_entries(self._module, self._state)
+        load_state_tensors(self._module, self._state)
         try:
             for hook in hooks:
                 getattr(self._module, hook)()
-            return {name: value.detach().clone() for name, value in entries(self._module).items()}
+            return {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
         except Exception:  # whatever a user's own code has to say
             return None
         finally:
             for values, then in zip(places, before, strict=True):
                 values.clear()
                 values.update(then)
-            load_entries(self._module, self._state)
+            load_state_tensors(self._module, self._state)
 
 
 def _tensors_of(part: nn.Module) -> list[dict[str, Any]]:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import find_stream
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.federation.optimizers import OptimizerFactory
-from lightning_fcl.federation.protocol import Speaks
+from lightning_fcl.federation.protocols import FederatedModule
+from lightning_fcl.federation.server_optimizer import OptimizerFactory
 from lightning_fcl.models.small import HARCNN
-from lightning_fcl.tasks.task import NetworkTask, embedding_body
+from lightning_fcl.tasks.base import NetworkTask, require_embedding_body
 
 
 @runtime_checkable
-class OutputsByTask(Speaks, Protocol):
+class OutputsByTask(FederatedModule, Protocol):
     """A network with parts of its own for each task."""
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Classifier(NetworkTask):
         torch.Size([2, 3])
     """
 
-    gives: ClassVar[str] = "logits"  # what the outputs are
+    output_kind: ClassVar[str] = "logits"  # what the outputs are
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Classifier(NetworkTask):
         """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
 
         A network with parts of its own for each task has its own ``outputs_by_task(x, y)``, which chooses by sample,
-        beside ``speaks_lightning_fcl = True``.
+        beside ``lightning_fcl_protocols = True``.
         """
         logits: Tensor = self.model.outputs_by_task(x, y) if isinstance(self.model, OutputsByTask) else self(x)
         return logits
@@ -75,7 +75,7 @@ class Classifier(NetworkTask):
     def setup(self, stage: str) -> None:
         if not self.task_incremental or stage == "predict":
             return
-        stream = stream_of(self.trainer)
+        stream = find_stream(self.trainer)
         blocks = stream.plan.task_classes if stream is not None else {}
         if not blocks and self._blocks is not None and stage != "fit":
             return
@@ -121,11 +121,11 @@ class Classifier(NetworkTask):
 
     def embed(self, x: Tensor) -> Tensor:
         """Features of samples, shape (batch, features): what the network's own ``embed`` gives."""
-        return embedding_body(self.model).embed(x)
+        return require_embedding_body(self.model).embed(x)
 
     @property
     def features(self) -> int:
-        return embedding_body(self.model).features
+        return require_embedding_body(self.model).features
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
@@ -223,8 +223,8 @@ class HARClassifier(Classifier):
 class Regressor(NetworkTask):
     """A network trained by the mean squared error; it states its loss apart, so that cohorts can train it.
 
-    `ContinualMetrics` measures it by ``measures()``, the mean squared error and the coefficient of determination. A
-    subclass may state another `sample_loss`, or other measures.
+    `ContinualMetrics` measures it by ``configure_metrics()``, the mean squared error and the coefficient of
+    determination. A subclass may state another `sample_loss`, or other measures.
 
     Args:
         model: Maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
@@ -245,10 +245,10 @@ class Regressor(NetworkTask):
         super().__init__(model, optimizer)
         at_least(1, outputs=outputs)
         self.outputs = outputs
-        self.val_measures = MetricCollection(dict(self.measures()))
-        self.test_measures = MetricCollection(dict(self.measures()))
+        self.val_measures = MetricCollection(dict(self.configure_metrics()))
+        self.test_measures = MetricCollection(dict(self.configure_metrics()))
 
-    def measures(self) -> Mapping[str, Metric]:
+    def configure_metrics(self) -> Mapping[str, Metric]:
         """Mean squared error and coefficient of determination; of several outputs their means."""
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 

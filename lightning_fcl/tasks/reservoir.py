@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric, R2Score
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError, one_of
-from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.federation.protocol import RunsFederation
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.local_trainer import LocalResult
+from lightning_fcl.federation.protocols import FederationProtocol
 from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
-from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot, ReadoutTargets
-from lightning_fcl.tasks.ridge_task import RidgeTask, RidgeTrainer, Share, with_rows
+from lightning_fcl.models.readout import Features, ReservoirReadout, pool_states
+from lightning_fcl.tasks.ridge_base import RidgeTask, RidgeTrainer, UploadKind, stack_client_rows
+from lightning_fcl.tasks.ridge_statistics import OneHot, ReadoutTargets, RealTargets
 
 
 class PlasticityRule(Protocol):
@@ -34,7 +34,7 @@ class PlasticityRule(Protocol):
 
 
 class ReservoirTask(RidgeTask):
-    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_task.RidgeTask` for how it learns.
+    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_base.RidgeTask` for how it learns.
 
     `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before. The arguments are those of
     `lightning_fcl.ReservoirClassifier`.
@@ -46,42 +46,42 @@ class ReservoirTask(RidgeTask):
         targets: ReadoutTargets,
         beta: float | list[float],
         readout: Features,
-        share: Share,
+        share: UploadKind,
         symmetric: bool,
         min_samples: int | None,
     ) -> None:
         one_of(get_args(Features), readout=readout)
-        one_of(get_args(Share), share=share)
+        one_of(get_args(UploadKind), share=share)
         super().__init__(reservoir.features, targets, beta, share, symmetric, min_samples)
         self.reservoir = reservoir
         self.features = readout
-        self.adapting = False
+        self.is_adapting = False
         self.plasticity: PlasticityRule | None = None
 
     @property
-    def reductions(self) -> Rules:
+    def reductions(self) -> ReductionRules:
         """What travels in the round at hand: gain and bias while the reservoir is adapted, else the readout's part."""
         adapted = "download" if self.plasticity else "fixed"
-        if self.adapting:
+        if self.is_adapting:
             return {"*": "fixed", "reservoir.gain": "mean", "reservoir.bias": "mean"}
         return {**super().reductions, "reservoir.gain": adapted, "reservoir.bias": adapted}
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of sequences of shape (batch, time, features): (batch, steps, outputs), or (batch, outputs)."""
-        outputs = torch.cat([self.readout(states) for states in self.seen(x)])
+        outputs = torch.cat([self.readout(states) for states in self.readout_inputs(x)])
         return outputs.transpose(0, 1) if self.features == "steps" else outputs[0]
 
-    def seen(self, x: Tensor) -> Iterator[Tensor]:
+    def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
         """What the readout sees: blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R)."""
-        return pooled(self.reservoir, x, self.features)
+        return pool_states(self.reservoir, x, self.features)
 
-    def network(self) -> ReservoirReadout:
+    def to_network(self) -> ReservoirReadout:
         """A plain network that predicts as this task does now."""
         network = ReservoirReadout(copy.deepcopy(self.reservoir), self.readout.out_features, self.features)
         network.weight.copy_(self.readout.weight)
         return network
 
-    def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def readout_pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What the readout sees and should say: (steps, batch, N_R) and (steps, batch, outputs), block after block."""
         targets = self.targets.encode(y)
         per_step = targets.dim() == 3
@@ -102,7 +102,7 @@ class ReservoirTask(RidgeTask):
         if per_step and self.features == "last":
             targets, per_step = targets[:, -1], False
         start = self.reservoir.washout
-        for states in self.seen(x):
+        for states in self.readout_inputs(x):
             if per_step:
                 yield states, targets[:, start : start + len(states)].transpose(0, 1)
             else:
@@ -120,25 +120,25 @@ class ReservoirTask(RidgeTask):
             )
 
     def on_train_epoch_start(self) -> None:
-        if self.adapting:
+        if self.is_adapting:
             return
-        tag = self.reservoir.tag()
+        tag = self.reservoir.weights_hash()
         if int(self.readout.tag) != tag:
             self.readout.reset(tag)
 
-    def counts(self) -> bool:
-        return not self.adapting and super().counts()
+    def should_accumulate(self) -> bool:
+        return not self.is_adapting and super().should_accumulate()
 
     def on_after_aggregation(self) -> None:
-        if not self.adapting:
+        if not self.is_adapting:
             super().on_after_aggregation()
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
-    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> ReservoirTrainer:
-        super().local_trainer(federation, shaping)
-        if federation.participation.may_miss:
+    def configure_local_trainer(self, federation: FederationProtocol, shaping: Sequence[str]) -> ReservoirTrainer:
+        super().configure_local_trainer(federation, shaping)
+        if federation.participation.may_miss_sync:
             raise InvalidValueError(
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
                 "begin each round with new sums, but got one with them.",
@@ -148,8 +148,8 @@ class ReservoirTask(RidgeTask):
         return ReservoirTrainer(self, federation.settings.cohort_size)
 
     @property
-    def local_models(self) -> bool:
-        return super().local_models and not self.adapting
+    def client_state_predicts(self) -> bool:
+        return super().client_state_predicts and not self.is_adapting
 
     def fingerprint(self) -> dict[str, Any]:
         reservoir = self.reservoir
@@ -164,41 +164,41 @@ class ReservoirTrainer(RidgeTrainer):
     _gain: Tensor
     _bias: Tensor
 
-    def begin(
+    def start(
         self,
         clients: Sequence[ClientRound],
         states: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
+        method_states: Sequence[Sequence[StateSection]],
+        optimizer_states: Sequence[StateSection],
     ) -> None:
-        if not self.module.adapting:
-            super().begin(clients, states, memories, optimizers)
+        if not self.module.is_adapting:
+            super().start(clients, states, method_states, optimizer_states)
             return
-        self.client_rounds, self.memories = clients, memories
+        self.client_rounds, self.memories = clients, method_states
         self._gain, self._bias = (
             torch.stack([state[f"reservoir.{name}"] for state in states]) for name in ("gain", "bias")
         )
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
-        if not self.module.adapting:
+        if not self.module.is_adapting:
             super().training_step(batch, batch_idx, weight)
             return
         assert weight is not None  # batches are stacked
-        self.module.count_step()
+        self.module.add_global_step()
         rule, reservoir, real = self.module.plasticity, self.module.reservoir, weight > 0
         if rule is None:
             return
         owner = real.nonzero()[:, 0]
-        rows = reservoir.plasticity(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
+        rows = reservoir.plasticity_gradients(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
         gain, bias = self._gain[: len(real)], self._bias[: len(real)]
         dg, db = (torch.zeros_like(gain).index_add_(0, owner, row) / real.sum(dim=1, keepdim=True) for row in rows)
         gain[:], bias[:] = rule.step(gain, bias, dg, db, reservoir.layers)
 
-    def finish(self) -> Trained:
-        if not self.module.adapting:
+    def finish(self) -> LocalResult:
+        if not self.module.is_adapting:
             return super().finish()
-        states = with_rows(self.module, len(self.client_rounds))
-        return Trained({**states, "reservoir.gain": self._gain, "reservoir.bias": self._bias}, self.memories)
+        states = stack_client_rows(self.module, len(self.client_rounds))
+        return LocalResult({**states, "reservoir.gain": self._gain, "reservoir.bias": self._bias}, self.memories)
 
 
 class ReservoirClassifier(ReservoirTask):
@@ -230,7 +230,7 @@ class ReservoirClassifier(ReservoirTask):
         num_classes: int,
         beta: float | list[float] = 1e-3,
         readout: Features = "steps",
-        share: Share = "statistics",
+        share: UploadKind = "statistics",
         targets: Literal["0/1", "-1/1"] = "0/1",
         symmetric: bool = False,
         min_samples: int | None = None,
@@ -239,7 +239,7 @@ class ReservoirClassifier(ReservoirTask):
         labels = OneHot(num_classes, signed=targets == "-1/1")
         super().__init__(reservoir, labels, beta, readout, share, symmetric, min_samples)
         self.num_classes = num_classes
-        self.gives = targets
+        self.output_kind = targets
 
 
 class ReservoirRegressor(ReservoirTask):
@@ -262,12 +262,12 @@ class ReservoirRegressor(ReservoirTask):
         outputs: int,
         beta: float | list[float] = 1e-3,
         readout: Features = "steps",
-        share: Share = "statistics",
+        share: UploadKind = "statistics",
         symmetric: bool = False,
         min_samples: int | None = None,
     ) -> None:
-        super().__init__(reservoir, Numbers(outputs), beta, readout, share, symmetric, min_samples)
+        super().__init__(reservoir, RealTargets(outputs), beta, readout, share, symmetric, min_samples)
 
-    def measures(self) -> Mapping[str, Metric]:
+    def configure_metrics(self) -> Mapping[str, Metric]:
         """Mean squared error and coefficient of determination, by which `ContinualMetrics` measures."""
         return {"MSE": MeanSquaredError(), "R2": R2Score()}

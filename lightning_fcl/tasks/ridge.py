@@ -9,10 +9,10 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, seen_features
+from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, readout_features
+from lightning_fcl.tasks.base import require_embedding_body
+from lightning_fcl.tasks.ridge_base import RidgeTask, UploadKind
 from lightning_fcl.tasks.ridge_statistics import OneHot
-from lightning_fcl.tasks.ridge_task import RidgeTask, Share
-from lightning_fcl.tasks.task import embedding_body
 
 
 class RidgeClassifier(RidgeTask):
@@ -52,7 +52,7 @@ class RidgeClassifier(RidgeTask):
         (torch.Size([2, 10]), 32320)
     """
 
-    gives: ClassVar[str] = "0/1"
+    output_kind: ClassVar[str] = "0/1"
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RidgeClassifier(RidgeTask):
         num_classes: int,
         beta: float | list[float] = 1.0,
         symmetric: bool = True,
-        share: Share | Literal["moments"] = "statistics",
+        share: UploadKind | Literal["moments"] = "statistics",
         min_samples: int | None = None,
         random_features: int | None = None,
         seed: int = 0,
@@ -69,7 +69,7 @@ class RidgeClassifier(RidgeTask):
         gamma: float = 0.0,
         groups: int = 5,
     ) -> None:
-        own = embedding_body(model).features
+        own = require_embedding_body(model).features
         features = (own if random_features is None else random_features) + bias
         super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples, rank, gamma, groups)
         self.model = model.eval()
@@ -91,20 +91,20 @@ class RidgeClassifier(RidgeTask):
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
         """The features of samples that the readout sees, shape (batch, features)."""
-        body: EmbedsSamples = embedding_body(self.model)
-        return seen_features(body.embed(x), self.random_features, self.bias)
+        body: EmbedsSamples = require_embedding_body(self.model)
+        return readout_features(body.embed(x), self.random_features, self.bias)
 
-    def seen(self, x: Tensor) -> Iterator[Tensor]:
+    def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
         yield self.embed(x)[None]
 
-    def network(self) -> FeatureReadout:
+    def to_network(self) -> FeatureReadout:
         """A plain network that predicts as this task does now."""
-        body, lift = copy.deepcopy((embedding_body(self.model), self.random_features))
+        body, lift = copy.deepcopy((require_embedding_body(self.model), self.random_features))
         network = FeatureReadout(body, self.num_classes, lift, self.bias)
         network.weight.copy_(self.readout.weight)
         return network
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
         """Add the base session's samples, and solve: the readout predicts before the first round."""
-        self.include(x, y)
+        self.add_samples(x, y)
         self.readout.solve()

@@ -13,11 +13,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.federation.accumulators import Accumulator, Gather, State, filled_rows
-from lightning_fcl.federation.aggregation import Rules
+from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, State, nonzero_rows
+from lightning_fcl.federation.aggregation import ReductionRules
 from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
+from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading_rows
 
 
 class OneHot:
@@ -50,20 +50,20 @@ class OneHot:
         targets = F.one_hot(y.long(), self.outputs).double()
         return targets * 2 - 1 if self.signed else targets
 
-    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """How good each of several readouts is, the more the better: (..., readouts, outputs), (..., outputs)."""
-        right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
+        right = outputs.argmax(dim=-1) == targets.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
 
     def metric(self) -> Metric:
         return MulticlassAccuracy(self.outputs, average="micro")
 
-    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def to_predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
-        return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
+        return outputs.argmax(dim=-1).flatten(), targets.argmax(dim=-1).flatten()
 
 
-class Numbers:
+class RealTargets:
     """Numbers, by their squared error."""
 
     quantity = "error"
@@ -89,25 +89,25 @@ class Numbers:
             )
         return y.double()
 
-    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
 
     def metric(self) -> Metric:
         return MeanSquaredError()
 
-    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs.float().flatten(), wanted.float().flatten()
+    def to_predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.float().flatten(), targets.float().flatten()
 
 
-ReadoutTargets = OneHot | Numbers
+ReadoutTargets = OneHot | RealTargets
 
 
-class Gathered(Reduction):
+class ConcatReduction(Reduction):
     """Uploads of a round, all at once. Zeros do not travel."""
 
-    down = False
+    is_downloaded = False
 
-    def start(self, server: Tensor) -> Tensor:
+    def initial_value(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
     def pack(self, value: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Gathered(Reduction):
         return unpack_nonzero(packed, like)
 
 
-class GatheredRows(Gathered):
+class ConcatRows(ConcatReduction):
     """The leading rows of the server's and of all uploads' rows, so many as ``rank`` says."""
 
     name = "gathered rows"
@@ -125,14 +125,14 @@ class GatheredRows(Gathered):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def accumulator(self) -> Accumulator:
-        return Gather(self._join_rows, filled_rows)
+    def make_accumulator(self) -> Accumulator:
+        return GatheringAccumulator(self._join_rows, nonzero_rows)
 
     def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
-        return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
+        return {name: leading_rows(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
 
 
-class GatheredGroups(Gathered):
+class ConcatGroups(ConcatReduction):
     """Sums and numbers of each class's samples in the groups of all clients, without the groups that have none of it.
 
     A client has few of the classes in few of its groups: what is kept of it until the others have come is sparse.
@@ -140,8 +140,8 @@ class GatheredGroups(Gathered):
 
     name = "gathered groups"
 
-    def accumulator(self) -> Accumulator:
-        return Gather(self._join_rows, lambda value: value.to_sparse(2))
+    def make_accumulator(self) -> Accumulator:
+        return GatheringAccumulator(self._join_rows, lambda value: value.to_sparse(2))
 
     def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         sums, counts = (rows[name] for name in _MOMENTS)
@@ -157,43 +157,43 @@ class GatheredGroups(Gathered):
 
 
 @dataclass(frozen=True)
-class Statistics:
+class RidgeStatistics:
     """Two entries, a and b, to which clients add.
 
     Args:
         names: Their names.
         reductions: How they come together, and the number of samples.
         add: Adds states and targets to a client's a and b.
-        why_not_unlearned: Why a client's part cannot be taken away again; None: it can.
+        no_unlearning_reason: Why a client's part cannot be taken away again; None: it can.
         rank: How many rows of b are left in the end; None: b stays as it is.
     """
 
     names: tuple[str, str]
-    reductions: Rules
+    reductions: ReductionRules
     add: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    why_not_unlearned: str | None = None
+    no_unlearning_reason: str | None = None
     rank: int | None = None
 
-    def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
+    def allocate_rows(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
         """With rows for all samples that the clients will see, so that none is cut off before the last."""
         return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:
         """What clients send of it."""
-        return b if self.rank is None else torch.stack([leading(rows, self.rank) for rows in b])
+        return b if self.rank is None else torch.stack([leading_rows(rows, self.rank) for rows in b])
 
 
 _NAMES = ("readout.A", "readout.B")
-_ADDED: Rules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
+_ADDED: ReductionRules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
 
-SUMS = Statistics(_NAMES, _ADDED, accumulate)
+SUMS = RidgeStatistics(_NAMES, _ADDED, accumulate)
 """A and B, whose sums over clients are those of all samples."""
 
 _MOMENTS = ("moments.sums", "moments.counts")
 
-MOMENTS = Statistics(
+MOMENTS = RidgeStatistics(
     _MOMENTS,
-    {"moments.*": GatheredGroups(), "readout.n": "sum"},
+    {"moments.*": ConcatGroups(), "readout.n": "sum"},
     accumulate_groups,
     "shares moments, which the server weighs by those of all clients of a round",
 )
@@ -203,9 +203,9 @@ A group with one sample of a class tells that sample.
 """
 
 
-def low_rank(rank: int) -> Statistics:
+def low_rank(rank: int) -> RidgeStatistics:
     """A, and leading singular values and vectors of B, which the server merges (FedRAN)."""
     reason = (
         "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told from the rest"
     )
-    return Statistics(_NAMES, {**_ADDED, "readout.B": GatheredRows(rank)}, accumulate_rows, reason, rank)
+    return RidgeStatistics(_NAMES, {**_ADDED, "readout.B": ConcatRows(rank)}, accumulate_rows, reason, rank)

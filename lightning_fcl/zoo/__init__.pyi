@@ -1,12 +1,12 @@
-from .continued import Continuation as Continuation
-from .continued import continue_from as continue_from
-from .entry import Entry as Entry
+from .continuation import Continuation as Continuation
+from .continuation import continue_from as continue_from
 from .loading import create_model as create_model
 from .loading import load as load
 from .loading import pretrained_reservoir as pretrained_reservoir
+from .model_entry import ModelEntry as ModelEntry
 from .pretrained import Prediction as Prediction
-from .pretrained import Pretrained as Pretrained
+from .pretrained import PretrainedModel as PretrainedModel
 from .publishing import publish as publish
 from .registry import list_models as list_models
-from .verifying import Verdict as Verdict
+from .verifying import VerificationResult as VerificationResult
 from .verifying import verify as verify

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, at_least, check_arguments, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
-from lightning_fcl.io.reading import AGAIN, regular_file
+from lightning_fcl.io.reading import REDOWNLOAD_HINT, regular_file
 from lightning_fcl.models.backbone import packaged_state
-from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import ReservoirReadout
-from lightning_fcl.zoo.entry import CHECK, WEIGHTS, Entry, read_folder
-from lightning_fcl.zoo.pretrained import Pretrained, embed_samples
-from lightning_fcl.zoo.registry import find, folder_of, list_models
+from lightning_fcl.models.serialization import Serializable, build_from_config
+from lightning_fcl.zoo.model_entry import CHECK, WEIGHTS, ModelEntry, read_folder
+from lightning_fcl.zoo.pretrained import PretrainedModel, embed_samples
+from lightning_fcl.zoo.registry import get_entry, list_models, resolve_folder
 
 TOLERANCE = 1e-3
 """How far outputs may be from the published ones, by the largest of these: CPUs round otherwise."""
@@ -38,7 +38,7 @@ class FeaturesOnly(nn.Module):
         return embed_samples(self.network, x)
 
 
-def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
+def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -> PretrainedModel:
     """A published network, its files verified, in evaluation mode.
 
     Args:
@@ -58,7 +58,7 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
         >>> model.predict(load_digits().images[:1, None])[0].label
         '0'
     """
-    return load_folder(folder_of(name), model, check)
+    return load_folder(resolve_folder(name), model, check)
 
 
 @check_arguments
@@ -100,7 +100,7 @@ def create_model(
             )
         if num_classes is not None:
             arguments["num_classes"] = num_classes
-        network = rebuild({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
+        network = build_from_config({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
     elif arguments:
         raise InvalidValueError(
             f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}.",
@@ -108,8 +108,8 @@ def create_model(
             value=next(iter(arguments.values())),
         )
     else:
-        network = load(name).network.train().requires_grad_(True) if pretrained else make_network(find(name).entry)
-        if num_classes is not None and isinstance(network, Described):
+        network = load(name).network.train().requires_grad_(True) if pretrained else make_network(get_entry(name).entry)
+        if num_classes is not None and isinstance(network, Serializable):
             network = _with_head(network, num_classes)
     return FeaturesOnly(network) if features_only else network
 
@@ -136,11 +136,11 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     return network.reservoir
 
 
-def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
+def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> PretrainedModel:
     entry = read_folder(folder)
-    pretrained = fill(make_network(entry) if model is None else model, read_tensors(folder / WEIGHTS), entry)
+    pretrained = load_weights(make_network(entry) if model is None else model, read_tensors(folder / WEIGHTS), entry)
     if check and (folder / CHECK).is_file():
-        difference = compare(pretrained, read_tensors(folder / CHECK))
+        difference = relative_output_difference(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
             raise InvalidValueError(
                 f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
@@ -152,33 +152,33 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
     return pretrained
 
 
-def make_network(entry: Entry) -> nn.Module:
+def make_network(entry: ModelEntry) -> nn.Module:
     """The network of an entry, before its weights."""
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
-        network = rebuild(entry.network, "model")
+        network = build_from_config(entry.network, "model")
     if not isinstance(network, nn.Module):
         raise InvalidValueError(f"Expected {entry.full_name} to describe a network but got {entry.network!r}.")
     return network
 
 
-def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> Pretrained:
+def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: ModelEntry) -> PretrainedModel:
     """A network with weights of a file, perhaps of half precision: each that no package has brought, and no other."""
     whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
     whole |= packaged_state(network)
     check_state(network, whole)
     network.load_state_dict(whole)
-    return Pretrained(network, entry)
+    return PretrainedModel(network, entry)
 
 
 @torch.no_grad()
-def compare(model: Pretrained, published: Mapping[str, Tensor]) -> float:
+def relative_output_difference(model: PretrainedModel, published: Mapping[str, Tensor]) -> float:
     """The largest difference from the published outputs of the published input, by the largest of these."""
     found = features_or_outputs(model, published["input"]).double()
     wanted = published["output"].double()
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
 
 
-def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
+def features_or_outputs(model: PretrainedModel, x: Tensor) -> Tensor:
     """What an entry's check holds: outputs, or features where it names no classes."""
     return model(x) if model.classes else embed_samples(model.network, x)
 
@@ -187,15 +187,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(regular_file(path))
     except (SafetensorError, OSError, ValueError) as error:
-        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint=AGAIN, value=path) from error
+        raise InvalidValueError(
+            f"Expected {path} to hold tensors but got: {error}.", hint=REDOWNLOAD_HINT, value=path
+        ) from error
 
 
-def _with_head(network: Described, num_classes: int) -> nn.Module:
+def _with_head(network: Serializable, num_classes: int) -> nn.Module:
     """The network, or where it has another number of outputs, one with a new head and the same state before it."""
-    wanted = _resized(network.described, num_classes)
-    if wanted == network.described:
+    wanted = _resized(network.init_config, num_classes)
+    if wanted == network.init_config:
         return network
-    other: nn.Module = rebuild(wanted, "model")
+    other: nn.Module = build_from_config(wanted, "model")
     state, published = other.state_dict(), network.state_dict()
     other.load_state_dict({k: published[k] if published[k].shape == v.shape else v for k, v in state.items()})
     return other

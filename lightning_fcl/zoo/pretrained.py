@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import first_line
-from lightning_fcl.zoo.entry import Entry
+from lightning_fcl.zoo.model_entry import ModelEntry
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Prediction:
     probabilities: dict[str, float]
 
 
-class Pretrained(nn.Module):
+class PretrainedModel(nn.Module):
     """A published network: a plain module that also takes raw samples and names classes.
 
     Args:
@@ -43,14 +43,14 @@ class Pretrained(nn.Module):
 
     Example:
         >>> from lightning_fcl.models import MLP
-        >>> entry = Entry("mlp.two", 1, "Two numbers.", {}, "logits", ["less", "more"], [2])
-        >>> model = Pretrained(MLP([2, 2]), entry)
+        >>> entry = ModelEntry("mlp.two", 1, "Two numbers.", {}, "logits", ["less", "more"], [2])
+        >>> model = PretrainedModel(MLP([2, 2]), entry)
         >>> _ = nn.init.eye_(model.network[1].weight), nn.init.zeros_(model.network[1].bias)
         >>> model.predict([0.0, 2.0])[0].label
         'more'
     """
 
-    def __init__(self, network: nn.Module, entry: Entry) -> None:
+    def __init__(self, network: nn.Module, entry: ModelEntry) -> None:
         super().__init__()
         self.network = network.requires_grad_(False)
         self.entry = entry
@@ -62,11 +62,11 @@ class Pretrained(nn.Module):
         return self.entry.classes
 
     def forward(self, x: Tensor) -> Tensor:
-        """The network's outputs of samples as it takes them: see `prepare`."""
+        """The network's outputs of samples as it takes them: see `preprocess`."""
         outputs: Tensor = self.network(x)
         return outputs
 
-    def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
+    def preprocess(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
         """Samples as the network takes them, shape (n, ...), from a device's own values.
 
         Args:
@@ -81,7 +81,7 @@ class Pretrained(nn.Module):
         values = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         weight = next(self.network.parameters(), torch.empty(0))
         if self.entry.measurement is not None:
-            prepared = self.entry.measurement.prepare(values, rate, units)
+            prepared = self.entry.measurement.preprocess(values, rate, units)
         else:
             shape = tuple(self.entry.shape)
             prepared = values[np.newaxis] if values.shape == shape else values
@@ -102,7 +102,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> list[Prediction]:
-        """The class of each sample; arguments are those of `prepare`.
+        """The class of each sample; arguments are those of `preprocess`.
 
         The probabilities of a readout that was solved for by least squares are its outputs, cut at 0 and divided by
         their sum: an estimate of theirs, not a calibrated one. Where a readout speaks at each time step, its mean over
@@ -118,7 +118,7 @@ class Pretrained(nn.Module):
                 argument="classes",
                 value=self.entry.name,
             )
-        rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
+        rows = self.probabilities(self(self.preprocess(x, rate, units))).tolist()
         predictions = []
         for row in rows:
             by_class = sorted(zip(self.classes, row, strict=True), key=lambda pair: -pair[1])
@@ -130,9 +130,9 @@ class Pretrained(nn.Module):
         """Features of raw samples.
 
         Raises:
-            ValueError: As `prepare` does, or if the network tells no features.
+            ValueError: As `preprocess` does, or if the network tells no features.
         """
-        return embed_samples(self.network, self.prepare(x, rate, units))
+        return embed_samples(self.network, self.preprocess(x, rate, units))
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Of each class, shape (n, classes), float64, by the network's outputs."""
@@ -160,7 +160,7 @@ def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
     return features.mean(dim=1) if features.dim() == 3 else features
 
 
-def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
+def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
     """The raw samples of a CSV file, for an entry.
 
     Of a series, a line is a time step and a column a channel: as many lines as a sample has steps are one, and lines
@@ -168,7 +168,7 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     without numbers is a heading.
 
     Returns:
-        Shape (n, ...), as `Pretrained.predict` takes it.
+        Shape (n, ...), as `PretrainedModel.predict` takes it.
     """
     if not path.is_file():
         raise MissingFileError(f"Expected a CSV file at {path} but found none.")

@@ -17,42 +17,42 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.device.report import device_report
-from lightning_fcl.errors import InvalidValueError, require
+from lightning_fcl.edge.report import device_report
+from lightning_fcl.errors import InvalidValueError, require_package
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
-from lightning_fcl.federation.aggregation import reductions_of
-from lightning_fcl.federation.protocol import Speaks
-from lightning_fcl.io.atomic import TemporaryFolder, locked, write_whole, writing
-from lightning_fcl.io.paths import inside
+from lightning_fcl.federation.aggregation import get_reductions
+from lightning_fcl.federation.protocols import FederatedModule
+from lightning_fcl.io.atomic import TemporaryFolder, disk_error_context, file_lock, write_atomic
+from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.models.backbone import example_input, packaged_state
-from lightning_fcl.models.described import plain_description
-from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import paper_folder, place_of
+from lightning_fcl.models.serialization import to_plain_config
+from lightning_fcl.runs.loaded_recipe import LoadedRecipe, load_into_recipe, load_newest_checkpoint, load_recipe
+from lightning_fcl.runs.paper_rows import paper_folder, scale_folder
+from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.zoo.continued import continuation, continuation_bytes
-from lightning_fcl.zoo.entry import (
+from lightning_fcl.zoo.continuation import continuation_bytes, make_continuation
+from lightning_fcl.zoo.loading import features_or_outputs, load_folder, load_weights, make_network
+from lightning_fcl.zoo.model_entry import (
     CARD,
     CHECK,
     CONFIG,
     CONTINUE,
     WEIGHTS,
-    Entry,
-    Outputs,
+    ModelEntry,
+    OutputKind,
     check_name,
     read_folder,
-    write_list,
+    write_entry_checksums,
 )
-from lightning_fcl.zoo.loading import features_or_outputs, fill, load_folder, make_network
-from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_head, read_registry, register, upload
+from lightning_fcl.zoo.pretrained import PretrainedModel
+from lightning_fcl.zoo.registry import LOCK, REGISTRY, get_repo_head, read_registry, register, upload
 from lightning_fcl.zoo.verifying import packaged_recipe, test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
 
-ENERGY = "energy_mj/learnt sample"
+ENERGY_METRIC = "energy_mj/learnt sample"
 """What learning a sample costs the device of `lightning-fcl device-report`, in mJ."""
 
 LOST = 1e-3
@@ -60,27 +60,27 @@ LOST = 1e-3
 
 
 @runtime_checkable
-class MakesNetwork(Speaks, Protocol):
+class ExportsNetwork(FederatedModule, Protocol):
     """A task that gives a plain network which predicts classes as it does."""
 
     @property
-    def gives(self) -> Outputs:
+    def output_kind(self) -> OutputKind:
         """What the outputs are."""
 
-    def network(self) -> nn.Module:
+    def to_network(self) -> nn.Module:
         """The network."""
 
 
 def publish(
     run: str | Path,
     name: str,
-    to: str | Path,
+    destination: str | Path,
     about: str = "",
     licence: Mapping[str, str] | None = None,
     limits: Sequence[str] = (),
-    numbers: bool = False,
+    numbered_classes: bool = False,
     features: bool = False,
-    half: bool | None = None,
+    half_precision: bool | None = None,
 ) -> Path | str:
     """Publish what a run has trained: into a folder with a registry, or a repository of the Hugging Face hub.
 
@@ -90,33 +90,33 @@ def publish(
     Args:
         run: The run's folder: what was ``--out`` of ``lightning-fcl fit``.
         name: Such as ``"har_cnn.mydata.flwf"``. Of a name that is there already, a new version is made.
-        to: The folder of the registry, or ``"hf:organisation/repository"``, which holds this network alone; it is made
-            if it is not there.
+        destination: The folder of the registry, or ``"hf:organisation/repository"``, which holds this network alone; it
+            is made if it is not there.
         about: What it is, in a sentence.
         licence: Of the ``"weights"`` and of the ``"data"``.
         limits: What it does not do, a sentence each.
-        numbers: Whether classes are numbered in place of named, as where they are persons.
+        numbered_classes: Whether classes are numbered in place of named, as where they are persons.
         features: Whether it names no classes, but makes features.
-        half: Whether weights are stored in half precision; None: where the test samples come out alike, but for one in
-            a thousand.
+        half_precision: Whether weights are stored in half precision; None: where the test samples come out alike, but
+            for one in a thousand.
 
     Returns:
         What `lightning_fcl.zoo.load` takes: the entry's folder, or its name on the hub, at the commit that was made.
 
     Raises:
-        ValueError: If ``to`` is no folder or repository, ``run`` no run's, the task gives no network, or a registry is
-            damaged, or the repository holds another network.
+        ValueError: If ``destination`` is no folder or repository, ``run`` no run's, the task gives no network, or a
+            registry is damaged, or the repository holds another network.
         ConnectionError: If the hub does not take it.
     """
     check_name(name)
-    if "://" in str(to):
+    if "://" in str(destination):
         raise InvalidValueError(
-            f"Expected `to` to be a folder but got {to}.",
+            f"Expected `destination` to be a folder but got {destination}.",
             hint="Publish to a folder, then copy the folder to the URL.",
-            argument="to",
-            value=to,
+            argument="destination",
+            value=destination,
         )
-    head = read_head(str(to)) if str(to).startswith("hf:") else None
+    head = get_repo_head(str(destination)) if str(destination).startswith("hf:") else None
     if head is not None and head.entry is not None and head.entry.name != name:
         raise InvalidValueError(
             f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}.",
@@ -126,30 +126,31 @@ def publish(
         )
     run = Path(run)
     results = read_results(run)
-    checkpoint = trained_checkpoint(run)
+    checkpoint = load_newest_checkpoint(run)
     whole = Recipe((run / "config.yaml",)).with_values({"data.seed": results["seed"]})
-    parts = with_checkpoint(read_parts(whole), checkpoint)
+    parts = load_into_recipe(load_recipe(whole), checkpoint)
     task = parts.model
-    if not isinstance(task, MakesNetwork):
+    if not isinstance(task, ExportsNetwork):
         raise InvalidValueError(
-            f"Expected a task that names classes, with `network()` and `gives`, but {type(task).__name__} has none."
+            f"Expected a task that names classes, with `network()` and `output_kind`, but {type(task).__name__} has "
+            "none."
         )
     stream: FederatedStream = parts.datamodule
-    backbone = stream.setup_images()
-    network = task.network().eval()
+    backbone = stream.setup_with_images()
+    network = task.to_network().eval()
     classes = [] if features or _private(parts) else list(stream.classes)
     recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
     recipe |= packaged_recipe(run, results)
-    shape = list(stream.take(stream.plan.test[:1])[0].shape[1:])
+    shape = list(stream.get_samples(stream.plan.test[:1])[0].shape[1:])
     wanted = {*results["expected"], *_TOLD, *_table_row(recipe)}
     metrics = {key: value for key, value in results["metrics"].items() if key in wanted}
-    entry = Entry(
+    entry = ModelEntry(
         name=name,
         version=1,
         about=about,
-        network=plain_description(network),
-        outputs=task.gives if classes else "features",
-        classes=[f"person {place + 1}" for place in range(len(classes))] if numbers else classes,
+        network=to_plain_config(network),
+        outputs=task.output_kind if classes else "features",
+        classes=[f"person {place + 1}" for place in range(len(classes))] if numbered_classes else classes,
         shape=shape,
         measurement=stream.samples.measurement,
         licence=dict(licence or {}),
@@ -158,46 +159,54 @@ def publish(
         limits=list(limits),
         made_with={**results["versions"], "machine": results["machine"]},
     )
-    model = Pretrained(network, entry)
-    either = half is None and classes and any(v.dtype == torch.float32 for v in _tensors(network, half=False).values())
-    models = {halved: model for halved in ([False, True] if either else [bool(half)])}
+    model = PretrainedModel(network, entry)
+    either = (
+        half_precision is None
+        and classes
+        and any(v.dtype == torch.float32 for v in _tensors(network, half=False).values())
+    )
+    models = {halved: model for halved in ([False, True] if either else [bool(half_precision)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
-        models[True] = fill(make_network(entry), _tensors(network, half=True), entry)
+        models[True] = load_weights(make_network(entry), _tensors(network, half=True), entry)
     if backbone is not None:  # its features have been made for the run
         stream.features = backbone
-        stream.hold(stream.samples)
+        stream.set_samples(stream.samples)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
-    half = len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST if half is None else half
-    metrics = {"test_accuracy": accuracy[half], **entry.metrics} if accuracy else entry.metrics
-    entry = replace(entry, metrics=metrics, stored="float16" if half else "float32")
+    half_precision = (
+        len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST
+        if half_precision is None
+        else half_precision
+    )
+    metrics = {"test_accuracy": accuracy[half_precision], **entry.metrics} if accuracy else entry.metrics
+    entry = replace(entry, metrics=metrics, stored="float16" if half_precision else "float32")
     temporary = None if head is None else TemporaryFolder("push")
-    place = Path(to) if temporary is None else temporary.path
-    with writing(place):
+    place = Path(destination) if temporary is None else temporary.path
+    with disk_error_context(place):
         place.mkdir(parents=True, exist_ok=True)
-        with locked(place / LOCK):
+        with file_lock(place / LOCK):
             versions = [one.version for one in read_registry(place / REGISTRY) if one.name == name]
             versions += [head.entry.version] if head is not None and head.entry is not None else []
-            later = continuation(checkpoint, parts, first=not versions)
+            later = make_continuation(checkpoint, parts, first=not versions)
             entry = replace(entry, version=max(versions, default=0) + 1)
-            folder = _write(models[half].network, entry, later, place)
+            folder = _write(models[half_precision].network, entry, later, place)
     return folder if head is None else upload(folder, head, about or name)
 
 
-def _energy(parts: RecipeParts, shape: Sequence[int]) -> dict[str, float]:
+def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
     """What learning a sample costs a microcontroller, where each layer can be counted."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:
-            return {ENERGY: report["energy_mj"] / report["samples"]}
+            return {ENERGY_METRIC: report["energy_mj"] / report["samples"]}
     return {}
 
 
-def _private(parts: RecipeParts) -> bool:
+def _private(parts: LoadedRecipe) -> bool:
     """Whether part of the network stays with the clients, or what it says depends on a task that no sample tells."""
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
-    reductions = reductions_of(parts.model, parts.strategy.settings.rules)
-    return any(reduction.own and name.startswith("model.") for name, reduction in reductions.items())
+    reductions = get_reductions(parts.model, parts.strategy.settings.rules)
+    return any(reduction.is_local and name.startswith("model.") for name, reduction in reductions.items())
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
@@ -210,25 +219,25 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     }
 
 
-def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Path) -> Path:
+def _write(network: nn.Module, entry: ModelEntry, later: dict[str, Any] | str, to: Path) -> Path:
     """Put an entry beside a registry, then name it there: whole or not at all."""
     if isinstance(later, str):
         entry = replace(entry, recipe={**entry.recipe, "ends": later})
-    folder, partial = inside(to, entry.folder), inside(to, f".{entry.folder}.part")
+    folder, partial = safe_join(to, entry.folder), safe_join(to, f".{entry.folder}.part")
     if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
+    write_atomic(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
     sample = example_input(network, entry.shape)
     with torch.no_grad():
-        pair = {"input": sample, "output": features_or_outputs(Pretrained(network, entry), sample).contiguous()}
-    write_whole(partial / CHECK, save(pair))
+        pair = {"input": sample, "output": features_or_outputs(PretrainedModel(network, entry), sample).contiguous()}
+    write_atomic(partial / CHECK, save(pair))
     if not isinstance(later, str):
-        write_whole(partial / CONTINUE, continuation_bytes(later))
-    write_whole(partial / CARD, card(entry, spread_of(entry), _tensors(network, half=False)))
-    write_whole(partial / CONFIG, json.dumps(asdict(entry), indent=1, ensure_ascii=False) + "\n")
-    write_list(partial)
+        write_atomic(partial / CONTINUE, continuation_bytes(later))
+    write_atomic(partial / CARD, model_card(entry, metric_spread(entry), _tensors(network, half=False)))
+    write_atomic(partial / CONFIG, json.dumps(asdict(entry), indent=1, ensure_ascii=False) + "\n")
+    write_entry_checksums(partial)
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -236,7 +245,7 @@ def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Pa
     return folder
 
 
-def spread_of(entry: Entry) -> dict[str, tuple[float, float, int]]:
+def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
     """Mean, deviation and number of seeds in the committed table of the entry's recipe, by metric."""
     return {
         name: (cell.mean, cell.std, cell.n)
@@ -251,17 +260,17 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     if not (paper and configs):
         return {}
     scales = [Path(config).stem.removeprefix("scale-") for config in configs if Path(config).stem.startswith("scale-")]
-    file = place_of(paper_folder(paper), [*scales, "paper"][0]) / "table.json"
+    file = scale_folder(paper_folder(paper), [*scales, "paper"][0]) / "table.json"
     return read_table(file).rows.get(str(row), {}) if file.is_file() else {}
 
 
-def card(entry: Entry, spread: Mapping[str, tuple[float, float, int]], state: Mapping[str, Tensor]) -> str:
+def model_card(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]], state: Mapping[str, Tensor]) -> str:
     """The text of an entry's ``README.md``, with the metadata that the hub reads.
 
     Args:
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
     """
-    jinja2 = require("jinja2", "writes cards")
+    jinja2 = require_package("jinja2", "writes cards")
     template = jinja2.Template(read_text(Path(__file__).with_name("card.md")))
     text: str = template.render(
         entry=entry,
@@ -269,14 +278,14 @@ def card(entry: Entry, spread: Mapping[str, tuple[float, float, int]], state: Ma
         shape=tuple(entry.shape),
         numbers=sum(value.numel() for value in state.values()),
         rows=_rows(entry, spread),
-        energy=ENERGY,
+        energy=ENERGY_METRIC,
         command=_command(entry.recipe),
         packages=[f"{name} {version}" for name, version in entry.made_with.items() if name != "machine"],
     )
     return text.rstrip("\n") + "\n"
 
 
-def _metadata(entry: Entry) -> dict[str, Any]:
+def _metadata(entry: ModelEntry) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "library_name": "lightning-fcl",
         "tags": ["federated-learning", "continual-learning", "pytorch"],
@@ -294,7 +303,7 @@ def _metadata(entry: Entry) -> dict[str, Any]:
     return metadata
 
 
-def _rows(entry: Entry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
+def _rows(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
     """For each metric its title, the network's own number, that over seeds, and the paper's."""
     rows = []
     for name in dict.fromkeys([*entry.metrics, *spread]):

@@ -24,27 +24,36 @@ from lightning_fcl.errors import (
     MissingFileError,
     UnknownNameError,
     did_you_mean,
-    require,
+    require_package,
 )
-from lightning_fcl.io.atomic import locked, replacing, writing
-from lightning_fcl.io.checksums import check_digest, read_sums, sha256, write_sums
+from lightning_fcl.io.atomic import atomic_path, disk_error_context, file_lock
+from lightning_fcl.io.checksums import check_digest, read_checksums, sha256, write_checksums
 from lightning_fcl.io.download import download
-from lightning_fcl.io.paths import cache_folder, inside
-from lightning_fcl.io.reading import AGAIN
-from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
+from lightning_fcl.io.paths import cache_folder, safe_join
+from lightning_fcl.io.reading import REDOWNLOAD_HINT
+from lightning_fcl.zoo.model_entry import (
+    CHECKSUMS_FILE,
+    CONFIG,
+    CONTINUE,
+    FILES,
+    ModelEntry,
+    read_entry,
+    read_files,
+    read_folder,
+)
 
 _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-f]{40}))?")
 
 
-class Head(NamedTuple):
+class RepoHead(NamedTuple):
     """What a repository holds now."""
 
     repository: str
     commit: str
-    entry: Entry | None
+    entry: ModelEntry | None
 
 
-def from_hub(name: str, to_continue: bool) -> Path:
+def download_from_hub(name: str, to_continue: bool) -> Path:
     """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is None:
@@ -56,14 +65,14 @@ def from_hub(name: str, to_continue: bool) -> Path:
         )
     with _speaking(f"get {name}", "Check the name, or try again.") as hub:
         bring = partial(hub.hf_hub_download, parts["repository"], revision=parts["commit"])
-        folder = Path(bring(SUMS)).parent
+        folder = Path(bring(CHECKSUMS_FILE)).parent
         for file in read_files(folder):
             if to_continue or file != CONTINUE:
                 bring(file)
     return folder
 
 
-def read_head(name: str) -> Head:
+def get_repo_head(name: str) -> RepoHead:
     """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
@@ -77,12 +86,12 @@ def read_head(name: str) -> Head:
         info = api.model_info(repository)
         held = CONFIG in [file.rfilename for file in info.siblings or []]
         path = Path(hub.hf_hub_download(repository, CONFIG, revision=info.sha)) if held else None
-    return Head(repository, info.sha, read_entry(path) if path else None)
+    return RepoHead(repository, info.sha, read_entry(path) if path else None)
 
 
-def upload(folder: Path, head: Head, message: str) -> str:
+def upload(folder: Path, head: RepoHead, message: str) -> str:
     """Put a folder's files in place of a repository's, in one commit after the one that was seen."""
-    files = [SUMS, *FILES]
+    files = [CHECKSUMS_FILE, *FILES]
     with _speaking(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(
             repo_id=head.repository,
@@ -102,8 +111,11 @@ _LOG_IN = "Log in with `hf auth login` and a token that may write, and try again
 def _speaking(what: str, remedy: str) -> Iterator[Any]:
     """The hub's library, whose many errors, those of its HTTP library among them, become one."""
     for_what = "speaks to the Hugging Face hub"
-    hub, cache = require("huggingface_hub", for_what), require("huggingface_hub.constants", for_what).HF_HUB_CACHE
-    with writing(Path(cache), then="try again"):
+    hub, cache = (
+        require_package("huggingface_hub", for_what),
+        require_package("huggingface_hub.constants", for_what).HF_HUB_CACHE,
+    )
+    with disk_error_context(Path(cache), remedy="try again"):
         try:
             yield hub
         except Exception as error:
@@ -119,19 +131,19 @@ _FOLDER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}(@[1-9][0-9]{0,8})?")
 
 
 @dataclass(frozen=True)
-class Published:
+class RegistryEntry:
     """A network that a registry lists.
 
     Args:
         folder: The name of its folder.
         digest: SHA-256 of the list of its files.
-        beside: The folder of the registry, where its own may be.
+        registry_folder: The folder of the registry, where its own may be.
         url: Where files come from that are not there; empty: they do not come.
     """
 
     folder: str
     digest: str
-    beside: Path
+    registry_folder: Path
     url: str = ""
 
     @property
@@ -143,20 +155,20 @@ class Published:
         return int(self.folder.partition("@")[2] or 1)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ModelEntry:
         return self._entry(self._bring((CONFIG,)))
 
-    def bring(self, to_continue: bool = False) -> Path:
+    def download(self, to_continue: bool = False) -> Path:
         """Its folder, with all of its files verified: beside the registry, in the cache, or brought there."""
         folder = self._bring(FILES if to_continue else [name for name in FILES if name != CONTINUE])
         self._entry(folder)
         return folder
 
     def _bring(self, wanted: Collection[str]) -> Path:
-        own, cached = inside(self.beside, self.folder), inside(cache_folder() / "zoo", self.digest)
+        own, cached = safe_join(self.registry_folder, self.folder), safe_join(cache_folder() / "zoo", self.digest)
         for place in [own] if self.url else [own, cached]:
-            if (place / SUMS).is_file():
-                check_digest(place / SUMS, self.digest)
+            if (place / CHECKSUMS_FILE).is_file():
+                check_digest(place / CHECKSUMS_FILE, self.digest)
                 files = {name: digest for name, digest in read_files(place).items() if name in wanted}
                 if all((place / name).is_file() for name in files):
                     for name, digest in files.items():
@@ -169,13 +181,13 @@ class Published:
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
                 value=self.folder,
             )
-        download(f"{self.url}/{self.folder}/{SUMS}", cached / SUMS, self.digest)
+        download(f"{self.url}/{self.folder}/{CHECKSUMS_FILE}", cached / CHECKSUMS_FILE, self.digest)
         for name, digest in read_files(cached).items():
             if name in wanted:
-                download(f"{self.url}/{self.folder}/{name}", inside(cached, name), digest)
+                download(f"{self.url}/{self.folder}/{name}", safe_join(cached, name), digest)
         return cached
 
-    def _entry(self, folder: Path) -> Entry:
+    def _entry(self, folder: Path) -> ModelEntry:
         entry = read_entry(folder / CONFIG)
         if entry.folder != self.folder:
             raise InvalidValueError(
@@ -205,23 +217,23 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
     return [*list_published(pattern)]
 
 
-def list_published(pattern: str = "*") -> dict[str, Published]:
+def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
     """The newest version of each name, in alphabetical order; the first registry that has it counts."""
-    newest: dict[str, Published] = {}
+    newest: dict[str, RegistryEntry] = {}
     for registry in registries():
         newest = {one.name: one for one in sorted(registry, key=lambda one: one.version)} | newest
     return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
-def folder_of(name: str | Path, to_continue: bool = False) -> Path:
+def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
     """The folder of an entry on this machine, its files verified against the registry that names it."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()
-    return from_hub(text, to_continue) if text.startswith("hf:") else find(text).bring(to_continue)
+    return download_from_hub(text, to_continue) if text.startswith("hf:") else get_entry(text).download(to_continue)
 
 
-def find(name: str) -> Published:
+def get_entry(name: str) -> RegistryEntry:
     """The newest version of a name, or that which the name tells."""
     base, _, version = name.partition("@")
     for registry in registries():
@@ -236,7 +248,7 @@ def find(name: str) -> Published:
     )
 
 
-def registries() -> Iterator[list[Published]]:
+def registries() -> Iterator[list[RegistryEntry]]:
     """That which ``LIGHTNING_FCL_ZOO`` names, a folder or a URL with its SHA-256; then the package's.
 
     Files of the package's that do not travel with it are looked for at the setting's URL.
@@ -246,7 +258,7 @@ def registries() -> Iterator[list[Published]]:
     url = remote["url"] if remote else ""
     if remote and remote["digest"]:
         digest = remote["digest"].lower()
-        file = download(f"{url}/{REGISTRY}", inside(cache_folder() / "zoo", digest, REGISTRY), digest)
+        file = download(f"{url}/{REGISTRY}", safe_join(cache_folder() / "zoo", digest, REGISTRY), digest)
         yield read_registry(file, url)
     elif place and not remote:
         file = Path(place).expanduser() / REGISTRY
@@ -265,35 +277,37 @@ def package_folder() -> Path:
     return shipped if shipped.is_dir() else Path(__file__).parents[2] / "zoo"
 
 
-def read_registry(file: Path, url: str = "") -> list[Published]:
+def read_registry(file: Path, url: str = "") -> list[RegistryEntry]:
     """The networks that a registry lists; none where there is no file."""
-    lines = read_sums(file) if file.is_file() else {}
-    digests = {name.removesuffix(f"/{SUMS}"): digest for name, digest in lines.items()}
+    lines = read_checksums(file) if file.is_file() else {}
+    digests = {name.removesuffix(f"/{CHECKSUMS_FILE}"): digest for name, digest in lines.items()}
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise InvalidValueError(
-                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint=AGAIN, value=file
+                f"Expected NAME/{CHECKSUMS_FILE} in each line of {file} but got {folder[:100]!r}.",
+                hint=REDOWNLOAD_HINT,
+                value=file,
             )
-        inside(file.parent, folder)
-    return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
+        safe_join(file.parent, folder)
+    return [RegistryEntry(folder, digest, file.parent, url) for folder, digest in digests.items()]
 
 
 def register(folder: Path) -> None:
     """Name an entry's folder in the registry beside it."""
     file = folder.parent / REGISTRY
-    digests = read_sums(file) if file.is_file() else {}
-    write_sums(file, {**digests, f"{folder.name}/{SUMS}": sha256(folder / SUMS)})
+    digests = read_checksums(file) if file.is_file() else {}
+    write_checksums(file, {**digests, f"{folder.name}/{CHECKSUMS_FILE}": sha256(folder / CHECKSUMS_FILE)})
 
 
-def collect(folder: Path, to: Path) -> Path:
+def copy_to_registry(folder: Path, to: Path) -> Path:
     """Copy an entry's folder beside a registry, and name it there."""
     entry, files = read_folder(folder), read_files(folder)
-    target = inside(to, entry.folder)
-    with writing(target):
+    target = safe_join(to, entry.folder)
+    with disk_error_context(target):
         target.mkdir(parents=True, exist_ok=True)
-        with locked(to / LOCK):
+        with file_lock(to / LOCK):
             if (
-                any((target / name).exists() for name in (SUMS, *FILES))
+                any((target / name).exists() for name in (CHECKSUMS_FILE, *FILES))
                 and read_entry(target / CONFIG).name != entry.name
             ):
                 raise FileConflictError(
@@ -301,9 +315,9 @@ def collect(folder: Path, to: Path) -> Path:
                     hint="Move or delete that folder.",
                     value=target,
                 )
-            for name in (*files, SUMS):
+            for name in (*files, CHECKSUMS_FILE):
                 if (folder / name).exists():
-                    with replacing(target / name) as copy:
+                    with atomic_path(target / name) as copy:
                         shutil.copy2(folder / name, copy)
             register(target)
     return target

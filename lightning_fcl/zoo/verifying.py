@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.features import BATCH
+from lightning_fcl.data.feature_cache import BATCH_SIZE
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.io.safe_yaml import read_yaml
-from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.parts import RecipeParts, read_parts
-from lightning_fcl.running.recipe import Recipe, Setting
-from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, recipes_folder
-from lightning_fcl.zoo.entry import CHECK
-from lightning_fcl.zoo.loading import TOLERANCE, compare, load_folder, read_tensors
-from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.registry import folder_of
+from lightning_fcl.runs.fit import resolve_recipe
+from lightning_fcl.runs.loaded_recipe import LoadedRecipe, load_recipe
+from lightning_fcl.runs.paper_rows import paper_folder, paper_rows, recipes_folder, scaled_configs
+from lightning_fcl.runs.recipe import Recipe, Setting
+from lightning_fcl.zoo.loading import TOLERANCE, load_folder, read_tensors, relative_output_difference
+from lightning_fcl.zoo.model_entry import CHECK
+from lightning_fcl.zoo.pretrained import PretrainedModel
+from lightning_fcl.zoo.registry import resolve_folder
 
 SHARE = 1e-3
 """The share of test samples that may be told otherwise than the card says: processors round otherwise."""
@@ -36,27 +36,27 @@ class UnknownRecipeError(UnknownNameError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerificationResult:
     """What came of a comparison.
 
     Args:
         name: The entry's.
-        right: Whether it is what its card says.
-        card: The accuracy on the test samples by the card, or None where none was measured.
-        measured: That which was measured now, or None: ``why`` tells.
+        is_reproduced: Whether it is what its card says.
+        published_accuracy: The accuracy on the test samples by the card, or None where none was measured.
+        measured_accuracy: That which was measured now, or None: ``reason`` tells.
         difference: From the published outputs of the published input, by the largest of these.
-        why: Why the accuracy was not measured; empty if it was.
+        reason: Why the accuracy was not measured; empty if it was.
     """
 
     name: str
-    right: bool
-    card: float | None
-    measured: float | None
+    is_reproduced: bool
+    published_accuracy: float | None
+    measured_accuracy: float | None
     difference: float
-    why: str = ""
+    reason: str = ""
 
 
-def verify(name: str | Path) -> Verdict:
+def verify(name: str | Path) -> VerificationResult:
     """Compare a published network with its card: on its data where they are, and on the published input.
 
     Raises:
@@ -65,33 +65,33 @@ def verify(name: str | Path) -> Verdict:
 
     Example:
         >>> verdict = verify("mlp.digits.flwf2t_replay")
-        >>> verdict.right, verdict.card == verdict.measured
+        >>> verdict.is_reproduced, verdict.published_accuracy == verdict.measured_accuracy
         (True, True)
     """
-    folder = folder_of(name)
+    folder = resolve_folder(name)
     model = load_folder(folder, check=False)
     entry = model.entry
-    difference = compare(model, read_tensors(folder / CHECK)) if (folder / CHECK).is_file() else 0.0
+    difference = relative_output_difference(model, read_tensors(folder / CHECK)) if (folder / CHECK).is_file() else 0.0
     card, measured, why = entry.metrics.get("test_accuracy"), None, ""
     if card is None:
         why = "it names no classes"
     else:
         try:
             stream = recipe_parts(entry.recipe, entry.full_name).datamodule
-            stream.setup_images()
+            stream.setup_with_images()
             measured = test_accuracy(model, stream)
         except (FileNotFoundError, UnknownRecipeError) as error:
             why = str(error)
     right = difference <= TOLERANCE and (measured is None or abs(measured - (card or 0)) <= SHARE)
-    return Verdict(entry.full_name, right, card, measured, difference, why)
+    return VerificationResult(entry.full_name, right, card, measured, difference, why)
 
 
 @torch.no_grad()
-def test_accuracy(model: Pretrained, stream: FederatedStream) -> float:
+def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
     """The share of a stream's test samples, or of their steps, whose class a network tells."""
     right = total = 0
-    for rows in torch.split(torch.from_numpy(stream.plan.test), BATCH):
-        x, y = stream.take(rows.numpy())
+    for rows in torch.split(torch.from_numpy(stream.plan.test), BATCH_SIZE):
+        x, y = stream.get_samples(rows.numpy())
         predicted = model(x).argmax(dim=-1)
         labels: Tensor = y[:, None].expand_as(predicted) if predicted.dim() > 1 else y
         right += int((predicted == labels).sum())
@@ -122,12 +122,12 @@ def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
         folder = paper_folder(recipe["paper"])
         for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
             row = paper_rows(folder, [recipe["row"]], name)[recipe["row"]]
-            yield Recipe((*at_scale(row.configs, name), *row.settings))
+            yield Recipe((*scaled_configs(row.configs, name), *row.settings))
     except ValueError:  # another's row, or none of this scale
         return
 
 
-def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Setting] = ()) -> RecipeParts:
+def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Setting] = ()) -> LoadedRecipe:
     """What the recipe of a published network stands for, if it is one of the package as it is now.
 
     Args:
@@ -136,7 +136,7 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Set
     for candidate in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
         if _recipe_mark(candidate).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
-            return read_parts(candidate.with_values({"data.seed": seed}).with_layers(*over))
+            return load_recipe(candidate.with_values({"data.seed": seed}).with_layers(*over))
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another.",
         hint="Install the version of lightning-fcl that its entry names.",

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
 from lightning_fcl.callbacks.pretrain import mirrored_and_shifted
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError
 from lightning_fcl.models import MLP, DSICNet
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm
-from lightning_fcl.randomness import start_randomness
+from lightning_fcl.rng import seed_all
 
 SMALL = {
     "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
@@ -36,7 +36,7 @@ def faces(people=8, images=10, seed=0):
     y = rng.permutation(np.repeat(np.arange(people), images))
     pattern = rng.normal(size=(people, 1, 16, 16))
     x = 0.5 * rng.normal(size=(len(y), 1, 16, 16)) + pattern[y]
-    return Arrays(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
+    return ArrayDataset(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
 
 
 def make_faces(data=None, scenario_args=SMALL, **kwargs):
@@ -95,10 +95,10 @@ def test_equals_a_hand_written_loop(run, pretrain_epochs):
     _, state = run({**QUICK, **options}, stream=stream)
     by_hand = make_net().model.train()
     own = by_hand.head.classifier
-    start_randomness(0, "base session")
+    seed_all(0, "base session")
 
     def train(indices, first, classes, epochs):
-        x, y = stream.take(indices)
+        x, y = stream.get_samples(indices)
         loader = DataLoader(TensorDataset(x, y - first), 8, shuffle=True, drop_last=True)
         optimizer = torch.optim.AdamW(by_hand.parameters(), 1e-3, weight_decay=0.1)
         steps, step = epochs * len(loader), 0
@@ -118,7 +118,7 @@ def test_equals_a_hand_written_loop(run, pretrain_epochs):
     by_hand.head.classifier = own
     nn.init.zeros_(own.weight)
     nn.init.zeros_(own.bias)
-    train(stream.plan.base, 0, 2, 3)
+    train(stream.plan.base_samples, 0, 2, 3)
     fold_batchnorm(by_hand.eval())
     same({name.removeprefix("model."): value for name, value in state.items()}, snapshot(by_hand), 1e-6)
 
@@ -136,7 +136,7 @@ def test_classes_that_come_later_start_level(run):
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
     task, state = run({"backbone": backbone}, cohort_size=cohort_size)
-    assert (run.trainer.strategy.clients_at_once > 1) == (cohort_size != 1)
+    assert (run.trainer.strategy.num_vectorized_clients > 1) == (cohort_size != 1)
     end = snapshot(task)
     same(part(end, "model.backbone."), part(state, "model.backbone."))
     assert isinstance(task.model.backbone, Int8Backbone) == (backbone == "int8")
@@ -169,7 +169,7 @@ def test_maps_that_are_computed_once_give_the_same(run, backbone, cohort_size):
         metrics, stream = ContinualMetrics(start=True), make_faces()
         others = [MeanOutputLoss(2.0), Replay(20, "class-balanced", "round", base=True), metrics]
         task, state = run({"backbone": backbone, "latents": latents}, others, stream=stream, cohort_size=cohort_size)
-        x = stream.take(np.arange(80))[0]
+        x = stream.get_samples(np.arange(80))[0]
         assert x.shape == ((80, 64, 1, 1) if latents else (80, 1, 16, 16))
         if latents:
             with torch.no_grad():
@@ -280,7 +280,7 @@ def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
     trainer = L.Trainer(callbacks=[session], **quiet)
     (result,) = trainer.test(again, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
     same(snapshot(again), snapshot(task))
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         output = task.eval()(x)
     assert result["test/accuracy"] == pytest.approx(float((output.argmax(1) == y).float().mean()))
@@ -349,7 +349,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 
     class Look(Callback):
         def on_round_end(self, trainer, pl_module):
-            store = trainer.strategy.server.store
+            store = trainer.strategy.server.client_store
             rounds.append({c: copy.deepcopy(store[c]["Replay"]) for c in store})
 
     class Batches(Callback):
@@ -361,7 +361,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
     run({"latents": True}, [Replay(6, "class-balanced", "experience", base=True), Look(), Batches()], stream=stream)
     # Node 1 learns class 2 and node 2 class 3, 7 samples each, beside 3 samples of each of the base session's classes.
     assert np.bincount(labels).tolist() == [6, 6, 7, 7]
-    maps, theirs = stream.take(stream.plan.base)
+    maps, theirs = stream.get_samples(stream.plan.base_samples)
     for node, own in (("node1", 2), ("node2", 3)):
         memory = rounds[0][node]
         assert memory["x"].shape == (6, 64, 1, 1) and memory["y"].bincount().tolist() == [3, 3]
@@ -375,7 +375,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
     for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 6)):
         run(others=[replay], max_epochs=1)
-        memory = run.trainer.strategy.server.store["node1"]["Replay"]
+        memory = run.trainer.strategy.server.client_store["node1"]["Replay"]
         assert len(memory["y"]) == size
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, ICaRL, Replay
-from lightning_fcl.callbacks.tester import predicted
+from lightning_fcl.callbacks.evaluator import to_predictions
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError
 from lightning_fcl.evaluation.metrics import summarize
@@ -21,7 +21,7 @@ from lightning_fcl.methods.method import Method
 
 def counts(task, stream, groups):
     """Correct test predictions of each group, by hand."""
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         correct = (task(x).argmax(1) == y).numpy()
     return [int(correct[stream.plan.groups[stream.plan.test] == g].sum()) for g in range(groups)]
@@ -37,7 +37,7 @@ class ByHand(Callback):
         return counts(copy.deepcopy(pl_module).eval(), self.stream, self.groups)
 
     def on_client_end(self, trainer, pl_module, client_round):
-        self.current[client_round.client] = self.evaluate(pl_module)
+        self.current[client_round.client_id] = self.evaluate(pl_module)
 
     def on_round_end(self, trainer, pl_module):
         self.rounds.append({**self.current, "server": self.evaluate(pl_module)})
@@ -100,7 +100,7 @@ def test_models_that_predict_every_step(
 
     class Count(Callback):
         def on_round_end(self, trainer, pl_module):
-            x, y = stream.take(stream.plan.test)
+            x, y = stream.get_samples(stream.plan.test)
             groups, right = stream.plan.groups[stream.plan.test], [0, 0]
             for i in range(len(y)):  # sequence by sequence, step by step
                 for output in pl_module(x[i : i + 1]).reshape(-1, 4):
@@ -113,7 +113,7 @@ def test_models_that_predict_every_step(
     assert record["totals"] == (np.bincount(stream.plan.groups[stream.plan.test]) * steps).tolist()
     accuracy = sum(by_hand[-1]["server"]) / (steps * len(stream.plan.test))
     assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(accuracy)
-    x, y = stream.take(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
+    x, y = stream.get_samples(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
     right = (task(x).reshape(len(y), -1, 4).argmax(-1) == y[:, None]).sum()
     assert record["training"] == {"correct": int(right), "total": len(y) * steps}
 
@@ -127,7 +127,7 @@ def test_training_samples_are_counted_once(fit, make_stream, make_task, rounds_p
     fit(task, stream, [metrics])
     rows = sorted({int(i) for current in stream.plan.train for rows in current.values() for i in rows})
     assert len(rows) == 240 - len(stream.plan.test)
-    x, y = stream.take(np.array(rows))
+    x, y = stream.get_samples(np.array(rows))
     right = int((task.eval()(x).argmax(1) == y).sum())
     assert metrics.record["training"] == {"correct": right, "total": len(rows)}
     assert summarize(metrics.record)["training_accuracy/server"] == right / len(rows)
@@ -222,12 +222,12 @@ def test_what_predicts_by_a_rule_stands_before_it_in_a_plain_trainer(fit, make_s
 def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task):
     stream, metrics, task = make_stream(validation=0.5), ContinualMetrics(on="validation"), make_task()
     fit(task, stream, [metrics])
-    x, y = stream.take(stream.plan.validation)
+    x, y = stream.get_samples(stream.plan.validation)
     with torch.no_grad():
         right = y[task.eval()(x).argmax(1) == y]
     assert metrics.record["rounds"][-1]["correct"]["server"] == torch.bincount(right, minlength=4).tolist()
     assert metrics.record["totals"] == torch.bincount(y, minlength=4).tolist()
-    assert metrics.record["totals"] != torch.bincount(stream.take(stream.plan.test)[1], minlength=4).tolist()
+    assert metrics.record["totals"] != torch.bincount(stream.get_samples(stream.plan.test)[1], minlength=4).tolist()
 
 
 class Start(Callback):
@@ -283,10 +283,10 @@ class Doubles(Method):
     """Client 1 predicts with twice the weights of its head."""
 
     def personalize(self, client, state):
-        return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.memory else state
+        return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.method_state else state
 
-    def end_round(self, client, own, data):
-        return {"there": torch.ones(1)} if client.part.client == "1" else client.memory
+    def update_client_state(self, client, trained_state, data):
+        return {"there": torch.ones(1)} if client.client_round.client_id == "1" else client.method_state
 
 
 @pytest.mark.seconds
@@ -304,7 +304,7 @@ def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_wit
     stream, metrics = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated")
     task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
     trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "none"}, participation=2)
-    rounds, store = metrics.record["rounds"], trainer.strategy.server.store
+    rounds, store = metrics.record["rounds"], trainer.strategy.server.client_store
     assert [set(entry["correct"]) for entry in rounds] == [set(), {"server", "0", "1", "2"}] * 2
     seen = sorted(stream.plan.tasks["0"][0])
     first = rounds[1]["correct"]["0"]
@@ -335,9 +335,9 @@ class LastModels(Callback):
 
     def on_client_end(self, trainer, pl_module, client_round):
         own = copy.deepcopy(pl_module.model).eval()
-        if client_round.client == "1":  # as `Doubles` has it
+        if client_round.client_id == "1":  # as `Doubles` has it
             own[2].weight.data *= 2
-        self.models[client_round.client, client_round.experience] = client_round.round, own
+        self.models[client_round.client_id, client_round.experience_idx] = client_round.round_idx, own
 
 
 @pytest.mark.seconds
@@ -361,7 +361,7 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
         for c, n in entry["own"].items()
     }
     assert found.keys() == last.models.keys() and {r % 4 for r, _ in found.values()} > {3}
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     for (client, experience), (round, counts) in found.items():
         expected, model = last.models[client, experience]
         right = (model(x).argmax(1) == y).numpy()
@@ -387,9 +387,12 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
 
 def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
     class Diverges(Method):
-        def upload(self, client, own):
-            wrong = client.federation.round.client_round.client == "1" and client.federation.round.number == 3
-            return {name: value * (float("nan") if wrong else 1) for name, value in own.items()}
+        def transform_upload(self, client, trained_state):
+            wrong = (
+                client.federation.current_round.client_round.client_id == "1"
+                and client.federation.current_round.round_idx == 3
+            )
+            return {name: value * (float("nan") if wrong else 1) for name, value in trained_state.items()}
 
     metrics = ContinualMetrics(when="both")
     swarm = Swarm(leaves={"2": 2}, missing={"0": [3]})
@@ -430,7 +433,7 @@ def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_st
     options = {"reductions": {"model.2.bias": "none"}, "client_store": store}
     task = make_task(model=net())
     trainer = fit(task, stream, [metrics, Replay(12)], **options)
-    kept = {client: trainer.strategy.server.store[client] for client in "012"}
+    kept = {client: trainer.strategy.server.client_store[client] for client in "012"}
     assert {"model", "Replay", "progress"} == set(kept["0"])
     expected = {c: sum(v.nbytes for memory in of.values() for v in memory.values()) for c, of in kept.items()}
     assert metrics.record["kept_bytes"] == expected and expected["0"] >= 4 * 4 + 12 * (6 * 4 + 8)
@@ -447,4 +450,4 @@ def test_a_prediction_is_the_first_of_the_largest_outputs(dtype):
     outputs[0, 0, 4] = outputs[0, 1, 3:] = torch.nan
     outputs[1, 0, 2] = outputs[1, 0, 5] = torch.inf
     outputs[1, 1] = -torch.inf
-    assert torch.equal(predicted(outputs), outputs.argmax(dim=-1))
+    assert torch.equal(to_predictions(outputs), outputs.argmax(dim=-1))

@@ -61,7 +61,7 @@ class AllStates(Callback):
 
     def on_round_end(self, trainer, pl_module):
         stream = trainer.datamodule
-        self.rounds.append(pl_module.reservoir(stream.take(stream.plan.test)[0]).detach().numpy())
+        self.rounds.append(pl_module.reservoir(stream.get_samples(stream.plan.test)[0]).detach().numpy())
 
 
 def density(states, bins):
@@ -84,18 +84,18 @@ def test_densities_are_those_of_all_states_at_once(fit, stream, task):
         for label in range(4):
             assert entry["groups"][str(label)] == density(after[data.y[test] == label], bins)
         for owner in OWNERS:
-            assert entry["owners"][owner] == density(after[data.samples.owner[test] == owner], bins)
+            assert entry["owners"][owner] == density(after[data.samples.client_ids[test] == owner], bins)
         assert sum(entry["all"]) * 2 / bins == pytest.approx(1)
     assert record["experiences"][0]["all"] != record["experiences"][1]["all"]
     json.dumps(record, allow_nan=False)
 
 
 def test_a_state_on_an_edge_is_counted_as_numpy_does():
-    from lightning_fcl.callbacks.density import bin_of
+    from lightning_fcl.callbacks.activation_density import bin_indices
 
     values = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.25, 0.04, np.nextafter(np.float32(0.5), np.float32(0))])
     for bins in (1, 4, 100, 1000):
-        ours = torch.bincount(bin_of(values, bins), minlength=bins).tolist()
+        ours = torch.bincount(bin_indices(values, bins), minlength=bins).tolist()
         assert ours == np.histogram(values.double().numpy(), bins=bins, range=(-1, 1))[0].tolist()
 
 

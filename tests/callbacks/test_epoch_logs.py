@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import FedProx
-from lightning_fcl.callbacks.epoch_log import RoundLog
+from lightning_fcl.callbacks.round_log import RoundLog
 from lightning_fcl.errors import MissingValueError
 
 
@@ -87,8 +87,8 @@ def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(f
 
 def test_a_logged_metric_that_is_no_attribute_raises():
     module = Chatty()
-    logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
-    logs.train(torch.zeros(2))
+    logs = RoundLog(module, SimpleNamespace(num_ranks=2, rank=0))
+    logs.start_batch(torch.zeros(2))
     module.log("auroc", module.auroc, on_step=False, on_epoch=True)
     with raises(MissingValueError, "loose"):
         module.log("loose", MulticlassAccuracy(4), on_step=False, on_epoch=True)

@@ -71,7 +71,7 @@ def test_callbacks_within_module_measured_equals_plain_test(fit, quiet):
     fit(module, stream, [metrics])
     (tested,) = L.Trainer(**quiet).test(module, datamodule=stream, verbose=False)
     with torch.no_grad():
-        x, y = stream.take(stream.plan.test)
+        x, y = stream.get_samples(stream.plan.test)
         by_hand = F.mse_loss(module.net(x / 8)[:, 0], y).item()
     values = metrics.record["rounds"][-1]["values"]["server"]["squared_error"]
     assert list(values.values()) == pytest.approx([by_hand]) and tested["squared_error"] == pytest.approx(by_hand)

@@ -143,7 +143,7 @@ def stream_of(x, y, **kwargs):
 
 
 def taken(stream, rows):
-    batch = stream.take(rows)
+    batch = stream.get_samples(rows)
     return batch if isinstance(batch, dict) else tuple(batch)
 
 
@@ -262,7 +262,7 @@ def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream
 
     stream, module, metrics = make_stream(), Several(), ContinualMetrics()
     fit(module, stream, [metrics])
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     right = (module(x).argmax(1) == y).numpy()
     assert metrics.record["rounds"][-1]["correct"]["server"] == np.bincount(y[right], minlength=4).tolist()
     with raises(InvalidValueError, "lower_is_better"):
@@ -284,7 +284,9 @@ def test_numbers_are_reduced_as_lightning_does(fit, quiet):
 
     stream, module, metrics = stream_of(X, PAIR), Numbers(), ContinualMetrics(clients="none")
     fit(module, stream, [metrics], max_epochs=1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*stream.take(stream.plan.test)), batch_size=7)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*stream.get_samples(stream.plan.test)), batch_size=7
+    )
     (lightning,) = L.Trainer(**quiet).test(module, loader, verbose=False)
     values = {n: v["0+1"] for n, v in metrics.record["rounds"][0]["values"]["server"].items()}
     assert set(values) == {"mean", "weighted", "sum", "min", "max", "end"}
@@ -338,7 +340,7 @@ class Vector(NoStep):
 
 
 class Features(OneLogit):
-    speaks_lightning_fcl = True
+    lightning_fcl_protocols = True
     num_classes, features = 2, 4
 
     def embed(self, x):
@@ -404,6 +406,6 @@ def test_a_subclass_of_ours_with_a_step_of_its_own(fit):
     stream, module, metrics = stream_of(X, PAIR), Mine(), ContinualMetrics()
     fit(module, stream, [metrics])
     with torch.no_grad():
-        x, y = stream.take(stream.plan.test)
+        x, y = stream.get_samples(stream.plan.test)
         expected = module.sample_loss(module(x), y).mean()
     assert metrics.record["rounds"][-1]["values"]["server"]["loss"]["0+1"] == pytest.approx(float(expected))

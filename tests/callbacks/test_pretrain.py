@@ -8,7 +8,7 @@ from raising import raises
 
 from lightning_fcl.callbacks import Pretrain
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.rng import derive_seed
 
 SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
 
@@ -37,7 +37,7 @@ def pretrained(fit, task, stream, epochs=5, others=()):
 def test_equals_a_loop_over_its_samples(fit, make_flwf, make_task):
     stream, task, by_hand = make_flwf(), make_task(), make_task()
     state = pretrained(fit, task, stream)
-    torch.manual_seed(seed_of(0, "pretrain"))
+    torch.manual_seed(derive_seed(0, "pretrain"))
     loader, optimizer = stream.pretrain_dataloader(), by_hand.configure_optimizers()
     for _ in range(5):
         for x, y in loader:
@@ -47,7 +47,7 @@ def test_equals_a_loop_over_its_samples(fit, make_flwf, make_task):
     torch.testing.assert_close(state, dict(by_hand.state_dict()), rtol=0, atol=1e-6)
     begun = make_task().state_dict()
     assert all((value - begun[name]).abs().max() > 1e-3 for name, value in state.items())
-    assert stream.take(stream.plan.pretrain)[1].bincount().tolist() == [6] * 4
+    assert stream.get_samples(stream.plan.pretrain)[1].bincount().tolist() == [6] * 4
 
 
 def test_comes_from_the_seed_of_the_stream(fit, make_flwf, make_task):

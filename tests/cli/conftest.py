@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import yaml
 
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.cli.fit import flat
+from lightning_fcl.cli.fit import flatten_recipe
+from lightning_fcl.cli.list_command import KINDS
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.show import KINDS
-from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import find_recipe, named_recipes
+from lightning_fcl.runs.fit import resolve_recipe
+from lightning_fcl.runs.paper_rows import find_recipe, list_recipes
+from lightning_fcl.runs.recipe import Recipe
 
-RECIPES = named_recipes()
+RECIPES = list_recipes()
 OF_EACH_PAPER = [
     "quickstart",
     "analytic/stsa-e",
@@ -91,7 +91,7 @@ def test_the_version(capsys):
 
 def check_flat(name, folder):
     """The file stands for what the recipe does, but for its folder."""
-    text = flat(RECIPES[name])
+    text = flatten_recipe(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     wanted = resolve_recipe(RECIPES[name].recipe)
     assert resolve_recipe(Recipe((folder / "recipe.yaml",))) | {"out": wanted["out"]} == wanted

@@ -12,16 +12,16 @@ from raising import raises
 from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
-from lightning_fcl.cli.search import Search, try_settings
-from lightning_fcl.data.datasets import Arrays, load_dataset
+from lightning_fcl.cli.search import Search, validate_space
+from lightning_fcl.data.datasets import ArrayDataset, load_dataset
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.io.checkpoint import newest_checkpoint
-from lightning_fcl.running.federated_cli import FederatedCLI
-from lightning_fcl.running.fit import resolve_recipe, run
-from lightning_fcl.running.parts import read_parts
-from lightning_fcl.running.recipe import Recipe, Setting
-from lightning_fcl.running.rows import RowEntry, expanded, paper_rows, recipes_folder
+from lightning_fcl.runs.federated_cli import FederatedCLI
+from lightning_fcl.runs.fit import resolve_recipe, run_cli
+from lightning_fcl.runs.loaded_recipe import load_recipe
+from lightning_fcl.runs.paper_rows import RowEntry, expand_grids, paper_rows, recipes_folder
+from lightning_fcl.runs.recipe import Recipe, Setting
 
 RECIPES = recipes_folder()
 
@@ -87,7 +87,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
 
 @pytest.mark.parametrize("given", [2, 0.34, 1.0])
 def test_participation_is_a_number_or_a_share(tiny, given):
-    parts = read_parts(Recipe.of_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
+    parts = load_recipe(Recipe.of_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
     found = parts.strategy.participation
     assert found == given and type(found) is type(given)
 
@@ -216,10 +216,10 @@ def test_a_recipe_of_one_file_names_its_command(paper):
 def test_every_search_file_is_understood(search):
     content = yaml.safe_load(search.read_text())
     row = "GEM own head no margin" if "scale" in content else None  # a row's recipe comes before its configs
-    for name, entry in expanded(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
+    for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
         row = name if entry.search == search.name else row
     for case in content.get("cases", [None]):
-        try_settings(Search.read(search, case=case, row=row))
+        validate_space(Search.read(search, case=case, row=row))
 
 
 @pytest.mark.seconds
@@ -280,9 +280,9 @@ figures:
 @pytest.mark.seconds
 def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, reports):
     digits = load_dataset("digits")
-    rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
+    rows = ArrayDataset(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
     monkeypatch.setattr("lightning_fcl.data.samples.load_dataset", lambda name, root: rows)
-    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: tmp_path)
+    monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: tmp_path)
     folder, out = tmp_path / "toy", tmp_path / "out"
     folder.mkdir()
     (folder / "base.yaml").write_text(RESERVOIR)
@@ -315,7 +315,7 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
         yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"scenario": {"rounds_per_experience": 2}}})
     )
     words = [*tiny, "--config", str(path), "--out", str(tmp_path / "out")]
-    cli = run("fit", Recipe.of_words(words), FederatedCLI)
+    cli = run_cli("fit", Recipe.of_words(words), FederatedCLI)
     rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
 
@@ -337,7 +337,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
         for clients in (2, 3)
     }
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
-    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: folder.parent)
+    monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: folder.parent)
     main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
     table = read_table(tmp_path / "out" / "table.json")
     assert table.versions["lightning-fcl"] == __version__ and re.search(r", \d+ cores, \d+ threads?", table.machine)
@@ -440,13 +440,13 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
 def test_grids_make_rows():
     grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "set": {"y": 2}}}, "scales": ["paper"]}
     content = {"rows": {"A": {"configs": ["a.yaml"], "set": {"x": 1}}}, "grids": [grid]}
-    assert expanded(content)["more A"] == RowEntry(
+    assert expand_grids(content)["more A"] == RowEntry(
         ["a.yaml", "b.yaml"], set={"x": 1, "y": 2}, expected={}, scales=["paper"]
     )
     with raises(InvalidValueError, "rows", value="B"):
-        expanded({**content, "grids": [{**grid, "rows": ["B"]}]})
+        expand_grids({**content, "grids": [{**grid, "rows": ["B"]}]})
     with raises(InvalidValueError, "rows", value="less A"):
-        expanded({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
+        expand_grids({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
 
 
 def test_rows_of_another_scale_are_left_out(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lightning_fcl.cli.main import COMMANDS
-from lightning_fcl.running.rows import named_recipes
+from lightning_fcl.runs.paper_rows import list_recipes
 
 # What bash does when somebody presses the tabulator behind the words.
 TAB = """
@@ -39,9 +39,9 @@ def script(tmp_path_factory):
     [
         ("lightning-fcl", "", {*COMMANDS}),
         ("lightning-fcl re", "yes", {"report", "reproduce"}),
-        ("lightning-fcl fit", "", {*named_recipes()}),
+        ("lightning-fcl fit", "", {*list_recipes()}),
         ("lightning-fcl fit qui", "yes", {"quickstart"}),
-        ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in named_recipes() if n.startswith("flwf/flwf-2t-")}),
+        ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in list_recipes() if n.startswith("flwf/flwf-2t-")}),
         ("lightning-fcl validate mi", "yes", {"mine.yaml"}),
         ("lightning-fcl fit --see", "yes", {"--seed_everything"}),
         ("lightning-fcl ls sce", "yes", {"scenarios"}),

@@ -7,10 +7,10 @@ import yaml
 
 from lightning_fcl.cli import jobs
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.results import is_complete, read_results
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.running import fit
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs import fit
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 RECIPES = recipes_folder()
 
@@ -24,7 +24,7 @@ def toy(tmp_path, monkeypatch, small_recipe):
     (folder / "scale-smoke.yaml").write_text(yaml.safe_dump(small_recipe(rounds=1, clients=2)))
     rows = {"a row": {"configs": [], "expected": {"final_accuracy/server": 0.5}}}
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
-    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: folder.parent)
+    monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: folder.parent)
     return folder
 
 
@@ -44,10 +44,10 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     def never(arguments):
         raise AssertionError(f"{arguments} is run")
 
-    monkeypatch.setattr(fit, "run", never)
+    monkeypatch.setattr(fit, "run_cli", never)
     reproduce(tmp_path / "second")
     assert f"1 of 1 runs are taken from {toy / 'smoke'}" in capsys.readouterr().err
-    assert is_whole(tmp_path / "second" / "a-row" / "seed-0")
+    assert is_complete(tmp_path / "second" / "a-row" / "seed-0")
     first, second = (read_table(tmp_path / name / "table.json") for name in ("first", "second"))
     assert first == second
     reproduce(tmp_path / "second", "--finished", seeds=3)
@@ -105,9 +105,9 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     reproduce(tmp_path / "whole", "--keep")
     whole = read_results(tmp_path / "whole" / "a-row" / "seed-0")
     (toy / "smoke").rename(toy / "elsewhere")
-    ran, plain = [], fit.run
+    ran, plain = [], fit.run_cli
     monkeypatch.setattr(
-        fit, "run", lambda command, recipe, kind: ran.append(recipe.words) or plain(command, recipe, kind)
+        fit, "run_cli", lambda command, recipe, kind: ran.append(recipe.words) or plain(command, recipe, kind)
     )
 
     def results():
@@ -118,7 +118,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     reproduce(tmp_path / "out", "--tasks", "1", "--keep")
     found, own = results()
     assert own == rounds[:1] and found["tasks"] == 1 and found["finished"] and len(rounds) == 2
-    assert all(len(tasks) == 1 for tasks in found["record"]["tasks"].values()) and is_whole(
+    assert all(len(tasks) == 1 for tasks in found["record"]["tasks"].values()) and is_complete(
         tmp_path / "out/a-row/seed-0"
     )
     assert "--tasks 1" in read_results(toy / "smoke" / "a-row" / "seed-0")["command"]

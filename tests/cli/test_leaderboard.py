@@ -5,7 +5,7 @@ import yaml
 
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.running.rows import expanded, paper_folder, protocols_of, recipes_folder, slug
+from lightning_fcl.runs.paper_rows import expand_grids, list_protocols, paper_folder, recipes_folder, slug
 
 RECIPES = recipes_folder()
 
@@ -44,7 +44,7 @@ def boards(tmp_path, monkeypatch, small_recipe):
         {"with": {"P1 two": {"configs": ["best/{row}.yaml"]}}, "rows": ["with prox"]},
     ]
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows, "grids": grids}))
-    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: folder.parent)
+    monkeypatch.setattr("lightning_fcl.runs.paper_rows.recipes_folder", lambda: folder.parent)
     return folder
 
 
@@ -91,11 +91,11 @@ def test_what_is_unknown_is_named(error_of):
 def test_every_row_of_the_leaderboard_has_its_files_and_its_notes():
     folder = paper_folder("leaderboard")
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    entries = expanded(content)
+    entries = expand_grids(content)
     for name, entry in entries.items():
         assert all((folder / config).is_file() for config in entry.configs), name
         assert entry.search is None or (folder / entry.search).is_file()
         assert {*entry.notes} == {"logits", "leaves"}
-    protocols = protocols_of(content)
+    protocols = list_protocols(content)
     assert len({method for methods in protocols.values() for method in methods}) >= 20
     assert len({slug(name) for name in entries}) == len(entries)

@@ -18,10 +18,10 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
-from lightning_fcl.running.fit import make_cli, resolve_recipe
-from lightning_fcl.running.merging import merge
-from lightning_fcl.running.recipe import Recipe, Setting, take_settings
-from lightning_fcl.running.rows import Row, recipes_folder
+from lightning_fcl.runs.fit import make_cli, resolve_recipe
+from lightning_fcl.runs.merging import merge
+from lightning_fcl.runs.paper_rows import Row, recipes_folder
+from lightning_fcl.runs.recipe import Recipe, Setting, take_settings
 
 QUICKSTART = recipes_folder() / "quickstart.yaml"
 FILES = {
@@ -315,7 +315,7 @@ def test_a_recipe_without_a_model():
 @pytest.mark.seconds
 def test_the_reader_of_a_project_s_own_parser_stays_as_it_is():
     """The library reads its recipes within limits, and leaves jsonargparse's mode for YAML alone."""
-    code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.running.fit\n"
+    code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.runs.fit\n"
     code += "assert jsonargparse.get_loader('yaml') is before"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
@@ -362,7 +362,7 @@ def test_printed_commands_can_be_pasted(tmp_path):
 def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
     settings = Recipe.of_words(shlex.split(line)).settings
     row = Row("a row", (QUICKSTART, Path(file)), settings=settings)
-    (tmp_path / "copy.yaml").write_text(fit_command.flat(row))
+    (tmp_path / "copy.yaml").write_text(fit_command.flatten_recipe(row))
     wanted = resolve_recipe(row.recipe)
     assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
 
@@ -386,7 +386,7 @@ data:
 """
     for name, text in (("base.yaml", base), ("more.yaml", more)):
         (tmp_path / name).write_text(text)
-    assert fit_command.flat(Row("a row", (Path("base.yaml"), Path("more.yaml")))) == (
+    assert fit_command.flatten_recipe(Row("a row", (Path("base.yaml"), Path("more.yaml")))) == (
         "# head\n# another head\n"
         + base.removeprefix("# head\n")
         + more.removeprefix("# another head\ntrainer:\n  callbacks+:\n")
@@ -395,6 +395,6 @@ data:
 
 def test_what_an_executor_is_told_is_passed_on(monkeypatch):
     told = []
-    monkeypatch.setattr("lightning_fcl.deployment.node.stay", told.append)
+    monkeypatch.setattr("lightning_fcl.deployment.node.run_executor", told.append)
     main(["deploy", "executor", "--runtime-api-address", "127.0.0.1:1", "--insecure"])
     assert told == [["--runtime-api-address", "127.0.0.1:1", "--insecure"]]

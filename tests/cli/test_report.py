@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.results import is_whole
+from lightning_fcl.evaluation.results import is_complete
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def _pages(reports):
 def test_a_page_is_written_anew(runs, capsys):
     page = runs / "one" / "report.html"
     page.write_text("damaged")
-    assert not is_whole(runs / "one")
+    assert not is_complete(runs / "one")
     main(["report", str(runs / "one")])
     assert capsys.readouterr().out == f"Written: {page}\n"
-    assert "FLwF-2T + replay" in page.read_text() and is_whole(runs / "one")
+    assert "FLwF-2T + replay" in page.read_text() and is_complete(runs / "one")
 
 
 def test_two_runs_are_compared_under_the_names_of_their_folders(runs, tmp_path, capsys):

@@ -12,9 +12,9 @@ import yaml
 
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.io.atomic import occupied
+from lightning_fcl.io.atomic import run_lock
 from lightning_fcl.io.checkpoint import newest_checkpoint
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_the_checkpoint_of_the_latest_step_is_the_newest_whatever_the_files_time
 @pytest.mark.seconds
 def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, begun, error_of):
     hold = (
-        "import sys; from pathlib import Path; from lightning_fcl.io.atomic import occupied\n"
-        "with occupied(Path(sys.argv[1])): print('has it', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from lightning_fcl.io.atomic import run_lock\n"
+        "with run_lock(Path(sys.argv[1])): print('has it', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", hold, str(begun)], **pipes)
@@ -113,7 +113,7 @@ def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, 
     process.communicate()
     main(["fit", str(begun), "--trainer.max_epochs", "3"])
     assert not (begun / ".lock").exists()
-    with occupied(begun), occupied(begun):  # one process may ask twice
+    with run_lock(begun), run_lock(begun):  # one process may ask twice
         assert (begun / ".lock").exists()
     assert not (begun / ".lock").exists()
 

@@ -10,8 +10,8 @@ import yaml
 from lightning_fcl.cli.jobs import Job
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import MissingValueError
-from lightning_fcl.running.recipe import Recipe, Setting
-from lightning_fcl.running.secret_values import (
+from lightning_fcl.runs.recipe import Recipe, Setting
+from lightning_fcl.runs.secret_values import (
     secrets_of,
     text_without_secrets,
     with_variables,

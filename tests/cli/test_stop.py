@@ -15,12 +15,12 @@ import pytest
 import torch
 import yaml
 
-from lightning_fcl.cli.jobs import Job, finished, run_jobs
+from lightning_fcl.cli.jobs import Job, is_finished, run_jobs
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import recipes_folder
-from lightning_fcl.running.stop import stop
+from lightning_fcl.runs.paper_rows import recipes_folder
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.runs.signals import stop
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ class DiesInReport(Callback):
     """While the page is written."""
 
     def __init__(self):
-        whole = results.write_whole
+        whole = results.write_atomic
 
         def die(path, content):
             if path.name != "report.html":
@@ -68,7 +68,7 @@ class DiesInReport(Callback):
             path.with_name(f".{path.name}.tmp").write_text(content[:1000])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        results.write_whole = die
+        results.write_atomic = die
 '''
 
 
@@ -188,11 +188,11 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
-        "import sys; from pathlib import Path; from lightning_fcl.cli import main, show\n"
-        "from lightning_fcl.cli.jobs import Job, run_jobs\nfrom lightning_fcl.running.recipe import Recipe\n"
+        "import sys; from pathlib import Path; from lightning_fcl.cli import list_command, main\n"
+        "from lightning_fcl.cli.jobs import Job, run_jobs\nfrom lightning_fcl.runs.recipe import Recipe\n"
         "files = tuple(map(Path, sys.argv[2:]))\n"
         "jobs = [Job(f'run {n}', Recipe(files), n, Path(f'run-{n}')) for n in range(3)]\n"
-        "show.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
+        "list_command.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
         "main.main(['data', 'list'])\n"
     )
     parent = start(["data", *files], code)
@@ -252,17 +252,17 @@ def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe,
         ["--ignored", *files],
         f"""
 import sys; from pathlib import Path; from lightning_fcl.cli.jobs import Job, run_job
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.recipe import Recipe
 run_job(Job("a run", Recipe(tuple(map(Path, sys.argv[2:]))), 0, Path({str(job.out)!r})))
 """,
     )
     _, said = process.communicate(timeout=900)
     assert process.returncode == -signal.SIGKILL, said
     assert (job.out / "results.json").exists() and not (job.out / "report.html").exists()
-    assert not finished(job)
+    assert not is_finished(job)
     before = (job.out / "results.json").read_bytes()
     run_jobs([job], 1)
-    assert finished(job) and not temporary(job.out)
+    assert is_finished(job) and not temporary(job.out)
     assert (job.out / "results.json").read_bytes() == before  # nothing was trained again
     assert "</html>" in (job.out / "report.html").read_text()
 
@@ -272,7 +272,7 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
     job = Job("a run", Recipe(tuple(recipe(logger=False))), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
-    assert finished(job) and {"metrics.csv", "report.html", "files.txt"} <= set(whole)
+    assert is_finished(job) and {"metrics.csv", "report.html", "files.txt"} <= set(whole)
     for name in ("metrics.csv", "report.html", "files.txt", "results.json"):
         damaged = bytearray(whole[name])
         damaged[len(damaged) // 2] ^= 1
@@ -280,9 +280,9 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
             (job.out / name).unlink()
             if content is not None:
                 (job.out / name).write_bytes(content)
-            assert not finished(job)
+            assert not is_finished(job)
             run_jobs([job], 1)
-            assert finished(job)
+            assert is_finished(job)
             if name != "results.json":  # that says how long it took
                 assert {file: (job.out / file).read_bytes() for file in whole} == whole
     assert json.loads(whole["results.json"])["metrics"] == read_results(job.out)["metrics"]
@@ -293,7 +293,7 @@ def test_a_thread_that_cannot_write_says_so_in_a_line(capfd):
         raise error
 
     before = threading.excepthook
-    with stop.listening():
+    with stop.installed():
         for error in (OSError(28, "No space left on device"), KeyError("a fault")):
             thread = threading.Thread(target=fail, args=[error])
             thread.start()

@@ -9,10 +9,10 @@ import yaml
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.results import seal, write_results
-from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.rows import recipes_folder
-from lightning_fcl.running.stop import Stopped
+from lightning_fcl.evaluation.results import mark_complete, write_results
+from lightning_fcl.runs.fit import resolve_recipe
+from lightning_fcl.runs.paper_rows import recipes_folder
+from lightning_fcl.runs.signals import Stopped
 
 LR = "model.init_args.optimizer.init_args.lr"
 ALPHA = "trainer.callbacks.FLwF2T.alpha"
@@ -61,7 +61,7 @@ def pretend(monkeypatch):
             value = objective(yaml.safe_load(job.recipe.files[-1].read_text()))
             job.out.mkdir(parents=True)
             write_results(job.out, {"metrics": {"final_accuracy/server": value}})
-            seal(job.out, [job.out / "results.json"])
+            mark_complete(job.out, [job.out / "results.json"])
             (job.out / "fingerprint").write_text(job.fingerprint)
 
         monkeypatch.setattr(module, "run_job", run_job)
@@ -362,7 +362,7 @@ def failing(search, tmp_path, monkeypatch, error, **changes):
     def run_job(job):
         tried.append(int(job.label.split()[1].rstrip(",")))
         job.out.mkdir(parents=True)
-        job.sign(job.out)
+        job.write_fingerprint(job.out)
         raise error(tried[-1])
 
     monkeypatch.setattr(module, "run_job", run_job)

@@ -8,8 +8,8 @@ import textwrap
 import pytest
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.parts import read_parts
-from lightning_fcl.running.rows import find_recipes
+from lightning_fcl.runs.loaded_recipe import load_recipe
+from lightning_fcl.runs.paper_rows import find_recipes
 
 OWN = """
 from dataclasses import dataclass
@@ -144,8 +144,8 @@ data:
 trainer: {max_epochs: 2, enable_progress_bar: false, strategy: {init_args: {local_epochs: 1}}}
 """
 DEADLINE = (
-    "{class_path: lightning_fcl.federation.schedule.Deadline, init_args: {seconds: 30, "
-    "speeds: {class_path: lightning_fcl.federation.speeds.Speeds, init_args: {seconds_per_sample: 0.01}}}}"
+    "{class_path: lightning_fcl.federation.synchronization.Deadline, init_args: {seconds: 30, "
+    "speeds: {class_path: lightning_fcl.federation.client_speeds.Speeds, init_args: {seconds_per_sample: 0.01}}}}"
 )
 
 
@@ -303,7 +303,7 @@ def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_p
 
 
 def resolve_stream(words):
-    parts = read_parts(find_recipes(words))
+    parts = load_recipe(find_recipes(words))
     parts.datamodule.setup("fit")
     return parts.datamodule
 

@@ -18,7 +18,7 @@ class Prox(Method):
         self.mu = mu
 
     def penalty(self, client, step):
-        received = {name: step.server[name] for name in step.params}
+        received = {name: step.received_state[name] for name in step.params}
         return self.mu / 2 * (flatten(step.params) - flatten(received)).square().sum()
 """
 TEST = """

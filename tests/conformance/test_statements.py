@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lightning_fcl import RidgeClassifier, methods
-from lightning_fcl.conformance import NotTriedError, statements_of
-from lightning_fcl.conformance.trial import STATEMENTS
+from lightning_fcl.conformance import NotApplicableError, get_statements
+from lightning_fcl.conformance.fixtures import STATEMENTS
 from lightning_fcl.methods import Method
 
-statements_of(Method)  # all are stated now
+get_statements(Method)  # all are stated now
 
 
 def squares(step):
@@ -30,14 +30,14 @@ class DrawsAnything(Method):
 class SumsPadding(Method):
     """From a client's third round on, it adds up all rows of a batch, and so the padding of vectorized training."""
 
-    def on_download(self, client):
-        return client.memory or {"rounds": torch.zeros(())}
+    def prepare_client_state(self, client):
+        return client.method_state or {"rounds": torch.zeros(())}
 
     def penalty(self, client, step):
-        return torch.where(client.memory["rounds"] > 1.5, 0.01 * step.output.square().sum(), 0.0)
+        return torch.where(client.method_state["rounds"] > 1.5, 0.01 * step.output.square().sum(), 0.0)
 
-    def end_round(self, client, own, data):
-        return {"rounds": client.memory["rounds"] + 1}
+    def update_client_state(self, client, trained_state, data):
+        return {"rounds": client.method_state["rounds"] + 1}
 
 
 class Forgets(Method):
@@ -45,7 +45,7 @@ class Forgets(Method):
 
     _rounds = 0
 
-    def end_round(self, client, own, data):
+    def update_client_state(self, client, trained_state, data):
         self._rounds += 1
         return {}
 
@@ -65,16 +65,16 @@ class GivesOneToAll(Method):
 
     _given = torch.zeros(1)
 
-    def end_round(self, client, own, data):
+    def update_client_state(self, client, trained_state, data):
         self._given.add_(1)
         return {"mark": self._given}
 
     def penalty(self, client, step):
-        return 0.001 * client.memory["mark"].sum() * squares(step) if client.memory else 0.0
+        return 0.001 * client.method_state["mark"].sum() * squares(step) if client.method_state else 0.0
 
 
 class KeepsNaN(Method):
-    def end_round(self, client, own, data):
+    def update_client_state(self, client, trained_state, data):
         return {"mark": torch.full((1,), torch.nan)}
 
 
@@ -117,7 +117,7 @@ def idle(kind):
         def penalty(self, client, step):
             return 0.0
 
-        def project(self, client, gradient, gradient_of):
+        def project_gradient(self, client, gradient, gradient_fn):
             return gradient
 
         def replay_samples(self, client):
@@ -128,24 +128,25 @@ def idle(kind):
 
 def sends_its_head(kind):
     class SendsItsHead(kind):
-        needs = dataclasses.replace(kind.needs, head=False)
+        needs = dataclasses.replace(kind.needs, local_head=False)
 
     return SendsItsHead
 
 
 def counts_one_client_twice(kind):
     class CountsOneClientTwice(kind):
-        def contribute(self, client, own, data):
-            factor = 2 if client.part.client == "0" else 1
-            return {name: factor * value for name, value in super().contribute(client, own, data).items()}
+        def upload_statistics(self, client, trained_state, data):
+            factor = 2 if client.client_round.client_id == "0" else 1
+            statistics = super().upload_statistics(client, trained_state, data)
+            return {name: factor * value for name, value in statistics.items()}
 
     return CountsOneClientTwice
 
 
 def weighs_by_batch(kind):
     class WeighsByBatch(kind):
-        def pairs(self, x, y):
-            for states, wanted in super().pairs(x, y):
+        def readout_pairs(self, x, y):
+            for states, wanted in super().readout_pairs(x, y):
                 yield states * (1 + 0.001 * states.shape[1]), wanted
 
     return WeighsByBatch
@@ -193,10 +194,10 @@ def library(claim):
 
 
 def mutant_of(statement):
-    if statement.claim == "Method":
-        return next(kind for start, kind in OF_EVERY_METHOD.items() if statement.says.startswith(start))
+    if statement.target == "Method":
+        return next(kind for start, kind in OF_EVERY_METHOD.items() if statement.description.startswith(start))
     changes = [change for start, change in MUTANTS.items() if str(statement).startswith(start)]
-    return (changes or [with_more])[0](library(statement.claim))
+    return (changes or [with_more])[0](library(statement.target))
 
 
 def test_there_are_thirty_or_more_no_two_alike():
@@ -206,7 +207,7 @@ def test_there_are_thirty_or_more_no_two_alike():
 @pytest.mark.seconds
 @pytest.mark.parametrize("statement", STATEMENTS, ids=str)
 def test_it_holds_and_fails_on_a_mutant(statement):
-    statement.check(library(statement.claim))
+    statement.check(library(statement.target))
     with pytest.raises(AssertionError):
         statement.check(mutant_of(statement))
 
@@ -229,11 +230,11 @@ def test_what_holds_of_every_method_holds_of_the_librarys(name):
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         return
     tried = 0
-    for statement in statements_of(kind):
+    for statement in get_statements(kind):
         try:
             statement.check(kind)
             tried += 1
-        except NotTriedError as reason:
+        except NotApplicableError as reason:
             assert (
                 "it refuses the trial" in str(reason)
                 or "side by side" in str(reason)

@@ -124,7 +124,7 @@ def test_labels_of_a_batch_are_numbered(quiet):
     stream = FederatedStream(Named(), ClassIncremental(2), IID(2), Split(test=0.25), batch_size=8, seed=0)
     stream.setup("fit")
     rows = stream.plan.train[0]["0"]
-    batch = stream.take(rows)
+    batch = stream.get_samples(rows)
     assert stream.classes == ("w", "x", "y", "z")
     assert torch.equal(batch["label"], torch.from_numpy(rows % 4))
     assert torch.equal(batch["x"][:, 0], torch.from_numpy(rows).float())
@@ -223,9 +223,9 @@ def test_targets_beside_the_data_decide_classes(quiet, kind):
     assert stream.num_classes == 4 and len(seen.batches) > 2
     for number, current in enumerate(stream.plan.train):
         for rows in current.values():
-            labels = stream.take(rows)["label"].numpy()
+            labels = stream.get_samples(rows)["label"].numpy()
             assert np.array_equal(labels, stream.y[rows])
-            assert {*labels} <= {*stream.plan.classes(number)[0]}
+            assert {*labels} <= {*stream.plan.class_split(number)[0]}
 
 
 REJECTED = [

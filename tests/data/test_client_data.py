@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.samples import Samples, of_public
+from lightning_fcl.data.samples import Samples, load_public
 from lightning_fcl.data.scenarios import Stationary
-from lightning_fcl.deployment.messages import RefusedError
-from lightning_fcl.deployment.own_data import read_data
+from lightning_fcl.deployment.messages import RejectedMessageError
+from lightning_fcl.deployment.node_data import read_data
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 
 X, Y = torch.arange(48.0).reshape(12, 4), torch.arange(12) % 2
@@ -69,7 +69,7 @@ def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
         return [pad_sequence([x for x, _ in items], batch_first=True), torch.stack([y for _, y in items])]
 
     stream = set_up({"a": TensorDataset(X, Y), "b": TensorDataset(torch.ones(12, 5), Y)}, collate_fn=pad)
-    assert stream.take(np.array([0, 12]))[0].shape == (2, 5)
+    assert stream.get_samples(np.array([0, 12]))[0].shape == (2, 5)
 
 
 @pytest.mark.parametrize("make", [TensorDataset, Named, KINDS["lists"]])
@@ -81,10 +81,10 @@ def test_a_client_without_samples_is_rejected_by_name(make):
 @pytest.mark.parametrize("name", ["", " "])
 def test_a_client_without_a_name_is_rejected(name):
     rejected({name: TensorDataset(X, Y), "b": TensorDataset(X + 100, Y)}, "client")
-    stream = FederatedStream.from_arrays(X, Y, client=np.array([name, "b"] * 6), scenario=Stationary(1))
+    stream = FederatedStream.from_arrays(X, Y, client_ids=np.array([name, "b"] * 6), scenario=Stationary(1))
     with raises(InvalidValueError, "client"):
         stream.setup("fit")
-    arrays = Arrays(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
+    arrays = ArrayDataset(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
     rejected(arrays, "client", partition="natural")
     assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")  # which needs no owners
 
@@ -143,7 +143,7 @@ def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
         f"{named.get(way, 'sample 7')} (1 of "
         f"{24 if way in named else 12} samples have such values). Correct or drop these samples"
     )
-    with pytest.raises((ValueError, RefusedError), match=re.escape(message)):
+    with pytest.raises((ValueError, RejectedMessageError), match=re.escape(message)):
         WAYS[way](wrong_targets(value), tmp_path)
     WAYS[way](wrong_targets(0.5), tmp_path)
 
@@ -164,13 +164,13 @@ def scale(**values):
 
 
 def of_arrays(folder, mean, std):
-    return of_public(Arrays(PIXELS, Y.numpy(), None, ("0", "1"), mean=mean, std=std))
+    return load_public(ArrayDataset(PIXELS, Y.numpy(), None, ("0", "1"), mean=mean, std=std))
 
 
 def of_changed_arrays(folder, mean, std):
-    arrays = Arrays(PIXELS, Y.numpy(), None, ("0", "1"), **scale())
+    arrays = ArrayDataset(PIXELS, Y.numpy(), None, ("0", "1"), **scale())
     arrays.mean[:], arrays.std[:] = mean, std
-    return of_public(arrays)
+    return load_public(arrays)
 
 
 SCALED = {
@@ -184,7 +184,9 @@ SCALED = {
 @pytest.mark.parametrize("way", SCALED)
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SCALES.items() for value in values])
 def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, name, value):
-    with pytest.raises((ValueError, RefusedError), match=rf"Expected `{name}` to be .*but got .*\w.* ([Pp]ass|Use) "):
+    with pytest.raises(
+        (ValueError, RejectedMessageError), match=rf"Expected `{name}` to be .*but got .*\w.* ([Pp]ass|Use) "
+    ):
         SCALED[way](tmp_path, **scale(**{name: value}))
     SCALED[way](tmp_path, **scale(mean=0.0))
 
@@ -192,7 +194,7 @@ def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, 
 def test_a_file_of_a_node_with_one_of_mean_and_std_is_rejected(tmp_path):
     pair = scale()
     del pair["std"]
-    with raises(RefusedError, "std"):
+    with raises(RejectedMessageError, "std"):
         read_file(tmp_path, x=PIXELS, y=np.array(["a", "b"] * 6), **pair)
 
 

@@ -55,7 +55,7 @@ def test_splits_are_no_clients(validation):
     assert stream.plan.clients == ("0", "1", "2", "3") and sum(map(len, stream.plan.train[0].values())) == 20
     for part, rows, number in (("validation", stream.plan.validation, 2), ("test", stream.plan.test, 3)):
         assert len(rows) == len(data[validation if part == "validation" else part])
-        assert stream.samples.take(rows, part)[0].unique().tolist() == [number]
+        assert stream.samples.get(rows, part)[0].unique().tolist() == [number]
     given = FederatedStream(data, Stationary(), IID(4), split=Split(test=0.5))
     given.setup("fit")
     assert len(given.plan.test) == 14
@@ -80,9 +80,9 @@ def test_each_client_may_have_tests_of_its_own(data):
     stream.setup("fit")
     for number, client in enumerate("ab", start=1):
         assert stream.client_samples(client, 1, 0)[0].unique().tolist() == [number]
-    x, _ = stream.samples.take(stream.plan.test, "test")
+    x, _ = stream.samples.get(stream.plan.test, "test")
     assert x[:, 0].tolist() == [11] * 2 + [12] * 3
-    assert stream.samples.owner[stream.plan.test].tolist() == ["a"] * 2 + ["b"] * 3
+    assert stream.samples.client_ids[stream.plan.test].tolist() == ["a"] * 2 + ["b"] * 3
 
 
 def test_the_data_modules_of_clients_are_prepared_once_and_say_how_they_load():

@@ -31,7 +31,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.local.vectorized import VectorizedTrainer
+from lightning_fcl.local_training.vectorized import VectorizedTrainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(64, 5, generator=GENERATOR), torch.arange(64) % 4
@@ -390,7 +390,9 @@ def test_pretraining_goes_through_the_hooks(quiet):
     scenario = FLwFScenario(2, samples_per_round=8, test_per_class=3, pretrain_per_class=2)
     stream = FederatedStream(Scales(WHOLE, TensorDataset(X[:4] + 1, Y[:4])), scenario, seed=0)
     trainer_of(quiet, callbacks=[Pretrain(1)]).fit(Seen(torch.nn.Linear(5, 4), 4), datamodule=stream)
-    assert {tuple(scaled(x).tolist()) for x in stream.take(stream.plan.pretrain)[0]} <= set(map(tuple, Seen.seen))
+    assert {tuple(scaled(x).tolist()) for x in stream.get_samples(stream.plan.pretrain)[0]} <= set(
+        map(tuple, Seen.seen)
+    )
 
 
 def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):

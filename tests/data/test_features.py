@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fcl import FederatedStream, RidgeClassifier
 from lightning_fcl.cli.main import main
-from lightning_fcl.data.features import embedded
-from lightning_fcl.data.own import samples_of
+from lightning_fcl.data.adapters import to_samples
+from lightning_fcl.data.feature_cache import compute_features
 from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.samples import PublicData
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
@@ -70,13 +70,13 @@ def test_features_are_those_of_stored_pixels_and_all_else_stays(images):
     stream = prepared(x, y, backbone := Counted(), **scale)
     plain = prepared(x, y, None, **scale)
     rows = np.array([5, 99, 0])
-    features, labels = stream.take(rows)
+    features, labels = stream.get_samples(rows)
     torch.testing.assert_close(features, backbone.embed(torch.from_numpy(x[rows]) / 255))
-    assert labels.tolist() == plain.take(rows)[1].tolist() and stream.classes == plain.classes
+    assert labels.tolist() == plain.get_samples(rows)[1].tolist() and stream.classes == plain.classes
     for client, own in plain.plan.train[1].items():
         assert np.array_equal(stream.plan.train[1][client], own)
     tested = torch.cat([batch for batch, _ in stream.test_dataloader()])
-    assert torch.equal(tested, stream.take(stream.plan.test)[0])
+    assert torch.equal(tested, stream.get_samples(stream.plan.test)[0])
 
 
 def test_each_image_is_embedded_once_whatever_is_made_of_them(images, cache):
@@ -143,15 +143,15 @@ def test_a_first_run_reads_images_once(images):
     backbone = Counted()
     for pixels, times in ((x, 1), (x, 1), (x[::-1], 2)):
         data = Augmented(pixels, y)
-        samples, data.reads = samples_of(data), 0
-        embedded(samples, backbone)
+        samples, data.reads = to_samples(data), 0
+        compute_features(samples, backbone)
         assert data.reads == times * len(x)
 
 
 def test_of_several_at_once_one_embeds(images):
     samples = FederatedStream.from_arrays(*images).data
     backbones = [Counted(seconds=0.01) for _ in range(3)]
-    threads = [threading.Thread(target=embedded, args=(samples, backbone)) for backbone in backbones]
+    threads = [threading.Thread(target=compute_features, args=(samples, backbone)) for backbone in backbones]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -184,7 +184,7 @@ def test_what_a_data_set_draws_is_drawn_once(images):
         streams[-1].setup("fit")
         assert backbone.count == (FIRST + 100 if len(streams) == 1 else FIRST)
     assert torch.equal(streams[0].samples.x, streams[1].samples.x)
-    assert streams[0].plan.clients == ("a", "b") and not streams[0].samples.draws
+    assert streams[0].plan.clients == ("a", "b") and not streams[0].samples.is_random
 
 
 class Photographs(L.LightningDataModule):
@@ -264,7 +264,7 @@ def test_the_images_of_loaders_become_features(data, samples, data_folder):
     stream, backbone = FederatedStream(data, ClassIncremental(1), features=Counted()), Counted()
     stream.setup("fit")
     assert stream.samples.x.shape == (samples, 6)
-    raw = samples_of(data)
+    raw = to_samples(data)
     x = raw.x[-3:] / 255 if raw.x.dtype == torch.uint8 else raw.x[-3:]
     torch.testing.assert_close(stream.samples.x[-3:], backbone.embed(x), rtol=1e-3, atol=1e-4)
 
@@ -305,7 +305,7 @@ def test_a_recipe_names_its_backbone_is_exported_and_a_command_deletes_its_featu
     assert small.stat().st_size < 0.35 * plain.stat().st_size
     session = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape[1:] == [1, 8, 8]
-    digits = samples_of("digits")
+    digits = to_samples("digits")
     predicted = session.run(None, {"input": digits.x[:300].numpy()})[0].argmax(axis=1)
     assert (predicted == digits.targets[:300]).mean() > 0.7
     main(["data", "clear-features"])

@@ -19,7 +19,7 @@ from lightning_fcl.callbacks import ContinualMetrics, Pretrain, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
-from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.rng import derive_seed, seed_all
 
 SIZE, BATCH, ROUNDS = 15, 4, 2
 
@@ -215,8 +215,8 @@ class Keeper(L.LightningModule):
         return self.layer(x)
 
     def training_step(self, batch, batch_idx):
-        part = self.trainer.strategy.client_round
-        self.batches.append((part.client, part.round, batch[0].clone()))
+        part = self.trainer.strategy.current_client_round
+        self.batches.append((part.client_id, part.round_idx, batch[0].clone()))
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch, batch_idx):
@@ -358,7 +358,7 @@ def test_replay_does_not_depend_on_other_clients_or_change_training(quiet, name)
     def remembered(data):
         replay = Replay(6, update="round")
         task = train(data, quiet, callbacks=[replay])
-        return task, task.trainer.strategy.federation.server.store.memory("b", replay.section)
+        return task, task.trainer.strategy.federation.server.client_store.get_section("b", replay.section_name)
 
     both, kept = remembered(two_clients(DATA[name]))
     alone, kept_alone = remembered({"b": DATA[name](2)})
@@ -394,8 +394,8 @@ def test_batches_equal_those_of_a_loop(quiet):
     assert len(task.batches) == ROUNDS * 2 * -(-SIZE // BATCH)
     for number, (client, round, x) in enumerate(task.batches):
         step = number % 8
-        request = seed_of(0, client, round, "data", step // 4, step)
-        draws = np.random.Generator(np.random.PCG64(seed_of(request, "0", "rng")))
+        request = derive_seed(0, client, round, "data", step // 4, step)
+        draws = np.random.Generator(np.random.PCG64(derive_seed(request, "0", "rng")))
         for row in x:
             clean = row - torch.from_numpy(draws.normal(size=5)).float()
             assert torch.isclose(data.x, clean, atol=1e-6).all(1).any()
@@ -414,7 +414,7 @@ def test_global_generators_keep_their_numbers(quiet):
         for number, (client, round, x) in enumerate(task.batches):
             step = number % 8
             with isolate_rng():
-                start_randomness(0, client, round, "data", step // 4, step)
+                seed_all(0, client, round, "data", step // 4, step)
                 for row in x:
                     clean = row - from_global_generators(torch.zeros(5))
                     assert torch.isclose(data.x, clean, atol=1e-6).all(1).any()
@@ -477,7 +477,7 @@ def test_targets_are_read_without_a_trace():
     before = data.rng.bit_generator.state
     stream = FederatedStream(data, ClassIncremental(3), seed=0)
     stream.setup("fit")
-    stream.take(np.arange(4))
+    stream.get_samples(np.arange(4))
     assert stream.num_classes == 3 and data.rng.bit_generator.state == before
 
 

@@ -8,6 +8,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl import FederatedStream
+from lightning_fcl.data.labels import index_targets
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import (
     ClassIncremental,
@@ -16,7 +17,6 @@ from lightning_fcl.data.scenarios import (
     FLwFScenario,
     GrowingClasses,
 )
-from lightning_fcl.data.targets import number_targets
 from lightning_fcl.errors import InvalidValueError, check_clients, did_you_mean, one_of
 
 TWELVE = [str(number) for number in range(12)]
@@ -107,5 +107,5 @@ def test_did_you_mean_never_proposes_what_prints_the_same(name):
 
 def test_label_that_begins_as_a_class_is_no_such_class():
     with pytest.raises(ValueError, match=re.escape("among the classes sit, run but got sitting")):
-        number_targets(["sitting", "run"], ("sit", "run"))
-    assert number_targets(["sit", "run"], ("sit", "run"))[0].tolist() == [0, 1]
+        index_targets(["sitting", "run"], ("sit", "run"))
+    assert index_targets(["sit", "run"], ("sit", "run"))[0].tolist() == [0, 1]

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.data import batches
-from lightning_fcl.data.batches import Batching, order_keys, permutations, plan_batches, plan_cohort
-from lightning_fcl.randomness import keys_of, numbers
+from lightning_fcl.data import batching
+from lightning_fcl.data.batching import BatchPlan, keyed_permutations, order_keys, plan_batches, plan_group_batches
+from lightning_fcl.rng import make_client_keys, random_uint64
 
 
-def by_hand(samples, epochs, batching, generator, remembered=0):
+def by_hand(samples, epochs, batch_plan, generator, remembered=0):
     """The batches of one client as torch's own generator orders them: the rule of the versions before arrays."""
     plan = []
     for _ in range(epochs):
-        parts = torch.randperm(samples, generator=generator).split(batching.batch_size)
-        if batching.drop_last and len(parts) > 1 and len(parts[-1]) < batching.batch_size:
+        parts = torch.randperm(samples, generator=generator).split(batch_plan.batch_size)
+        if batch_plan.drop_last and len(parts) > 1 and len(parts[-1]) < batch_plan.batch_size:
             parts = parts[:-1]
         if remembered:
             extra = samples + torch.randperm(remembered, generator=generator)
@@ -29,13 +29,13 @@ def by_hand(samples, epochs, batching, generator, remembered=0):
 def test_with_the_old_orders_it_is_the_old_plan(monkeypatch, samples, size, epochs, remembered, drop_last):
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(
-        batches,
-        "permutations",
+        batching,
+        "keyed_permutations",
         lambda keys, sizes, stream: torch.randperm(int(sizes[0]), generator=generator)[None].numpy(),
     )
-    batching = Batching(size, drop_last=drop_last)
-    plan = plan_batches(samples, epochs, batching, order_keys(0, ["a"], 0), remembered)
-    expected = by_hand(samples, epochs, batching, torch.Generator().manual_seed(0), remembered)
+    batch_plan = BatchPlan(size, drop_last=drop_last)
+    plan = plan_batches(samples, epochs, batch_plan, order_keys(0, ["a"], 0), remembered)
+    expected = by_hand(samples, epochs, batch_plan, torch.Generator().manual_seed(0), remembered)
     assert [rows.tolist() for rows in plan] == expected
 
 
@@ -44,9 +44,9 @@ def test_a_client_s_plan_does_not_depend_on_the_others(seed):
     rng = np.random.default_rng(seed)
     clients = int(rng.integers(1, 7))
     sizes, epochs, extra = rng.integers(1, 20, clients), rng.integers(1, 4, clients), rng.integers(0, 15, clients)
-    batching = Batching(int(rng.integers(1, 8)), drop_last=bool(seed % 2))
-    keys = order_keys(seed, [str(client) for client in range(clients)], round=3)
-    index, lengths = plan_cohort(sizes, epochs, batching, keys, extra)
+    batching = BatchPlan(int(rng.integers(1, 8)), drop_last=bool(seed % 2))
+    keys = order_keys(seed, [str(client) for client in range(clients)], round_idx=3)
+    index, lengths = plan_group_batches(sizes, epochs, batching, keys, extra)
     for i in range(clients):
         alone = plan_batches(int(sizes[i]), int(epochs[i]), batching, order_keys(seed, [str(i)], 3), int(extra[i]))
         together = [row[:length] for row, length in zip(index[i], lengths[i], strict=True) if length]
@@ -60,7 +60,7 @@ def test_a_client_s_plan_does_not_depend_on_the_others(seed):
 def test_a_draw_depends_on_seed_client_round_epoch_and_sample():
     draw = {
         (seed, client, round, stream): tuple(
-            permutations(order_keys(seed, [client], round), np.array([30]), stream)[0].tolist()
+            keyed_permutations(order_keys(seed, [client], round), np.array([30]), stream)[0].tolist()
         )
         for seed in (0, 1)
         for client in ("a", "b")
@@ -73,8 +73,8 @@ def test_a_draw_depends_on_seed_client_round_epoch_and_sample():
 
 def test_orders_are_uniform():
     """Each sample comes first equally often, and each pair in either order."""
-    keys = keys_of(0, [str(client) for client in range(20000)])
-    drawn = permutations(keys, np.full(len(keys), 5), stream=0)
+    keys = make_client_keys(0, [str(client) for client in range(20000)])
+    drawn = keyed_permutations(keys, np.full(len(keys), 5), stream=0)
     for place in range(5):
         counts = np.bincount(drawn[:, place], minlength=5)
         assert (abs(counts - 4000) < 5 * 57).all()  # five standard deviations of a binomial
@@ -84,11 +84,13 @@ def test_orders_are_uniform():
 
 def test_numbers_are_those_of_splitmix64():
     """The first numbers of seed 0, from the generator's published reference implementation."""
-    drawn = numbers(np.array([0], dtype=np.uint64), 3)[0].tolist()
+    drawn = random_uint64(np.array([0], dtype=np.uint64), 3)[0].tolist()
     assert drawn == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_clients_with_unequal_batches_are_padded():
-    plan, lengths = plan_cohort(np.array([5, 2]), np.array([1, 2]), Batching(2, shuffle=False), keys_of(0, ["a", "b"]))
+    plan, lengths = plan_group_batches(
+        np.array([5, 2]), np.array([1, 2]), BatchPlan(2, shuffle=False), make_client_keys(0, ["a", "b"])
+    )
     assert plan.tolist() == [[[0, 1], [2, 3], [4, 0]], [[0, 1], [0, 1], [0, 0]]]
     assert lengths.tolist() == [[2, 2, 1], [2, 2, 0]]

@@ -65,7 +65,7 @@ SHARED = {
 
 def numbers(stream, rows):
     """Return the numbers of samples, which their inputs tell."""
-    return {int(x[0]) for x in stream.take(np.asarray(rows))[0]} if len(rows) else set()
+    return {int(x[0]) for x in stream.get_samples(np.asarray(rows))[0]} if len(rows) else set()
 
 
 def roles(data, split=None, scenario=None, **kwargs):

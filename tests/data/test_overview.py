@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.data.overview import describe_plan, draw_plan
-from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario, Pool, Staggered
+from lightning_fcl.data.plan_summary import describe_plan, plot_plan
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario, SamplePool, Staggered
 
 Y = np.random.default_rng(0).integers(6, size=600)
-POOL = Pool(Y, clients={c: np.arange(n, 600, 3) for n, c in enumerate("xyz")}, classes=tuple("abcdef"), group=Y % 2)
+POOL = SamplePool(
+    Y, clients={c: np.arange(n, 600, 3) for n, c in enumerate("xyz")}, classes=tuple("abcdef"), group=Y % 2
+)
 SCENARIOS = [
     ClassIncremental(3, 2),
     DomainIncremental(),
@@ -19,9 +21,9 @@ SCENARIOS = [
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_picture_has_every_sample(scenario):
-    pool = Pool(Y, np.arange(600), classes=POOL.classes) if scenario.own_clients else POOL
+    pool = SamplePool(Y, np.arange(600), classes=POOL.classes) if scenario.provides_clients else POOL
     plan = scenario.plan(pool)
-    data = draw_plan(plan, POOL.classes)["datasets"]
+    data = plot_plan(plan, POOL.classes)["datasets"]
     for number, current in enumerate(plan.train):
         assert sum(row["samples"] for row in data["by_round"] if row["round"] == number + 1) == sum(
             map(len, current.values())
@@ -29,8 +31,10 @@ def test_the_picture_has_every_sample(scenario):
         cells = {row["client"]: (row["task"], row["samples"]) for row in data["tasks"] if row["round"] == number + 1}
         assert cells == {c: (plan.experiences[c][number] + 1, len(rows)) for c, rows in current.items()}
     for client in plan.clients:
-        assert sum(row["samples"] for row in data["by_client"] if row["client"] == client) == plan.samples_of(client)
-    names = {*POOL.classes} if plan.of_classes else {"0", "1"}
+        assert sum(row["samples"] for row in data["by_client"] if row["client"] == client) == plan.num_client_samples(
+            client
+        )
+    names = {*POOL.classes} if plan.groups_are_classes else {"0", "1"}
     assert {row["group"] for row in data["by_round"]} == names
 
 
@@ -46,10 +50,10 @@ def test_a_line_for_each_change():
 
 
 def test_a_long_plan_is_cut_short():
-    pool = Pool(Y, clients={str(n): np.arange(n, 600, 100) for n in range(100)}, classes=POOL.classes)
+    pool = SamplePool(Y, clients={str(n): np.arange(n, 600, 100) for n in range(100)}, classes=POOL.classes)
     plan = Staggered(ClassIncremental(6, 50), delay=90).plan(pool)
     assert len(describe_plan(plan, POOL.classes).splitlines()) == 33
-    data = draw_plan(plan, POOL.classes)["datasets"]
+    data = plot_plan(plan, POOL.classes)["datasets"]
     rounds = {row["round"] for row in data["by_round"]}
     assert len(rounds) == 120 and max(rounds) == plan.rounds and len({row["client"] for row in data["tasks"]}) == 60
 

@@ -11,8 +11,8 @@ from raising import raises
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, tester
-from lightning_fcl.data.batches import joined
+from lightning_fcl.callbacks import ContinualMetrics, evaluator
+from lightning_fcl.data.batching import concat_nested
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
@@ -56,7 +56,7 @@ def test_what_has_a_length_and_items_is_a_data_set(fit, make_task, pairs):
     stream, same = stream_of(Indexed(items)), stream_of(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)))
     assert stream.classes == same.classes == ("0", "1", "2", "3")
     assert stream.plan.fingerprint == same.plan.fingerprint
-    batch, like = stream.take(np.arange(5)), same.take(np.arange(5))
+    batch, like = stream.get_samples(np.arange(5)), same.get_samples(np.arange(5))
     assert all(map(torch.equal, batch if pairs else batch.values(), like))
     clients = FederatedStream({"a": Indexed(items), "b": items}, Stationary(), seed=0)
     clients.setup("fit")
@@ -66,7 +66,7 @@ def test_what_has_a_length_and_items_is_a_data_set(fit, make_task, pairs):
 def test_names_of_an_items_label_are_numbered():
     stream = stream_of(Indexed([{"x": x, "label": ["yes", "no"][y % 2]} for x, y in zip(X, Y, strict=True)]))
     assert stream.classes == ("no", "yes")
-    assert stream.take(np.arange(4))["label"].tolist() == [1, 0, 1, 0]
+    assert stream.get_samples(np.arange(4))["label"].tolist() == [1, 0, 1, 0]
 
 
 class Endless(IterableDataset):
@@ -133,7 +133,7 @@ def test_truth_values_are_labels():
 @pytest.mark.parametrize("of", [list, np.array, pd.Series, lambda names: pd.Series(names, dtype="category")])
 def test_owners_and_domains_are_columns_of_strings(of):
     names = of([f"site {owner}" for owner in OWNER])
-    stream = FederatedStream.from_arrays(pd.DataFrame(X), Y, client=names, group=names, scenario=Stationary())
+    stream = FederatedStream.from_arrays(pd.DataFrame(X), Y, client_ids=names, group=names, scenario=Stationary())
     stream.setup("fit")
     assert sorted(stream.plan.clients) == ["site 0", "site 1", "site 2"]
     assert stream.samples.group.tolist() == list(names)
@@ -142,7 +142,7 @@ def test_owners_and_domains_are_columns_of_strings(of):
 def test_an_owner_that_is_missing_is_named():
     names = pd.Series([f"site {owner}" for owner in OWNER[1:]] + [None])
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "client"):
-        FederatedStream.from_arrays(X, Y, client=names)
+        FederatedStream.from_arrays(X, Y, client_ids=names)
 
 
 def test_samples_in_memory_are_numbers():
@@ -152,7 +152,7 @@ def test_samples_in_memory_are_numbers():
 
 @pytest.mark.parametrize("of", [np.array, torch.tensor, list])
 def test_samples_need_no_targets_where_there_are_no_classes(fit, of):
-    stream = FederatedStream.from_arrays(of(X.tolist()), client=OWNER, scenario=Stationary(2), seed=0)
+    stream = FederatedStream.from_arrays(of(X.tolist()), client_ids=OWNER, scenario=Stationary(2), seed=0)
     fit(Coder(), stream, max_epochs=2)
     assert {1} == SEEN and stream.classes == ()
 
@@ -207,7 +207,7 @@ def test_named_tuples_keep_their_names(fit):
 
     fit(Named(), stream_of(Indexed([Graph(torch.from_numpy(x), x[:1]) for x in X]), Stationary(2)), max_epochs=2)
     assert {Graph} == SEEN
-    both = joined([Graph(torch.ones(2), torch.ones(2)), Graph(torch.zeros(1), torch.zeros(1))])
+    both = concat_nested([Graph(torch.ones(2), torch.ones(2)), Graph(torch.zeros(1), torch.zeros(1))])
     assert isinstance(both, Graph) and both.x.tolist() == [1, 1, 0]
 
 
@@ -238,7 +238,7 @@ def test_evaluation_follows_the_loader():
 @pytest.mark.parametrize("draws", [False, True])
 def test_metrics_read_the_batches_of_the_loader_and_keep_no_more_than_fits(fit, make_task, monkeypatch, draws):
     def record(held):
-        monkeypatch.setattr(tester, "_HELD_BYTES", held)
+        monkeypatch.setattr(evaluator, "_HELD_BYTES", held)
         data, metrics = Counted(draws), ContinualMetrics()
         stream = stream_of(data, ClassIncremental(2, rounds_per_experience=2), collate_fn=data.collate, batch_size=10)
         data.batches.clear()

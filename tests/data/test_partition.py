@@ -24,7 +24,7 @@ Y = np.random.default_rng(5).integers(0, 6, size=600)
 
 
 def divide(partition, y=Y, owner=None, seed=0):
-    return partition.divide(np.asarray(y), owner, np.random.default_rng(seed))
+    return partition.partition(np.asarray(y), owner, np.random.default_rng(seed))
 
 
 SEEDED = {
@@ -264,7 +264,7 @@ ANY_TARGETS = [
 def regression(scenario, partition, **kwargs):
     """Return a stream of floating-point targets, prepared."""
     x, number = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60)
-    owners = {"client": number % 3} if isinstance(partition, Natural) else {}
+    owners = {"client_ids": number % 3} if isinstance(partition, Natural) else {}
     stream = FederatedStream.from_arrays(
         x, x[:, 0], group=number % 2, scenario=scenario, partition=partition, **owners, **kwargs
     )

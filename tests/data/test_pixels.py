@@ -14,7 +14,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.client_store import ClientStore, Pixels
+from lightning_fcl.federation.client_store import ClientStore, PixelEncoding
 
 MEAN, STD = (0.49, 0.48, 0.44), (0.2, 0.25, 0.26)
 
@@ -90,14 +90,17 @@ def test_images_are_uint8_wherever_they_are_kept(fit, store):
     stream, replay = make(stored=True), Replay(9, "class-balanced", "round")
     trainer = fit(task(), stream, [replay], client_store=store)
     assert stream.samples.x.dtype == torch.uint8
-    kept = trainer.strategy.server.store
+    kept = trainer.strategy.server.client_store
     for client in stream.plan.clients:
-        packed, memory = kept._read(client)["Replay"], trainer.strategy.server.store.memory(client, "Replay")
+        packed, memory = (
+            kept._read(client)["Replay"],
+            trainer.strategy.server.client_store.get_section(client, "Replay"),
+        )
         images_of = [value for value in packed.values() if value.shape[1:] == (3, 4, 4)]
         assert images_of and all(value.dtype == torch.uint8 for value in images_of)
         # What a method sees are samples of the client, bit by bit.
         own = np.concatenate([current[client] for current in stream.plan.train if client in current])
-        rows = {row.numpy().tobytes() for row in stream.take(own)[0]}
+        rows = {row.numpy().tobytes() for row in stream.get_samples(own)[0]}
         remembered = [value for value in memory.values() if value.shape[1:] == (3, 4, 4)]
         assert all(row.numpy().tobytes() in rows for value in remembered for row in value)
 
@@ -110,12 +113,12 @@ def test_they_are_resumed(fit, tmp_path):
     fit(whole, make(True), [Replay(9), saver], trainer_args={"enable_checkpointing": True})
     trainer = fit(parts, make(True), [Replay(9)], ckpt_path=tmp_path / "epoch=1.ckpt")
     assert all(torch.equal(value, parts.state_dict()[name]) for name, value in whole.state_dict().items())
-    packed = trainer.strategy.server.store._read("0")["Replay"]
+    packed = trainer.strategy.server.client_store._read("0")["Replay"]
     assert any(value.dtype == torch.uint8 for value in packed.values())
 
 
 def test_what_is_no_image_is_kept_as_it_is():
-    pixels = Pixels(torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0), (3, 4, 4))
+    pixels = PixelEncoding(torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0), (3, 4, 4))
     store = ClientStore()
     stored = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
     memory = {
@@ -127,12 +130,12 @@ def test_what_is_no_image_is_kept_as_it_is():
         "count": torch.tensor(3),
     }
     store["a"] = {"Replay": memory}
-    store.keep_pixels((pixels.mean, pixels.std, pixels.shape))
+    store.store_as_uint8((pixels.mean, pixels.std, pixels.shape))
     packed, again = store._read("a")["Replay"], store["a"]["Replay"]
     assert {name for name, value in packed.items() if value.dtype == torch.uint8} == {"x|uint8"}
     assert list(again) == list(memory)
     assert all(torch.equal(value.nan_to_num(7), again[name].nan_to_num(7)) for name, value in memory.items())
-    store.keep_pixels(None)
+    store.store_as_uint8(None)
     assert torch.equal(store._read("a")["Replay"]["x"], memory["x"])
 
 

@@ -290,7 +290,7 @@ def test_collate_fn_is_named(quiet, caplog):
 def given_targets(data):
     """A stream that reads no item before the fit."""
     words = dict(scenario=Stationary(rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
-    return FederatedStream.from_arrays(data, data.targets, client=["a"] * SIZE, **words)
+    return FederatedStream.from_arrays(data, data.targets, client_ids=["a"] * SIZE, **words)
 
 
 @pytest.mark.parametrize("kind", [Items, CountedAttribute, CountedTensor, CountedArray, AppendedList, CountedDict])

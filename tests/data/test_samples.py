@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fcl import FederatedStrategy, FederatedStream
-from lightning_fcl.data.batches import Loading, Request, joined, read
+from lightning_fcl.data.batching import BatchRequest, LoaderConfig, concat_nested, read_batches
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
@@ -61,8 +61,8 @@ class Keeper(L.LightningModule):
         self.batches = []
 
     def training_step(self, batch, batch_idx):
-        client_round = self.trainer.strategy.client_round
-        self.batches.append((client_round.client, client_round.round, batch))
+        client_round = self.trainer.strategy.current_client_round
+        self.batches.append((client_round.client_id, client_round.round_idx, batch))
         values = batch["ids"] if isinstance(batch, dict) else batch[0]
         return (self.scale * values.float().mean()).square()
 
@@ -157,7 +157,7 @@ def test_what_is_drawn_depends_on_nobody_else(quiet):
     for client, round, (x, y) in some:
         assert any((c, r) == (client, round) and torch.equal(x, a) and torch.equal(y, b) for c, r, (a, b) in everybody)
     state = torch.get_rng_state()
-    next(iter(read(stream_of(Noisy()).take, [], Loading(1))), None)
+    next(iter(read_batches(stream_of(Noisy()).get_samples, [], LoaderConfig(1))), None)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -246,14 +246,14 @@ def test_a_request_changes_no_generator():
     before = torch.get_rng_state()
     take = stream_of(Noisy())
     take.setup("fit")
-    request = Request.of(np.arange(3), 0, "a", 1, 0, 2)
-    assert torch.equal(request.read(take.take)[0], request.read(take.take)[0])
+    request = BatchRequest.keyed(np.arange(3), 0, "a", 1, 0, 2)
+    assert torch.equal(request.load(take.get_samples)[0], request.load(take.get_samples)[0])
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_samples_that_cannot_be_joined():
     with raises(InvalidValueError, "x"):
-        joined([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
+        concat_nested([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
 
 
 LABELS = {
@@ -293,7 +293,7 @@ def test_labels_are_numbered_and_their_names_kept(labels, kind):
     assert stream.classes == names and stream.plan.group_names(stream.classes) == list(names)
     stream.setup("fit")
     assert stream.y.tolist() == [index % 3 for index in range(60)]
-    batch = stream.take(np.arange(60))
+    batch = stream.get_samples(np.arange(60))
     x, y = (batch["x"], batch["label"]) if kind == "dicts" else batch
     assert torch.equal(y, torch.arange(60) % 3) and y.dtype == torch.int64
     assert torch.equal(x[:, 0], torch.arange(60.0))
@@ -338,4 +338,4 @@ def test_classes_of_a_benchmark_keep_their_names():
     stream.setup("fit")
     assert stream.classes == ("3", "7", "9", "11")
     assert list(stream.plan.tasks["0"]) == [(0, 2), (1, 3)]
-    assert set(stream.take(stream.plan.test)[1].tolist()) == {0, 1, 2, 3}
+    assert set(stream.get_samples(stream.plan.test)[1].tolist()) == {0, 1, 2, 3}

@@ -8,10 +8,10 @@ import torch
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.partition import Natural
-from lightning_fcl.data.scenarios import ClassIncremental, Pool
+from lightning_fcl.data.scenarios import ClassIncremental, SamplePool
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.schedule import Participation
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.federation.synchronization import Participation
+from lightning_fcl.rng import make_client_keys
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
     rng = np.random.default_rng(1)
     y = rng.integers(0, 6, size=500)
     owner = rng.integers(0, 40, size=500)
-    clients = Natural().divide(y, owner, rng)
+    clients = Natural().partition(y, owner, rng)
     assert {name: rows.tolist() for name, rows in clients.items()} == {
         str(name): np.flatnonzero(owner == name).tolist() for name in np.unique(owner)
     }
     mixed = {client: rng.permutation(rows) for client, rows in clients.items()}  # a partition of one's own may be
-    plan = ClassIncremental([1, 2, 3], class_order=range(6)).plan(Pool(y, clients=mixed, classes=tuple("abcdef")))
+    plan = ClassIncremental([1, 2, 3], class_order=range(6)).plan(SamplePool(y, clients=mixed, classes=tuple("abcdef")))
     for current, group in zip(plan.train, ([0], [1, 2], [3, 4, 5]), strict=True):
         expected = {client: rows[np.isin(y[rows], group)].tolist() for client, rows in clients.items()}
         assert {client: rows.tolist() for client, rows in current.items()} == {c: r for c, r in expected.items() if r}
@@ -55,9 +55,9 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
 @pytest.mark.parametrize("number", [1, 7, 299, 5000])
 def test_the_lowest_lots_are_drawn(plan, number):
     for round in range(plan.rounds):
-        lots = keys_of(5, plan.clients, round, "participation")
+        lots = make_client_keys(5, plan.clients, round, "participation")
         drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
-        training, skipped = Participation(number, seed=5).chosen(plan, round)
+        training, skipped = Participation(number, seed=5).sample_clients(plan, round)
         assert set(training) | set(skipped) == drawn
         assert set(training) == drawn & plan.train[round].keys()
 
@@ -74,5 +74,5 @@ def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):
 def test_samples_are_counted_once_where_rounds_have_the_same(plan):
     for client in plan.clients:
         everything = np.concatenate([current[client] for current in plan.train if client in current])
-        assert plan.samples_of(client) == len(np.unique(everything))
-    assert sum(map(plan.samples_of, plan.clients)) == 1000
+        assert plan.num_client_samples(client) == len(np.unique(everything))
+    assert sum(map(plan.num_client_samples, plan.clients)) == 1000

@@ -7,10 +7,10 @@ from raising import raises
 from torch.utils.data import Dataset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
-from lightning_fcl.data.samples import PublicData, name_of
+from lightning_fcl.data.samples import PublicData, data_name
 from lightning_fcl.data.scenarios import (
     ClassIncremental,
     DomainIncremental,
@@ -61,7 +61,7 @@ def test_numpy_torch_and_datasets_make_the_same_stream():
         for current, first in zip(stream.plan.train, streams[0].plan.train, strict=True):
             assert {c: i.tolist() for c, i in current.items()} == {c: i.tolist() for c, i in first.items()}
         indices = stream.plan.train[1]["3"]
-        taken = stream.take(indices)
+        taken = stream.get_samples(indices)
         assert type(taken) is list and taken[1].dtype == torch.int64
         assert torch.equal(taken[0], torch.from_numpy(x[indices])) and taken[1].tolist() == y[indices].tolist()
         assert stream.classes == ("0", "1", "2", "3") and stream.num_classes == 4
@@ -156,7 +156,7 @@ def test_official_test():
     x, y = arrays()
     official = np.arange(120) >= 90
     stream = FederatedStream(
-        Arrays(x, y, None, tuple("abcd"), official), ClassIncremental(2), split=Split("official"), seed=0
+        ArrayDataset(x, y, None, tuple("abcd"), official), ClassIncremental(2), split=Split("official"), seed=0
     )
     stream.setup("fit")
     assert stream.plan.test.tolist() == list(range(90, 120))
@@ -180,7 +180,7 @@ def test_pretraining_samples():
     x, y = arrays(1200)
     stream = prepared(x, y, scenario=FLwFScenario(4, samples_per_round=12, test_per_class=5))
     xs, ys = (torch.cat(column) for column in zip(*stream.pretrain_dataloader(), strict=True))
-    expected = stream.take(stream.plan.pretrain)
+    expected = stream.get_samples(stream.plan.pretrain)
     assert ys.bincount().tolist() == [10] * 4
     assert torch.equal(xs[xs[:, 0].argsort()], expected[0][expected[0][:, 0].argsort()])
 
@@ -194,7 +194,7 @@ def test_turn():
     x, y = arrays()
     stream = prepared(x, y, class_order=[3, 1, 0, 2], rounds_per_experience=2, partition=IID(3))
     client_rounds = [stream.client_round("1", round) for round in range(4)]
-    assert [(t.client, t.round, t.experience, t.last_round) for t in client_rounds] == [
+    assert [(t.client_id, t.round_idx, t.experience_idx, t.is_last_round) for t in client_rounds] == [
         ("1", 0, 0, False),
         ("1", 1, 0, True),
         ("1", 2, 1, False),
@@ -202,10 +202,10 @@ def test_turn():
     ]
     assert [(t.new_classes, t.old_classes) for t in client_rounds] == [((1, 3), ())] * 2 + [((0, 2), (1, 3))] * 2
     for client_round in client_rounds:
-        indices = stream.plan.train[client_round.round]["1"]
+        indices = stream.plan.train[client_round.round_idx]["1"]
         assert client_round.labels.tolist() == y[indices].tolist()
         assert client_round.samples == len(indices) and client_round.num_classes == 4
-        assert client_round.stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
+        assert client_round.num_stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
 
 
 def test_turn_of_a_client_without_data():
@@ -315,7 +315,7 @@ def test_labels_are_whole_numbers(of):
 
 @pytest.mark.parametrize("scenario", [FedViTScenario(), FLwFScenario(), ODFCLScenario()])
 def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
-    with raises(InvalidValueError, "client"):
+    with raises(InvalidValueError, "client_ids"):
         FederatedStream.from_arrays(*arrays()[:2], np.arange(len(arrays()[1])) % 3, scenario=scenario)
 
 
@@ -334,8 +334,8 @@ def test_a_plain_trainer_trains_one_client(make_task, fit):
     fit(task, stream, strategy="auto")
     optimizer = by_hand.configure_optimizers()
     for round, current in enumerate(stream.plan.train):
-        x, y = stream.take(current["0"])
-        for indices in plan_batches(len(y), 1, Batching(8), order_keys(0, ["0"], round)):
+        x, y = stream.get_samples(current["0"])
+        for indices in plan_batches(len(y), 1, BatchPlan(8), order_keys(0, ["0"], round)):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
             optimizer.step()
@@ -347,7 +347,7 @@ def faces(people=8, images=12, size=16, seed=0):
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.repeat(np.arange(people), images))
     x = rng.normal(size=(len(y), 1, size, size)).astype(np.float32) + y[:, None, None, None]
-    return Arrays(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
+    return ArrayDataset(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
 
 
 SMALL = {
@@ -363,9 +363,9 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
     assert stream.num_classes == len(stream.classes) == 6 and stream.plan.group_names(stream.classes) == list(
         stream.classes
     )
-    names = [*stream.classes, *(arrays.classes[c] for c in stream.plan.order[6:])]
+    names = [*stream.classes, *(arrays.classes[c] for c in stream.plan.class_order[6:])]
     assert sorted(names) == sorted(arrays.classes) and names != list(arrays.classes)
-    x, y = stream.take(np.arange(len(arrays.y)))
+    x, y = stream.get_samples(np.arange(len(arrays.y)))
     assert torch.equal(x, torch.from_numpy(arrays.x))
     assert [names[label] for label in y] == [arrays.classes[label] for label in arrays.y]
     for round, classes in enumerate([(2, 3), (2, 3), (4, 5), (4, 5)]):
@@ -373,8 +373,8 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
             client_round = stream.client_round(node, round)
             assert client_round.labels.tolist() == [label] * 4 and client_round.num_classes == 6
             assert client_round.new_classes == classes and client_round.old_classes == tuple(range(classes[0]))
-            assert client_round.experience == 1 + round // 2 and client_round.last_round == (round % 2 == 1)
-            assert client_round.samples == 4 and client_round.stream_samples == 8
+            assert client_round.experience_idx == 1 + round // 2 and client_round.is_last_round == (round % 2 == 1)
+            assert client_round.samples == 4 and client_round.num_stream_samples == 8
     for loader, number in ((stream.test_dataloader(), 3), (stream.val_dataloader(), 2)):
         assert torch.cat([y for _, y in loader]).bincount().tolist() == [number] * 6
     assert set(torch.cat([y for _, y in stream.pretrain_dataloader()]).tolist()) == {6, 7}
@@ -390,44 +390,44 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
             assert not torch.is_grad_enabled()
             return 2 * batch[:, :3]
 
-        stream.samples = stream.samples.mapped(double)
+        stream.samples = stream.samples.map(double)
         assert sum(sizes) == 600 and max(sizes) < 600  # in batches
-        assert not stream.samples.draws
-        taken = stream.take(np.array([5, 599, 0]))
+        assert not stream.samples.is_random
+        taken = stream.get_samples(np.array([5, 599, 0]))
         assert (
             torch.equal(taken[0], torch.from_numpy(2 * x[[5, 599, 0], :3]))
             and taken[1].tolist() == y[[5, 599, 0]].tolist()
         )
         assert torch.cat([batch for batch, _ in stream.test_dataloader()]).shape[1] == 3
-        stream.samples = stream.samples.mapped(lambda batch: batch + 1)
-        assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(2 * x[[7], :3] + 1))
+        stream.samples = stream.samples.map(lambda batch: batch + 1)
+        assert torch.equal(stream.get_samples(np.array([7]))[0], torch.from_numpy(2 * x[[7], :3] + 1))
         for _ in range(2):
-            stream.samples = stream.samples.unmapped or stream.samples
-            assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(x[[7]]))
+            stream.samples = stream.samples.raw_samples or stream.samples
+            assert torch.equal(stream.get_samples(np.array([7]))[0], torch.from_numpy(x[[7]]))
 
 
 def test_a_stream_in_words():
     assert str(FederatedStream("digits")) == "FederatedStream of digits, scenario ClassIncremental"
     assert str(FederatedStream(PublicData("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
     assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
-    own = Arrays(np.zeros((4, 1), np.float32), np.arange(4) % 2, None, ("a", "b"), None, None)
-    assert name_of(own) == "Arrays"
+    own = ArrayDataset(np.zeros((4, 1), np.float32), np.arange(4) % 2, None, ("a", "b"), None, None)
+    assert data_name(own) == "ArrayDataset"
 
 
 def test_pixels_are_normalised_batch_by_batch():
     rng = np.random.default_rng(0)
     pixels, y = rng.integers(256, size=(600, 3, 4, 4), dtype=np.uint8), rng.permutation(np.arange(600) % 4)
     mean, std = (rng.uniform(50, 150, (3, 1, 1)).astype(np.float32) for _ in range(2))
-    data = Arrays(pixels, y, None, tuple("abcd"), mean=mean, std=std)
+    data = ArrayDataset(pixels, y, None, tuple("abcd"), mean=mean, std=std)
     stream = FederatedStream(data, ClassIncremental(2), seed=0)
     stream.setup("fit")
     indices = np.array([5, 599, 0])
-    x, labels = stream.take(indices)
+    x, labels = stream.get_samples(indices)
     assert torch.equal(x, torch.from_numpy(data.samples(indices))) and labels.tolist() == y[indices].tolist()
     tested = torch.cat([batch for batch, _ in stream.test_dataloader()])
     assert torch.equal(tested, torch.from_numpy(data.samples(stream.plan.test)))
-    stream.samples = stream.samples.mapped(lambda batch: batch.flatten(1))
-    assert torch.equal(stream.take(indices)[0], x.flatten(1))
-    stream.samples = stream.samples.mapped(lambda batch: batch + 1)
-    stream.samples = stream.samples.unmapped or stream.samples
-    assert torch.equal(stream.take(indices)[0], x)
+    stream.samples = stream.samples.map(lambda batch: batch.flatten(1))
+    assert torch.equal(stream.get_samples(indices)[0], x.flatten(1))
+    stream.samples = stream.samples.map(lambda batch: batch + 1)
+    stream.samples = stream.samples.raw_samples or stream.samples
+    assert torch.equal(stream.get_samples(indices)[0], x)

@@ -10,7 +10,7 @@ from raising import raises
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError
@@ -42,7 +42,7 @@ class Two(L.LightningDataModule):
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
 def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
     stream = stream_of(kind(TensorDataset(X, 15.0 + 5 * Y)))
-    assert torch.equal(stream.take(np.arange(64))[1], 15.0 + 5 * Y)
+    assert torch.equal(stream.get_samples(np.arange(64))[1], 15.0 + 5 * Y)
     assert stream.classes == () and stream.num_classes == 0 and len(stream.y) == 0
 
 
@@ -52,13 +52,13 @@ def test_classes_of_a_data_set_or_module_may_be_named_or_none(kind):
     data = kind(TensorDataset(X, Y))
     assert stream_of(data).classes == ("0", "1", "2", "3")
     assert stream_of(data, classes=()).classes == stream_of(data, classes=[]).classes == ()
-    assert torch.equal(stream_of(data, classes=()).take(np.arange(64))[1], Y)
+    assert torch.equal(stream_of(data, classes=()).get_samples(np.arange(64))[1], Y)
     assert stream_of(data, classes=["a", "b", "c", "d"]).classes == ("a", "b", "c", "d")
 
 
 def test_data_that_name_their_classes_take_no_others():
     with raises(InvalidValueError, "classes"):
-        stream_of(Arrays(X.numpy(), Y.numpy(), None, tuple("abcd")), classes=["a"])
+        stream_of(ArrayDataset(X.numpy(), Y.numpy(), None, tuple("abcd")), classes=["a"])
 
 
 class Named(NamedTuple):
@@ -107,7 +107,7 @@ def test_labels_are_those_that_items_hold(wrapped):
     stream.setup("fit")
     names = sorted(set(labels))
     assert stream.classes == tuple(map(str, names)) and [names[c] for c in stream.y] == labels
-    x, y = stream.take(torch.arange(64).numpy())
+    x, y = stream.get_samples(torch.arange(64).numpy())
     assert torch.equal(x, X) and [names[c] for c in y] == labels
 
 
@@ -118,10 +118,10 @@ def test_labels_that_a_data_set_tells_are_compared_with_some_items():
     stream.setup("fit")
     assert data.read < 110 and stream.classes == ("0", "10", "20", "30")
     data.labels = [*labels[:5], 30, *labels[6:]]
-    assert stream.take(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]  # what the items hold
+    assert stream.get_samples(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]  # what the items hold
     data.labels = [7] * 1000
     with raises(InvalidValueError, "y", value=7):
-        stream.take(torch.tensor([3]).numpy())
+        stream.get_samples(torch.tensor([3]).numpy())
 
 
 @pytest.mark.parametrize("second", [None, (torch.ones(2), None)])
@@ -129,5 +129,5 @@ def test_items_whose_second_part_is_no_target_need_none(second):
     items = ListOf([(torch.ones(3), second, 1.0)] * 6)
     stream = stream_of(items, collate_fn=lambda batch: Named(*zip(*batch, strict=True)))
     assert stream.classes == ()
-    batch = stream.take(np.arange(2))
+    batch = stream.get_samples(np.arange(2))
     assert isinstance(batch, Named) and batch.second == (second, second)

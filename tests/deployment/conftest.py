@@ -8,18 +8,18 @@ import pytest
 import torch
 import yaml
 
+from lightning_fcl.deployment.deployment_server import DeploymentConfig, serve
 from lightning_fcl.deployment.flower import write_app
-from lightning_fcl.deployment.messages import opened, record_of
+from lightning_fcl.deployment.messages import to_record, unpack
 from lightning_fcl.deployment.node import Node
-from lightning_fcl.deployment.outline import read_recipe
-from lightning_fcl.deployment.own_data import write_split
-from lightning_fcl.deployment.server import Terms, serve
+from lightning_fcl.deployment.node_data import write_split
+from lightning_fcl.deployment.node_recipe import read_recipe
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.io.checkpoint import newest_checkpoint, read_checkpoint
-from lightning_fcl.running.federated_cli import FederatedCLI
-from lightning_fcl.running.fit import resolve_recipe, run
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.federated_cli import FederatedCLI
+from lightning_fcl.runs.fit import resolve_recipe, run_cli
+from lightning_fcl.runs.recipe import Recipe
 
 from .machines import Machines
 from .recipes import classes, strategy
@@ -80,14 +80,14 @@ class Wire:
             if given is None:  # it has been asked, and did not answer
                 continue
             self.sent[message] = number, None
-            parcel = opened(record_of(given))
+            parcel = unpack(to_record(given))
             self.asked.append((number, parcel))
             yield from ((message, answer) for answer in self.replies(number, parcel))
 
     def replies(self, number, parcel):
         answer = self.reached[number].answer(parcel)
         if answer is not None:
-            yield record_of(answer)
+            yield to_record(answer)
 
 
 class Rehearsal:
@@ -103,7 +103,7 @@ class Rehearsal:
 
     def simulate(self, *words):
         """The simulation; the shares of its clients are then in files."""
-        self.simulated = run(
+        self.simulated = run_cli(
             "fit",
             Recipe.of_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
             FederatedCLI,
@@ -172,11 +172,11 @@ class Rehearsal:
     def holds(self, module):
         """Whether the server's newest checkpoint holds a module's bits."""
         weights = self.weights()
-        return all(torch.equal(value, weights[name]) for name, value in entries(module).items())
+        return all(torch.equal(value, weights[name]) for name, value in state_tensors(module).items())
 
     def serve(self, link, data="server", **terms):
         where = str(self.folder / "data" / "server.npz") if data == "server" else data
-        terms = Terms(**{"join_seconds": 1, "round_seconds": 30, **terms})
+        terms = DeploymentConfig(**{"join_timeout": 1, "round_timeout": 30, **terms})
         return serve(self.path, link, self.folder / "deployed", terms, where, self.clients if where else ())
 
 
@@ -197,7 +197,7 @@ def same():
     """Whether two modules hold the same bits."""
 
     def equal(one, other):
-        a, b = entries(one), entries(other)
+        a, b = state_tensors(one), state_tensors(other)
         return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
     return equal

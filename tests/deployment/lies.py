@@ -9,8 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.deployment.answers import decode_upload, upload_of
-from lightning_fcl.deployment.messages import record_of
+from lightning_fcl.deployment.messages import to_record
+from lightning_fcl.deployment.upload_validation import decode_upload, parse_upload
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
 
@@ -21,18 +21,20 @@ FLOAT = "torch.float32"
 def server_with(state, rule="mean"):
     """A server whose entries are those of a state."""
     server = FederatedServer(ClientStore())
-    server.begin(nn.Module(), extra={name: (value, rule) for name, value in state.items()})
+    server.start_fit(nn.Module(), extra_tensors={name: (value, rule) for name, value in state.items()})
     return server
 
 
 def read_upload(message, sent, client, server, limits):
     """The upload of a client as a server reads it, and its decoded state."""
-    upload = upload_of(message.record(), sent, client, server.state, limits)
+    upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
     if upload.samples:
-        part = ClientRounds.of([ClientRound(client, 0, samples=upload.samples)])
+        part = ClientRounds.from_rounds([ClientRound(client, 0, samples=upload.samples)])
         state = {n: value[0] for n, value in decode_upload(upload, server, part, limits).values.items()}
-    return SimpleNamespace(samples=upload.samples, rehearsed=upload.rehearsed, diverged=upload.diverged, state=state)
+    return SimpleNamespace(
+        samples=upload.samples, rehearsed=upload.num_replay_samples, diverged=upload.has_diverged, state=state
+    )
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Message:
 
     @classmethod
     def of(cls, parcel):
-        return cls.of_record(record_of(parcel))
+        return cls.of_record(to_record(parcel))
 
     @classmethod
     def of_record(cls, record):

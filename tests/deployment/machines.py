@@ -40,9 +40,9 @@ import os
 import signal
 import sys
 
-from lightning_fcl.deployment.node import stay, warm
+from lightning_fcl.deployment.node import preload_imports, run_executor
 
-warm()
+preload_imports()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
     log, words = json.loads(line)
@@ -50,7 +50,7 @@ for line in sys.stdin:
         os.setsid()
         for number in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        stay(words)
+        run_executor(words)
         os._exit(0)
     print(child, flush=True)
 """

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.answers import Limits, greeting_of
-from lightning_fcl.deployment.messages import Parcel, RefusedError, reason_of, tensor_of
+from lightning_fcl.deployment.messages import Parcel, RejectedMessageError, sanitize_reason, to_tensor
+from lightning_fcl.deployment.upload_validation import UploadLimits, parse_join_request
 
 from .lies import HELLOS, KINDS, Message, numbers, read_upload, saying, server_with
 
 BOUND = {"federation": "f" * 32, "round": 0, "message": "m" * 32}
-LIMITS = Limits(10**8, 12, 30, 1000.0)
+LIMITS = UploadLimits(10**8, 12, 30, 1000.0)
 
 
 def server_state(**more):
@@ -57,16 +57,16 @@ def test_an_honest_answer_is_read_to_the_bit():
 def test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit():
     honest, _, read = answer_to(server_state())
     more = saying(samples=13)(honest)
-    with pytest.raises(RefusedError, match=r"from 0 to 12 but got 13[.] Set `most-samples` of the run"):
+    with pytest.raises(RejectedMessageError, match=r"from 0 to 12 but got 13[.] Set `max-samples` of the run"):
         read(more)
-    assert read(more, replace(LIMITS, most_samples=13)).samples == 13
+    assert read(more, replace(LIMITS, max_samples=13)).samples == 13
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lie_is_refused_by_name(kind):
     change, message = KINDS[kind]
     honest, _, read = answer_to(server_state())
-    with pytest.raises(RefusedError, match=message) as refused:
+    with pytest.raises(RejectedMessageError, match=message) as refused:
         read(change(honest))
     said = str(refused.value)
     assert len(said) <= 500 and said.isprintable()
@@ -76,8 +76,8 @@ def test_a_lie_is_refused_by_name(kind):
 def test_a_hello_that_lies_is_not_welcome(kind):
     change, message = HELLOS[kind]
     honest = Message.of(Parcel({"client": "1", "version": __version__, "recipe": "r", "samples": 12, "held": ""}))
-    found = greeting_of(change(honest).record(), "r")
-    assert re.search(message, found.fault) and len(found.fault) <= 500 and found.fault.isprintable()
+    found = parse_join_request(change(honest).record(), "r")
+    assert re.search(message, found.error) and len(found.error) <= 500 and found.error.isprintable()
 
 
 def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
@@ -85,12 +85,12 @@ def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
     for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
         honest, _, read = answer_to(server_state(), rule)
         read(honest)
-        with pytest.raises(RefusedError, match="with which sums overflow"):
+        with pytest.raises(RejectedMessageError, match="with which sums overflow"):
             read(numbers(lambda v: np.full_like(v, 3e38))(honest))
     honest, _, read = answer_to({"count": torch.tensor([5])})
     read(honest)
     far = Parcel({**honest.head}, {"count": torch.tensor([2**62])})
-    with pytest.raises(RefusedError, match="with which sums overflow"):
+    with pytest.raises(RejectedMessageError, match="with which sums overflow"):
         read(Message.of(far))
 
 
@@ -101,7 +101,7 @@ def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
     honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
     read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, clients=3))
     third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
-    with pytest.raises(RefusedError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
+    with pytest.raises(RejectedMessageError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
         read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, clients=3))
 
 
@@ -121,14 +121,16 @@ def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client()
 def test_how_far_an_update_goes_is_measured_on_averaged_floating_point_entries():
     honest, _, read = answer_to(server_state(steps=torch.tensor(0)))
     large = numbers(lambda v: v * 100)(honest)
-    read(large, Limits(10**8, 12, 30, 1000.0))
-    with pytest.raises(RefusedError, match=r"at most 0\.5 times the larger of the server's norm and 1 but it is of 9"):
-        read(large, Limits(10**8, 12, 30, 0.5))
+    read(large, UploadLimits(10**8, 12, 30, 1000.0))
+    with pytest.raises(
+        RejectedMessageError, match=r"at most 0\.5 times the larger of the server's norm and 1 but it is of 9"
+    ):
+        read(large, UploadLimits(10**8, 12, 30, 0.5))
     small = {"w": torch.zeros(4)}  # of a norm below 1
     honest, _, read = answer_to(small)
-    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 0.4)})), Limits(10**8, 12, 30, 1.0))
+    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 0.4)})), UploadLimits(10**8, 12, 30, 1.0))
     _, _, read = answer_to(small, "sum")
-    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 1e6)})), Limits(10**8, 12, 30, 1.0))
+    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 1e6)})), UploadLimits(10**8, 12, 30, 1.0))
 
 
 def test_whatever_fails_is_a_refusal(monkeypatch):
@@ -141,19 +143,19 @@ def test_whatever_fails_is_a_refusal(monkeypatch):
         UnicodeError("odd"),
         KeyError("\ud800"),
     ):
-        monkeypatch.setattr("lightning_fcl.deployment.answers.tensors_of", Mock(side_effect=error))
-        with pytest.raises(RefusedError, match=f"can be read but got {type(error).__name__}"):
+        monkeypatch.setattr("lightning_fcl.deployment.upload_validation.tensors_of", Mock(side_effect=error))
+        with pytest.raises(RejectedMessageError, match=f"can be read but got {type(error).__name__}"):
             read(honest)
 
 
 def test_bits_that_are_neither_true_nor_false_are_refused():
-    assert tensor_of("w", b"\0\1\0", "torch.bool", (3,)).tolist() == [False, True, False]
-    with pytest.raises(RefusedError, match="true or false"):
-        tensor_of("w", b"\0\1\2", "torch.bool", (3,))
+    assert to_tensor("w", b"\0\1\0", "torch.bool", (3,)).tolist() == [False, True, False]
+    with pytest.raises(RejectedMessageError, match="true or false"):
+        to_tensor("w", b"\0\1\2", "torch.bool", (3,))
 
 
 def test_a_reason_is_a_line_that_can_be_kept():
-    assert reason_of("x" * 500) == "x" * 500
-    assert reason_of("x" * 501) == "x" * 497 + "..."
-    assert reason_of("a\nb\x00\ud800\u202e") == "a b   "
-    assert greeting_of("y" * 10**6, "").fault == reason_of("y" * 501)
+    assert sanitize_reason("x" * 500) == "x" * 500
+    assert sanitize_reason("x" * 501) == "x" * 497 + "..."
+    assert sanitize_reason("a\nb\x00\ud800\u202e") == "a b   "
+    assert parse_join_request("y" * 10**6, "").error == sanitize_reason("y" * 501)

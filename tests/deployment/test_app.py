@@ -17,20 +17,20 @@ import lightning_fcl
 from lightning_fcl import FederatedStream
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
-from lightning_fcl.deployment.messages import RefusedError
-from lightning_fcl.deployment.outline import (
-    Outline,
-    build,
+from lightning_fcl.deployment.messages import RejectedMessageError
+from lightning_fcl.deployment.node_data import read_data, set_node_data, write_split
+from lightning_fcl.deployment.node_recipe import (
+    ClientOutline,
+    build_node_recipe,
     client_plan,
-    fingerprint,
-    outline_of,
+    make_outline,
     read_recipe,
+    recipe_fingerprint,
     server_plan,
 )
-from lightning_fcl.deployment.own_data import read_data, take_data, write_split
-from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.running.parts import read_parts
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.federation.aggregation import state_tensors
+from lightning_fcl.runs.loaded_recipe import load_recipe
+from lightning_fcl.runs.recipe import Recipe
 
 from .recipes import method
 
@@ -57,7 +57,7 @@ def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(t
     assert project["project"]["dependencies"] == [f"lightning-fcl[flower]=={lightning_fcl.__version__}"]
     recipe = yaml.safe_load(files["recipe.yaml"])
     assert recipe["trainer"]["max_epochs"] == 3
-    assert fingerprint(recipe) in files["pyproject.toml"]
+    assert recipe_fingerprint(recipe) in files["pyproject.toml"]
 
 
 @pytest.mark.seconds
@@ -65,9 +65,9 @@ def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     """The same weights, methods and settings, from the recipe's seed."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T")]}})
     L.seed_everything(3)
-    parsed, made = read_parts(Recipe((one.path,))), build(one.recipe)
-    start = entries(made.module)
-    assert all(torch.equal(value, start[name]) for name, value in entries(parsed.model).items())
+    parsed, made = load_recipe(Recipe((one.path,))), build_node_recipe(one.recipe)
+    start = state_tensors(made.module)
+    assert all(torch.equal(value, start[name]) for name, value in state_tensors(parsed.model).items())
     assert [type(callback).__name__ for callback in made.callbacks] == ["FLwF2T"]
     assert made.callbacks[0].hparams() == parsed.callbacks[0].hparams()
     assert made.stream.batch_size == parsed.datamodule.batch_size
@@ -90,17 +90,17 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
         stream = FederatedStream.from_arrays(x, y, owner, group, scenario=scenario, seed=5)
         write_split(stream, tmp_path / str(number))
         data = read_data(tmp_path / str(number) / "server.npz", for_server=True)
-        told = server_plan(scenario, data.samples, data.part, stream.plan.clients, 5)
+        told = server_plan(scenario, data.samples, data.split_names, stream.plan.clients, 5)
         assert told.tasks == stream.plan.tasks and told.experiences == stream.plan.experiences
         assert np.array_equal(np.sort(told.groups[told.test]), np.sort(stream.plan.groups[stream.plan.test]))
         for client in stream.plan.clients:
-            outline = Outline.of_plain(json.loads(json.dumps(asdict(outline_of(stream, client)))))
+            outline = ClientOutline.from_dict(json.loads(json.dumps(asdict(make_outline(stream, client)))))
             own = np.unique(np.concatenate([current.get(client, []) for current in stream.plan.train])).astype(int)
             plan = client_plan(outline, stream.plan.groups[own], None, 5)
             for here, there in zip(plan.train, stream.plan.train, strict=True):
                 assert np.array_equal(own[here.get(client, [])], there.get(client, []))
-            assert [plan.classes(round) for round in range(plan.rounds)] == [
-                stream.plan.classes(round) for round in range(plan.rounds)
+            assert [plan.class_split(round) for round in range(plan.rounds)] == [
+                stream.plan.class_split(round) for round in range(plan.rounds)
             ]
 
 
@@ -130,7 +130,7 @@ class Sensors(L.LightningDataModule):
     data, stream = read_data("my_sensors:Sensors"), FederatedStream(batch_size=3)
     assert data.samples.classes == ("0", "1", "2")
     names, tasks = ("0", "1", "2"), ((0, 1, 2),)
-    take_data(stream, data, Outline("a", names, names, True, (0,), tasks, (), (), ((0, 1, 2),), ((),)))
+    set_node_data(stream, data, ClientOutline("a", names, names, True, (0,), tasks, (), (), ((0, 1, 2),), ((),)))
     batch = stream.on_after_batch_transfer([torch.ones(2, 2), torch.zeros(2)], 0)
     assert torch.equal(batch[0], torch.ones(2, 2) / 255) and stream.batch_size == 3
     empty = [torch.empty(0), torch.empty(0)]  # the only batch of a server's round
@@ -146,8 +146,8 @@ def test_a_recipe_that_nobody_has_deployed_is_no_recipe_for_a_node(tmp_path):
 
 
 def test_rounds_of_data_that_do_not_fit_the_stream_are_refused():
-    outline = Outline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
-    with pytest.raises(RefusedError, match="a column for each of 2 rounds but got 3"):
+    outline = ClientOutline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
+    with pytest.raises(RejectedMessageError, match="a column for each of 2 rounds but got 3"):
         client_plan(outline, np.zeros(4, int), np.ones((4, 3), bool), 0)
 
 

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 import lightning_fcl
-from lightning_fcl.deployment.messages import arrays_of, head_of, record_of
+from lightning_fcl.deployment.messages import read_header, to_arrays, to_record
 from lightning_fcl.deployment.node import Node
 
 from .recipes import method
@@ -27,7 +27,7 @@ warnings.filterwarnings("ignore")
 from pathlib import Path
 from zlib import crc32
 from lightning_fcl.deployment.flower import client_app
-from lightning_fcl.deployment.messages import Parcel, arrays_of, head_of, record_of
+from lightning_fcl.deployment.messages import Parcel, to_arrays, read_header, to_record
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 import torch
@@ -39,9 +39,9 @@ config = {"client": "1", "data": DATA, "memories": HERE + "/device"}
 for file in sorted(Path(HERE).glob("sent-*")):
     head, state = torch.load(file, weights_only=True)
     parcel = Parcel(head, state)
-    message = Message(record_of(parcel), 7, "train" if parcel.state else "query")
+    message = Message(to_record(parcel), 7, "train" if parcel.state else "query")
     reply = app(message, Context(1, 7, config, RecordDict(), {}))
-    head, arrays = head_of(reply.content), arrays_of(reply.content)
+    head, arrays = read_header(reply.content), to_arrays(reply.content)
     sums = {name: crc32(array.data) for name, array in arrays.items()}
     print(head.get("refused", ""), sorted(head), sums)
 print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
@@ -55,10 +55,10 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", max_size=20)]}})
     one.simulate()
     link = wire(one.nodes())
-    one.serve(link, clients_at_least=3)
+    one.serve(link, min_clients=3)
     sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
     for count, parcel in enumerate(sent):
-        torch.save((dict(parcel.head), dict(parcel.state)), tmp_path / f"sent-{count}")
+        torch.save((dict(parcel.header), dict(parcel.state)), tmp_path / f"sent-{count}")
     installed = tmp_path / "installed"
     installed.mkdir()
     others = install(installed, [Requirement(line).name for line in NAMED])
@@ -73,6 +73,6 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     assert loaded == "loaded []"
     again = Node(one.recipe, "1", str(one.folder / "data" / "1.npz"), tmp_path / "again")
     for answer, parcel in zip(answers, sent, strict=True):
-        here = record_of(again.answer(parcel))
-        assert re.sub(r"^ ", "", answer).startswith(str(sorted(head_of(here))))
-        assert all(f"'{name}': {crc32(array.data)}" in answer for name, array in arrays_of(here).items())
+        here = to_record(again.answer(parcel))
+        assert re.sub(r"^ ", "", answer).startswith(str(sorted(read_header(here))))
+        assert all(f"'{name}': {crc32(array.data)}" in answer for name, array in to_arrays(here).items())

@@ -6,15 +6,15 @@ from itertools import count, pairwise
 import pytest
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.members import AGAIN_SECONDS, HELLO_SECONDS, Members
-from lightning_fcl.deployment.messages import Parcel, opened, record_of
+from lightning_fcl.deployment.messages import Parcel, to_record, unpack
+from lightning_fcl.deployment.node_registry import JOIN_INTERVAL_S, RETRY_INTERVAL_S, NodeRegistry
 
 HELLO = {"kind": "hello"}
 CLIENTS = ["a", "b", "c"]
 
 
 def record(head):
-    return record_of(Parcel(head))
+    return to_record(Parcel(head))
 
 
 class Clock:
@@ -47,7 +47,7 @@ class Air:
     def send(self, parcels, seconds):
         new = {f"m{next(self.numbers)}": node for node in parcels if node in self.there}
         self.sent |= {message: (node, parcels[node], self.clock.now) for message, node in new.items()}
-        self.log += [(self.clock.now - 100, node, parcels[node].head["kind"]) for node in new.values()]
+        self.log += [(self.clock.now - 100, node, parcels[node].header["kind"]) for node in new.values()]
         return new
 
     def answers(self, messages):
@@ -81,7 +81,7 @@ def silent(parcel, now):
 
 def stalling(name):
     """A node that stalls as it trains."""
-    return lambda parcel, now: client(name)(parcel, now) if parcel.head["kind"] == "hello" else None
+    return lambda parcel, now: client(name)(parcel, now) if parcel.header["kind"] == "hello" else None
 
 
 def refusing(parcel, now):
@@ -92,7 +92,7 @@ def refusing(parcel, now):
 @pytest.fixture
 def clock(monkeypatch):
     one = Clock()
-    monkeypatch.setattr("lightning_fcl.deployment.members.time", one)
+    monkeypatch.setattr("lightning_fcl.deployment.node_registry.time", one)
     return one
 
 
@@ -103,8 +103,8 @@ def air(clock):
 
 @pytest.fixture
 def members(air):
-    one = Members(air, "r", 20, 100, {})
-    one.begin_round(HELLO, "", CLIENTS)
+    one = NodeRegistry(air, "r", 20, 100, {})
+    one.start_round(HELLO, "", CLIENTS)
     return one
 
 
@@ -121,39 +121,39 @@ def gather(air, members):
             return counts(answer)
 
         sent_to = lambda name, node: Parcel({"kind": "train", "for": name})  # noqa: E731
-        run.left = members.gather(wanted, needed, sent_to, take)
-        run.enough = members.enough
-        return members.counted
+        run.left = members.collect_answers(wanted, needed, sent_to, take)
+        run.has_enough_answers = members.has_enough_answers
+        return members.num_accepted_answers
 
     return run
 
 
 def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_are_named(air, members, caplog):
     air.there = {7: client("a")}
-    assert members.reach(["a"], 1) == {"a": 7} and members.claims == {}
+    assert members.wait_for_nodes(["a"], 1) == {"a": 7} and members.claims == {}
     air.there[8] = client("a")
     for _ in range(20):
-        assert members.reach(["a"], 1) == {"a": 7}
+        assert members.wait_for_nodes(["a"], 1) == {"a": 7}
         air.clock.sleep(1)
     assert members.claims == {"a": ["7", "8"]}
     assert "got two for a: node 7 has it, and node 8 says that it is a, too" in caplog.text
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
     del air.there[7]
     since = air.clock.now
-    assert members.reach(["a"], 1) == {"a": 8} and air.clock.now - since <= AGAIN_SECONDS + 1
+    assert members.wait_for_nodes(["a"], 1) == {"a": 8} and air.clock.now - since <= RETRY_INTERVAL_S + 1
     assert members.claims == {}
 
 
 def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, members, caplog):
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "mine"}
-    assert members.reach(["a", "b"], 1) == {"a": 7}
+    assert members.wait_for_nodes(["a", "b"], 1) == {"a": 7}
     air.there = {8: client("b"), 9: client("b")}
-    assert members.reach(["a", "b"], 1) == {"b": 9}
+    assert members.wait_for_nodes(["a", "b"], 1) == {"b": 9}
     assert (
         "Ignored node 8 (client b): Expected node 8 to be client a, as its key has been, but it says b." in caplog.text
     )
     air.there = {8: client("a")}
-    assert members.reach(["a", "b"], 1) == {"a": 8}
+    assert members.wait_for_nodes(["a", "b"], 1) == {"a": 8}
 
 
 def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_it(air, caplog):
@@ -161,25 +161,25 @@ def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_i
     claimed = {}
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "other", 9: "mine"}
     for registered in (True, False):
-        one = Members(air, "r", 20, 4, claimed, registered)
-        one.begin_round(HELLO, "", CLIENTS)
+        one = NodeRegistry(air, "r", 20, 4, claimed, registered)
+        one.start_round(HELLO, "", CLIENTS)
         if registered:
-            assert one.reach(["a"], 1) == {"a": 7} and claimed == {"mine": "a"}
+            assert one.wait_for_nodes(["a"], 1) == {"a": 7} and claimed == {"mine": "a"}
             air.there = {8: client("a")}
             with pytest.raises(RuntimeError, match="Expected node 8 to have the key that client a has had in this run"):
-                one.reach(["a"], 1)
+                one.wait_for_nodes(["a"], 1)
             air.there = {8: client("a"), 9: client("a")}
-            assert one.reach(["a"], 1) == {"a": 9} and claimed == {"mine": "a"}
+            assert one.wait_for_nodes(["a"], 1) == {"a": 9} and claimed == {"mine": "a"}
             air.there = {8: client("a")}
-    assert one.reach(["a"], 1) == {"a": 8}
+    assert one.wait_for_nodes(["a"], 1) == {"a": 8}
 
 
 def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, members, caplog):
     air.there = {7: changing((0, refusing), (20, client("a")))}
-    assert members.reach(["a"], 1) == {"a": 7}
+    assert members.wait_for_nodes(["a"], 1) == {"a": 7}
     times = air.asked(7)
-    assert times[0] == 0 and 20 <= times[-1] <= 20 + AGAIN_SECONDS + 1
-    assert all(AGAIN_SECONDS <= later - one <= AGAIN_SECONDS + 1 for one, later in pairwise(times))
+    assert times[0] == 0 and 20 <= times[-1] <= 20 + RETRY_INTERVAL_S + 1
+    assert all(RETRY_INTERVAL_S <= later - one <= RETRY_INTERVAL_S + 1 for one, later in pairwise(times))
     error = "Expected an answer of client a but got the error `unusable-data`."
     assert caplog.text.count(f"Ignored node 7 (client a): {error}") == 1
 
@@ -194,7 +194,7 @@ def test_gather_node_without_an_answer_waits_for_it_once_and_at_most_for_the_rou
         air.there[number] = silent
         since = air.clock.now
         assert gather(["a", "b"], 1) == 1 and 20 < air.clock.now - since < 21
-    air.clock.sleep(HELLO_SECONDS)
+    air.clock.sleep(JOIN_INTERVAL_S)
     for _ in range(3):  # now it has had its time
         since = air.clock.now
         assert gather(["a", "b"], 1) == 1 and air.clock.now - since < 1
@@ -208,9 +208,9 @@ def test_gather_node_that_answers_late_who_it_is_gets_the_round(air, gather):
 
 
 def test_reach_node_that_needs_longer_than_the_time_to_ask_again_joins(air, members, caplog):
-    air.there, air.takes = {7: client("a")}, {7: HELLO_SECONDS + 20}
-    assert members.reach(["a"], 1) == {"a": 7}
-    assert HELLO_SECONDS + 20 <= air.clock.now - 100 < HELLO_SECONDS + 25
+    air.there, air.takes = {7: client("a")}, {7: JOIN_INTERVAL_S + 20}
+    assert members.wait_for_nodes(["a"], 1) == {"a": 7}
+    assert JOIN_INTERVAL_S + 20 <= air.clock.now - 100 < JOIN_INTERVAL_S + 25
     assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer of node 7" in caplog.text
 
 
@@ -225,7 +225,7 @@ def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them
     air.there = {number: client(f"plant-{name}") for number, name in enumerate("abc", start=7)}
     air.there[10] = refusing
     with pytest.raises(RuntimeError) as ended:
-        members.reach(["a", "b"], 1)
+        members.wait_for_nodes(["a", "b"], 1)
     assert 100 < air.clock.now - 100 < 101
     setting = 'set `data` and clients="plant-a,plant-b,plant-c" of the run\'s configuration'
     waiting = [one for one in caplog.records if one.getMessage().startswith("Waiting for 1 more clients")]
@@ -239,8 +239,8 @@ def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them
         "Ignored node 10 (client a)",
     ]
     air.there = {8: client("b")}
-    air.clock.sleep(AGAIN_SECONDS)
-    assert members.reach(["a", "b"], 1) == {"b": 8}
+    air.clock.sleep(RETRY_INTERVAL_S)
+    assert members.wait_for_nodes(["a", "b"], 1) == {"b": 8}
 
 
 def test_gather_warns_once_a_minute_about_the_clients_that_it_waits_for(air, gather, caplog):
@@ -255,16 +255,16 @@ def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members,
     with pytest.raises(
         RuntimeError, match=r"at least 2 of the clients a, b to join within 100 s but b joined\..*`unusable-data`"
     ):
-        members.reach(["a", "b"], 2)
+        members.wait_for_nodes(["a", "b"], 2)
     assert "Waiting for 1 more clients to join, of a. Ignored 1 connected nodes. Expected an answer" in caplog.text
     assert 100 < air.clock.now - 100 < 101
 
 
 def test_where_something_else_never_travels_all_are_asked_anew(air, members):
     air.there = {7: client("a")}
-    members.reach(["a"], 1)
-    members.begin_round(HELLO, "other", CLIENTS)
-    assert members.reach(["a"], 1) == {"a": 7} and len(air.asked(7)) == 2 and members.alike == set()
+    members.wait_for_nodes(["a"], 1)
+    members.start_round(HELLO, "other", CLIENTS)
+    assert members.wait_for_nodes(["a"], 1) == {"a": 7} and len(air.asked(7)) == 2 and members.compatible_nodes == set()
 
 
 def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_again(air, gather):
@@ -274,14 +274,14 @@ def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_
     assert gather(["a", "b"], 2) == 2 and gather.left == {}
     assert gather.taken == ["b", "a"]
     assert len(air.asked(7, "train")) == 2 and len(air.asked(9, "train")) == 1
-    assert 40 < air.asked(9, "train")[0] < 40 + 2 * AGAIN_SECONDS + 1
+    assert 40 < air.asked(9, "train")[0] < 40 + 2 * RETRY_INTERVAL_S + 1
 
 
 def lost_in_training(name, until):
     """A node whose client's process crashes as often as it trains."""
 
     def node(parcel, now):
-        if parcel.head["kind"] == "train" and now < until:
+        if parcel.header["kind"] == "train" and now < until:
             return "it has crashed"
         return client(name)(parcel, now)
 
@@ -293,13 +293,13 @@ def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_
     sent = []
 
     def loses_the_first(parcel, now):
-        if parcel.head["kind"] == "train" and parcel not in sent:
+        if parcel.header["kind"] == "train" and parcel not in sent:
             sent.append(parcel)
         return None if sent and parcel is sent[0] else client("a")(parcel, now)
 
     air.there = {7: loses_the_first, 8: client("b")}
     assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
-    assert 20 < air.clock.now - 100 < 20 + AGAIN_SECONDS + 1
+    assert 20 < air.clock.now - 100 < 20 + RETRY_INTERVAL_S + 1
 
 
 def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(air, gather):
@@ -307,14 +307,16 @@ def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(ai
     air.there = {7: stalling("a"), 8: client("b")}
     assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
     pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
-    assert len(pauses) == 2 and 20 < pauses[0] < 20 + 2 * AGAIN_SECONDS and 40 < pauses[1] < 40 + 2 * AGAIN_SECONDS
+    assert (
+        len(pauses) == 2 and 20 < pauses[0] < 20 + 2 * RETRY_INTERVAL_S and 40 < pauses[1] < 40 + 2 * RETRY_INTERVAL_S
+    )
 
 
 def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):
     air.there = {7: lost_in_training("a", 10), 8: client("b")}
     assert gather(["a", "b"], 2) == 2 and gather.taken == ["b", "a"]
     times = air.asked(7, "train")
-    assert len(times) > 1 and min(b - a for a, b in pairwise(times)) >= AGAIN_SECONDS
+    assert len(times) > 1 and min(b - a for a, b in pairwise(times)) >= RETRY_INTERVAL_S
 
 
 def test_a_round_with_enough_does_not_wait_for_who_is_lost_and_no_longer_than_its_time_for_others(air, gather):
@@ -336,37 +338,37 @@ def test_who_comes_late_makes_up_for_who_stalls(air, gather):
     air.there = {7: stalling("a"), 8: client("b")}
     air.clock.later = {5: lambda: air.there.update({9: client("c")})}
     assert gather(["a", "b", "c"], 2) == 2 and gather.left == {"a": "no answer within 20 s"}
-    assert 20 < air.clock.now - 100 < 20 + 2 * AGAIN_SECONDS + 1
+    assert 20 < air.clock.now - 100 < 20 + 2 * RETRY_INTERVAL_S + 1
 
 
 def liar_until(since, clock):
     """Whether an answer counts: those of `a` from some time on, and all others."""
-    return lambda answer: opened(answer).head["client"] != "a" or clock.now - 100 >= since
+    return lambda answer: unpack(answer).header["client"] != "a" or clock.now - 100 >= since
 
 
 def test_a_round_that_needs_all_ends_with_its_time_without_a_client_of_whom_no_answer_counts(air, gather):
     """It is asked again meanwhile, after ever longer pauses."""
     air.there = {7: client("a"), 8: client("b")}
     assert gather(["a", "b"], 2, liar_until(1000, air.clock)) == 1 and 20 < air.clock.now - 100 < 21
-    assert gather.enough and gather.left == {} and gather.taken.count("b") == 1
+    assert gather.has_enough_answers and gather.left == {} and gather.taken.count("b") == 1
     pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
-    assert len(pauses) == 2 and AGAIN_SECONDS <= pauses[0] < pauses[1]
+    assert len(pauses) == 2 and RETRY_INTERVAL_S <= pauses[0] < pauses[1]
 
 
 def test_a_client_whose_later_answer_counts_is_in_the_round(air, gather):
     air.there = {7: client("a"), 8: client("b")}
-    assert gather(["a", "b"], 2, liar_until(2, air.clock)) == 2 and air.clock.now - 100 < 2 + 2 * AGAIN_SECONDS + 1
+    assert gather(["a", "b"], 2, liar_until(2, air.clock)) == 2 and air.clock.now - 100 < 2 + 2 * RETRY_INTERVAL_S + 1
 
 
 def test_a_round_that_needs_all_waits_for_who_does_not_answer_whoever_lies(air, gather):
     """Until the time that it was told; and it needs no fewer where others may yet answer."""
     air.there = {7: client("a"), 8: client("b"), 9: changing((0, stalling("c")), (50, client("c")))}
     assert gather(["a", "b", "c"], 3, liar_until(1000, air.clock)) == 2 and 50 <= air.clock.now - 100 < 51
-    assert gather.enough
+    assert gather.has_enough_answers
     air.there[9] = stalling("c")
     since = air.clock.now
     assert gather(["a", "b", "c"], 2, liar_until(1000, air.clock)) == 1 and 120 < air.clock.now - since < 121
-    assert not gather.enough and gather.left == {"c": "no answer within 20 s"}
+    assert not gather.has_enough_answers and gather.left == {"c": "no answer within 20 s"}
 
 
 def test_gather_round_in_which_no_answer_counts_asks_again_until_its_time(air, gather):
@@ -375,7 +377,7 @@ def test_gather_round_in_which_no_answer_counts_asks_again_until_its_time(air, g
     assert gather(["a"], 1, liar_until(50, air.clock)) == 1 and 50 <= air.clock.now - 100 < 120
     since = air.clock.now
     assert gather(["a"], 1, liar_until(1000, air.clock)) == 0 and 120 < air.clock.now - since < 121
-    assert not gather.enough
+    assert not gather.has_enough_answers
 
 
 def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, gather):
@@ -389,4 +391,4 @@ def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, ga
 
     air.clock.later = {4: comes_back}
     assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
-    assert air.clock.now - 100 < 4 + 2 * AGAIN_SECONDS + 1
+    assert air.clock.now - 100 < 4 + 2 * RETRY_INTERVAL_S + 1

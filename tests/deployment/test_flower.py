@@ -9,7 +9,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_fcl.deployment.messages import GridLink, Parcel, opened, record_of
+from lightning_fcl.deployment.messages import GridLink, Parcel, to_record, unpack
 
 
 class Grid:
@@ -36,7 +36,7 @@ def app(monkeypatch):
 
 
 def answer_of(message, said, **forged):
-    reply = Message(record_of(Parcel({"said": said})), reply_to=message)
+    reply = Message(to_record(Parcel({"said": said})), reply_to=message)
     reply.metadata.__dict__.update({f"_{name}": value for name, value in forged.items()})
     return reply
 
@@ -72,7 +72,7 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
     assert found.keys() == {7, 8, 9, 11}
     assert "can be read but got ValueError: no message" in found[11]
     assert "Node Unavailable" in found[7]
-    assert [opened(found[node]).head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
+    assert [unpack(found[node]).header["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
 
 
 def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
@@ -95,4 +95,4 @@ def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypa
     while not (found := [*link.answers(left)]):
         assert time.monotonic() - began < 60
     [(message, answer)] = found
-    assert message == left[0] and opened(answer).head["said"] == "I am 7"
+    assert message == left[0] and unpack(answer).header["said"] == "I am 7"

@@ -39,5 +39,5 @@ def test_server_rejects_state_of_gathered_values(rehearsal, wire, monkeypatch, t
             deployed.serve(link)
         assert not link.asked
     else:
-        deployed.serve(link, clients_at_least=3)
+        deployed.serve(link, min_clients=3)
         assert {number for number, _ in link.asked} == {*link.reached}

@@ -48,7 +48,7 @@ def moments(capsys):
 @pytest.mark.flower
 def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_those_of_the_simulation(connected, moments):
     one, simulated, at = connected
-    settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 20.0, "join_seconds": 400.0}
+    settings = {**one.settings(), "min_clients": 3, "round_timeout": 20.0, "join_timeout": 400.0}
 
     def supernode(client):
         at.kill(client)
@@ -94,7 +94,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
     at.wait_for(one.ended)
     assert one.holds(simulated.model)
     for client in one.clients:
-        kept, remembered = kept_by(one, client), simulated.trainer.strategy.server.store[client]
+        kept, remembered = kept_by(one, client), simulated.trainer.strategy.server.client_store[client]
         assert kept.keys() == remembered.keys() and kept["Replay"]
         for section, values in remembered.items():
             assert all(torch.equal(value, kept[section][name]) for name, value in values.items())
@@ -103,7 +103,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
 @pytest.mark.long
 def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_on(connected, moments):
     one, _, at = connected
-    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=15.0)
+    at.run(one.app(), **one.settings(), min_clients=2, round_timeout=15.0)
     lost = moments.choice(one.clients)
     at.wait_for(lambda: one.begun(lost) >= 1)
     time.sleep(moments.random())
@@ -124,7 +124,7 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
 def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
     one, _, at = connected
-    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=20.0)
+    at.run(one.app(), **one.settings(), min_clients=2, round_timeout=20.0)
     at.wait_for(lambda: one.begun("2") >= 0)
     at.signal("2", signal.SIGSTOP)
     at.wait_for(one.ended)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.deployment.answers import MOST, Limits
-from lightning_fcl.deployment.messages import MODEL, Parcel, RefusedError
+from lightning_fcl.deployment.messages import MODEL, Parcel, RejectedMessageError
+from lightning_fcl.deployment.upload_validation import MAX_INTEGER, UploadLimits
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.aggregation import state_tensors
 
 from .lies import HELLOS, KINDS, Message, more, numbers, put, read_upload, saying, server_with, without
 from .recipes import strategy
@@ -31,7 +31,7 @@ def prepared(rehearsal):
 def honest(prepared, wire):
     """The model of clients 0 and 2, and why client 1 is not among them."""
     link = wire([prepared.node("0"), prepared.node("2")])
-    fit = prepared.serve(link, clients_at_least=2)
+    fit = prepared.serve(link, min_clients=2)
     (prepared.folder / "deployed").rename(prepared.folder / "honest")
     return fit.model
 
@@ -67,7 +67,7 @@ def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, s
         yield from (change(answer) for change, _ in KINDS.values())
         yield from before or [numbers(lambda v: v + np.inf)(answer)]
 
-    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), clients_at_least=2)
+    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), min_clients=2)
     assert same(honest, fit.model)
     wanted = [message for _, message in KINDS.values()]
     for round, others in enumerate(([], ["it is old, or another's"])):
@@ -97,7 +97,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
                 change, _ = list(HELLOS.values())[number - 100]
                 yield change(Message.of(self.reached[8].answer(parcel))).record()
 
-    fit = prepared.serve(Late(prepared.nodes()), clients_at_least=3, join_seconds=60)
+    fit = prepared.serve(Late(prepared.nodes()), min_clients=3, join_timeout=60)
     assert same(prepared.simulated.model, fit.model)
     said = dict(re.findall(r"Ignored node (\d+) \(client .*?\): (.*)", caplog.text))
     assert len(said) == len(HELLOS)
@@ -107,7 +107,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
 
 @pytest.mark.seconds
 def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
-    fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(prepared.nodes()), clients_at_least=3)
+    fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(prepared.nodes()), min_clients=3)
     assert same(prepared.simulated.model, fit.model)
     assert [one["dropped"]["1"] for one in prepared.rounds()] == ["a second answer, which does not count"] * 2
 
@@ -115,14 +115,14 @@ def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
 @pytest.mark.seconds
 def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, wire, same):
     lies = lying(wire, lambda answer, *_: [saying(round=9)(answer), answer])
-    fit = prepared.serve(lies(prepared.nodes()), clients_at_least=3)
+    fit = prepared.serve(lies(prepared.nodes()), min_clients=3)
     assert same(prepared.simulated.model, fit.model)
 
 
 @pytest.mark.seconds
 def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared, honest, wire, same, caplog):
     lies = lying(wire, lambda answer, *_: [saying(samples=-3)(answer)])
-    fit = prepared.serve(lies(prepared.nodes()), clients_at_least=3, round_seconds=2)
+    fit = prepared.serve(lies(prepared.nodes()), min_clients=3, round_timeout=2)
     assert same(honest, fit.model)
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     for round in (0, 1):
@@ -137,10 +137,10 @@ def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wi
 
     def boasts(parcel):
         answer = really(parcel)
-        return answer if parcel.state else Parcel({**answer.head, "samples": 10**6})
+        return answer if parcel.state else Parcel({**answer.header, "samples": 10**6})
 
     nodes[1].answer = boasts
-    prepared.serve(wire(nodes), clients_at_least=3)
+    prepared.serve(wire(nodes), min_clients=3)
     named = "Client {} says that it has 1000000 samples, more than 100 times as many as others"
     assert [named.format(client) in caplog.text for client in prepared.clients] == [False, True, False]
 
@@ -148,19 +148,19 @@ def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wi
 @pytest.mark.seconds
 def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire):
     nodes = prepared.nodes()
-    prepared.serve(wire(nodes), clients_at_least=3)
+    prepared.serve(wire(nodes), min_clients=3)
     rounds = prepared.rounds()
     (prepared.folder / "deployed").rename(prepared.folder / "first")
     sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
     assert rounds[0]["limits"] == {"most_samples": max(sizes), "largest_update": 1000.0}
     report = (prepared.folder / "first" / "report.html").read_text()
     assert "limits of an update" in report and f"{max(sizes):,}" in report
-    short = {"clients_at_least": 3, "round_seconds": 0, "join_seconds": 0.1}
+    short = {"min_clients": 3, "round_timeout": 0, "join_timeout": 0.1}
     with pytest.raises(RuntimeError, match="a whole number from 0 to 5 but got"):
-        prepared.serve(wire(nodes), most_samples=5, **short)
+        prepared.serve(wire(nodes), max_samples=5, **short)
     (prepared.folder / "deployed").rename(prepared.folder / "second")
     with pytest.raises(RuntimeError, match=r"at most 0\.001 times the larger of the server's norm and 1 but it is of"):
-        prepared.serve(wire(nodes), largest_update=0.001, **short)
+        prepared.serve(wire(nodes), max_update_norm=0.001, **short)
 
 
 ODD = [True, -1, 0, 2**31, 2**63 - 1, 1e308, "", "..", "\ud800", b"\xff", [], [1, 2], "x" * 300, float("nan")]
@@ -210,10 +210,10 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
 
     def is_refused(message, parcel):
         known = {n.removeprefix(MODEL): value for n, value in parcel.state.items() if n.startswith(MODEL)}
-        limits = Limits(10**8, 10**3, MOST, 1000.0)
+        limits = UploadLimits(10**8, 10**3, MAX_INTEGER, 1000.0)
         try:
-            upload = read_upload(message, parcel.head, "1", server_with(known), limits)
-        except RefusedError as error:
+            upload = read_upload(message, parcel.header, "1", server_with(known), limits)
+        except RejectedMessageError as error:
             assert str(error).isprintable() and len(str(error)) <= 500
             return True
         assert type(upload.samples) is int and 0 <= upload.samples <= 10**3
@@ -221,7 +221,7 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
         return False
 
     def lies(answer, before, parcel):
-        while len(sent) < 1000 * (parcel.head["round"] + 1):
+        while len(sent) < 1000 * (parcel.header["round"] + 1):
             message = mutated(rng, answer, before or [saying(client="0")(answer)])
             if is_refused(message, parcel):
                 sent.append(message)
@@ -229,7 +229,7 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
             else:
                 may.append(message)
 
-    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), clients_at_least=2)
+    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), min_clients=2)
     assert same(honest, fit.model)
     assert len(reasons(caplog, 0)) == len(reasons(caplog, 1)) == 1000
     assert all(reason.isprintable() and len(reason) <= 500 for reason in reasons(caplog, 0))
@@ -257,10 +257,10 @@ def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, w
                 message = numbers(lambda v: v * 100)(message) if number == 8 else message
             yield message.record()
 
-    fit = one.serve(Mixed(one.nodes()), clients_at_least=3)
+    fit = one.serve(Mixed(one.nodes()), min_clients=3)
     assert one.rounds()[0]["dropped"] == {}
     low, high = (
         {name: compare(honest[7][name], honest[9][name]) for name in honest[7]} for compare in (torch.min, torch.max)
     )
-    inside = [((low[n] <= value) & (value <= high[n])).all().item() for n, value in entries(fit.model).items()]
+    inside = [((low[n] <= value) & (value <= high[n])).all().item() for n, value in state_tensors(fit.model).items()]
     assert all(inside) is (rule != "mean")

@@ -26,9 +26,9 @@ from flwr.clientapp import ClientApp
 
 sys.path.append(str(Path(__file__).parent))
 
-from lightning_fcl.deployment.answers import BOUND
+from lightning_fcl.deployment.upload_validation import HEADER_FIELDS
 from lightning_fcl.deployment.flower import client_app
-from lightning_fcl.deployment.messages import Parcel, opened
+from lightning_fcl.deployment.messages import Parcel, unpack
 
 import lies
 
@@ -46,8 +46,8 @@ def train(message, context):
     client = context.node_config["client"]
     if client not in {LIARS}:
         return honest(message, context)
-    sent = opened(message.content)
-    said = dict((name, sent.head[name]) for name in BOUND)
+    sent = unpack(message.content)
+    said = dict((name, sent.header[name]) for name in HEADER_FIELDS)
     said.update(client=client, samples=9, rehearsed=0, diverged=False)
     state = dict((name.removeprefix("model/"), value + 0.01) for name, value in sent.state.items())
     change, _ = list(lies.KINDS.values())[(said["round"] * {len(LIARS)} + {LIARS}.index(client)) % {len(KINDS)}]
@@ -66,7 +66,7 @@ MANY_ROUNDS = {
 def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsal, wire, machines):
     one, at = rehearsal(MANY_ROUNDS), machines()
     one.simulate("--trainer.max_epochs", "1")
-    honest = one.serve(wire([one.node("0"), one.node("2")]), clients_at_least=2)
+    honest = one.serve(wire([one.node("0"), one.node("2")]), min_clients=2)
     (one.folder / "deployed").rename(one.folder / "honest")
     app = one.app()
     (app / "client_app.py").write_text(CLIENT)
@@ -75,7 +75,7 @@ def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsa
     at.link()
     for client in one.clients:
         at.node(client, one.config(client))
-    at.run(app, **one.settings(), clients_at_least=2)
+    at.run(app, **one.settings(), min_clients=2)
     at.wait_for(one.ended, seconds=900)
     assert one.holds(honest.model)
     rounds = one.rounds()

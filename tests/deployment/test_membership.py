@@ -30,7 +30,7 @@ def linked(rehearsal, machines):
 def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_rounds(linked):
     one, at = linked
     app = one.app()
-    settings = {"out": str(one.folder / "deployed"), "clients-at-least": 3, "join-seconds": 150}
+    settings = {"out": str(one.folder / "deployed"), "min-clients": 3, "join-timeout": 150}
     said = at.stream(app, settings)
     assert "WARNING Waiting for 3 more clients to join, of 0, 1, 2." in said
     for name in NAMES.values():
@@ -42,7 +42,7 @@ def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_r
     # A node that connects late is missing from the first lists; the last one follows the end of the wait.
     listed = re.findall(r"To train these clients, set `data` and clients=\"(.*?)\" of the run's configuration", said)
     assert listed[-1:] == ["plant-a,plant-b,plant-c"]
-    settings |= {"clients": listed[-1], "data": str(one.folder / "data" / "server.npz"), "join-seconds": 900}
+    settings |= {"clients": listed[-1], "data": str(one.folder / "data" / "server.npz"), "join-timeout": 900}
     said = at.stream(app, settings)
     for name in NAMES.values():
         assert re.search(rf"INFO Client {name} joined on node \d+ with \d+ samples\.", said)

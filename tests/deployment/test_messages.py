@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
+from lightning_fcl.deployment.messages import Parcel, RejectedMessageError, to_record, unpack
 
 from .recipes import strategy
 
@@ -19,12 +19,12 @@ def test_a_message_is_opened_as_it_was_sent(dtype):
         "no": torch.ones(0, 3).to(dtype),
     }
     head = {"text": "a", "number": 2, "half": 0.5, "yes": True, "none": None, "nested": [{"lr": [0.1, None]}, []]}
-    record = record_of(Parcel(head, state))
+    record = to_record(Parcel(head, state))
     for name, array in record.array_records["arrays"].items():
         again = type(array).inflate(array.deflate(), dict(array.slice_array()))
         assert (again.dtype, again.shape, again.data) == (array.dtype, array.shape, array.data), name
-    found = opened(record)
-    assert found.head == head and found.state.keys() == state.keys()
+    found = unpack(record)
+    assert found.header == head and found.state.keys() == state.keys()
     assert all(torch.equal(value, state[name]) and value.dtype == dtype for name, value in found.state.items())
 
 
@@ -32,24 +32,26 @@ def test_a_message_is_opened_as_it_was_sent(dtype):
     ("text", "message"), [("[" * 100_000, "RecursionError"), ("{", "JSONDecodeError"), ("[1]", "TypeError|ValueError")]
 )
 def test_a_servers_text_that_cannot_be_read_is_refused(text, message):
-    with pytest.raises(RefusedError, match=f"Expected a message of the server that can be read but got ({message})"):
-        opened(record_of(Parcel({"nested": text})))
+    with pytest.raises(
+        RejectedMessageError, match=f"Expected a message of the server that can be read but got ({message})"
+    ):
+        unpack(to_record(Parcel({"nested": text})))
 
 
 @pytest.mark.parametrize("form", [("torch.save", (3,)), ("torch.float32", (-3, -1)), ("torch.float32", (2,))])
 def test_a_servers_array_of_another_form_is_refused(form):
-    record = record_of(Parcel({}, {"w": torch.zeros(3)}))
+    record = to_record(Parcel({}, {"w": torch.zeros(3)}))
     array = record.array_records["arrays"]["w"]
     array.dtype, array.shape = form
-    with pytest.raises(RefusedError, match="Expected `w` to be an array of numbers but got 12 bytes as torch"):
-        opened(record)
+    with pytest.raises(RejectedMessageError, match="Expected `w` to be an array of numbers but got 12 bytes as torch"):
+        unpack(record)
 
 
 @pytest.mark.seconds
 def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
-    top = {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.1}}
+    top = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
     one = rehearsal({"trainer": {"strategy": strategy(compression=top), "max_epochs": 1}})
     one.simulate()
-    one.serve(wire(one.nodes()), clients_at_least=3)
+    one.serve(wire(one.nodes()), min_clients=3)
     (round,) = one.rounds()
     assert all(round["upload_bytes"][client] < round["download_bytes"][client] / 5 for client in one.clients)

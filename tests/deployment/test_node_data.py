@@ -14,16 +14,16 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.deployment.flower import _read_node_config, _source
-from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.messages import RejectedMessageError
 from lightning_fcl.deployment.node import Node
-from lightning_fcl.deployment.outline import Outline, outline_of
-from lightning_fcl.deployment.own_data import (
+from lightning_fcl.deployment.node_data import (
     DataSource,
     count_samples,
     read_data,
-    take_data,
-    take_server_data,
+    set_node_data,
+    set_server_data,
 )
+from lightning_fcl.deployment.node_recipe import ClientOutline, make_outline
 from lightning_fcl.errors import MissingValueError
 
 from .recipes import strategy
@@ -107,9 +107,9 @@ FILES = {"npz": write_npz, "csv": write_csv, "parquet": write_parquet}
 
 def node_of(stream, client, source):
     """The stream of a node, which gets what the server sends as JSON."""
-    outline = Outline.of_plain(json.loads(json.dumps(asdict(outline_of(stream, client)))))
+    outline = ClientOutline.from_dict(json.loads(json.dumps(asdict(make_outline(stream, client)))))
     node = FederatedStream(seed=stream.seed, batch_size=8)
-    take_data(node, read_data(source, stream.seed), outline)
+    set_node_data(node, read_data(source, stream.seed), outline)
     return node
 
 
@@ -173,7 +173,7 @@ def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(s
     simulated.setup("fit")
     server = FederatedStream(scenario=ClassIncremental(2), seed=seed)
     data = read_data(DataSource("sensors:Sensors", init_args={"site": 1}), seed, for_server=True)
-    take_server_data(server, data, ["a", "b"])
+    set_server_data(server, data, ["a", "b"])
     for name, samples in (("test", 15), ("val", 9)):
         here, there = (
             torch.cat([x[:, 0] for x, _ in getattr(one, f"{name}_dataloader")()]) for one in (server, simulated)
@@ -184,11 +184,11 @@ def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(s
 
 def test_server_with_a_data_module_needs_test_samples():
     server = FederatedStream(scenario=Stationary(2))
-    take_server_data(server, read_data("sensors:Tests", for_server=True), ["a"])
+    set_server_data(server, read_data("sensors:Tests", for_server=True), ["a"])
     assert len(server.plan.test) == 20 and server.plan.rounds == 2
-    with pytest.raises(RefusedError, match=r"Define `test_dataloader` in Trains"):
+    with pytest.raises(RejectedMessageError, match=r"Define `test_dataloader` in Trains"):
         read_data("sensors:Trains", for_server=True)
-    with pytest.raises(RefusedError, match="Define `train_dataloader` in Tests"):
+    with pytest.raises(RejectedMessageError, match="Define `train_dataloader` in Tests"):
         read_data("sensors:Tests")
 
 
@@ -200,7 +200,7 @@ def test_most_samples_counts_training_samples(tmp_path):
 
 
 def test_arguments_of_a_data_module_that_do_not_fit_name_the_node_config():
-    with pytest.raises(RefusedError, match=r"sits.*init_args\.folder=") as caught:
+    with pytest.raises(RejectedMessageError, match=r"sits.*init_args\.folder=") as caught:
         read_data(DataSource("sensors:Sensors", init_args={"sits": 1}))
     assert caught.value.argument == "data"
 
@@ -230,7 +230,7 @@ def test_recipe_with_tables_names_columns_classes_and_scale(tmp_path):
         assert (LABELS[samples.targets] == y).all()
         expected = (x.astype(np.float64) - [1, 2]) / [2, 4]
         assert np.allclose(samples.x.numpy(), expected, rtol=1e-6)
-    with pytest.raises(RefusedError, match=r"`target` and `features`.*Name them beside `data`"):
+    with pytest.raises(RejectedMessageError, match=r"`target` and `features`.*Name them beside `data`"):
         read_data(own.where)
     assert len(read_data(DataSource(own.where, COLUMNS)).samples) == len(x)
 
@@ -240,21 +240,23 @@ def test_server_rejects_other_words_in_part(tmp_path):
     path = tmp_path / "server.npz"
     for word, fix in (("tests", "Did you mean test"), ("TEST", "Did you mean test"), ("train", "Remove the samples")):
         np.savez(path, x=x, y=y, part=np.array(["test"] * 79 + [word]))
-        with pytest.raises(RefusedError, match=rf'`part` of .*server\.npz .*"{word}" for sample 79\. {fix}') as caught:
+        with pytest.raises(
+            RejectedMessageError, match=rf'`part` of .*server\.npz .*"{word}" for sample 79\. {fix}'
+        ) as caught:
             read_data(path, for_server=True)
         assert caught.value.argument == "part"
     np.savez(path, x=x[:79], y=y[:79], part=np.array(["test"] * 79))  # as the last message says
     assert len(read_data(path, for_server=True).samples) == 79
     np.savez(path, x=x, y=y, part=np.array(["test", "validation"] * 40))
     server = FederatedStream(scenario=Stationary())
-    take_server_data(server, read_data(path, for_server=True), ["a"])
+    set_server_data(server, read_data(path, for_server=True), ["a"])
     assert (len(server.plan.test), len(server.plan.validation)) == (40, 40)
-    with pytest.raises(RefusedError, match=r"to train on but .* Name the file of this client"):
+    with pytest.raises(RejectedMessageError, match=r"to train on but .* Name the file of this client"):
         read_data(path)
     assert len(read_data(write_npz(tmp_path, x, y)).samples) == len(x)
     np.savez(path, x=x, y=y, part=np.array(["validation"] * 80))
     with pytest.raises(ValueError, match="to have test samples but got none"):
-        take_server_data(server, read_data(path, for_server=True), ["a"])
+        set_server_data(server, read_data(path, for_server=True), ["a"])
 
 
 def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
@@ -266,13 +268,13 @@ def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
     np.savez(path, x=x, y=y, group=place)
     check_equal(node_of(simulated, "0", DataSource(str(path))), simulated, "0")
     server = FederatedStream(scenario=scenario)
-    take_server_data(server, read_data(path, for_server=True), ["0"])
+    set_server_data(server, read_data(path, for_server=True), ["0"])
     assert server.plan.rounds == 2
     for source in (write_npz(tmp_path, x, y), write_csv(tmp_path, x, y)):
         with pytest.raises(ValueError, match=r"data of client 0 .*\.npz file with `group`"):
             node_of(simulated, "0", source)
         with pytest.raises(ValueError, match=r"data of the server .*\.npz file with `group`"):
-            take_server_data(server, read_data(source, for_server=True), ["0"])
+            set_server_data(server, read_data(source, for_server=True), ["0"])
 
 
 @pytest.mark.seconds
@@ -283,7 +285,7 @@ def test_server_with_another_word_in_part_asks_no_node(rehearsal, wire):
     columns = dict(np.load(path))
     np.savez(path, **{**columns, "part": np.char.upper(columns["part"])})
     link = wire(one.nodes())
-    with pytest.raises(RefusedError, match=r"`part` of .*server\.npz .*Did you mean test"):
+    with pytest.raises(RejectedMessageError, match=r"`part` of .*server\.npz .*Did you mean test"):
         one.serve(link)
     assert link.sent == {}
 
@@ -305,7 +307,7 @@ REJECTED = {
 def test_invalid_file_of_a_node_is_rejected_by_name(tmp_path, case):
     columns, message = REJECTED[case]
     np.savez(tmp_path / "own.npz", **columns)
-    with pytest.raises(RefusedError, match=rf"own\.npz.*{message}"):
+    with pytest.raises(RejectedMessageError, match=rf"own\.npz.*{message}"):
         read_data(tmp_path / "own.npz")
 
 
@@ -316,7 +318,7 @@ def test_file_with_two_members_of_one_name_is_rejected_by_name(tmp_path, again):
     np.savez(path, x=X, y=Y)
     with ZipFile(path, "a") as archive:
         archive.writestr(again, archive.read("x.npy"))
-    with pytest.raises(RefusedError, match=r"own\.npz.*two members of the name 'x'"):
+    with pytest.raises(RejectedMessageError, match=r"own\.npz.*two members of the name 'x'"):
         read_data(path)
 
 
@@ -373,9 +375,9 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
     nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in names]
     one.clients = []
     with pytest.raises(MissingValueError, match=r"Set both in the run's configuration: clients="):
-        one.serve(wire(nodes), source, clients_at_least=3)
+        one.serve(wire(nodes), source, min_clients=3)
     one.clients = names
-    deployed = one.serve(wire(nodes), source, clients_at_least=3)
+    deployed = one.serve(wire(nodes), source, min_clients=3)
     assert same(simulated.model, deployed.model)
     assert deployed.trainer.current_epoch == 2
     assert [each["dropped"] for each in one.rounds()] == [{}, {}]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.deployment.node import memories
-from lightning_fcl.deployment.own_data import count_samples
+from lightning_fcl.deployment.node import client_state_folder
+from lightning_fcl.deployment.node_data import count_samples
 from lightning_fcl.errors import DamagedFileError
 from lightning_fcl.federation.client_store import PROGRESS, ClientStore, with_progress
 
@@ -18,7 +18,7 @@ DAMAGED = [b"", b"\xff\xfe", b'{"round": ', b"[]", b'{"round": "2"}']
 def train(folder, rounds):
     """Train a client that keeps the number of its latest round, as a node does."""
     for number in rounds:
-        place = memories(folder, "a", number)
+        place = client_state_folder(folder, "a", number)
         store = ClientStore("disk", place)
         kept = store["a"]
         store["a"] = {
@@ -30,7 +30,7 @@ def train(folder, rounds):
 
 def state_before(folder, number):
     """Return the rounds that a client has trained in, in the state that a round starts from."""
-    kept = ClientStore("disk", memories(folder, "a", number))["a"]
+    kept = ClientStore("disk", client_state_folder(folder, "a", number))["a"]
     return kept[PROGRESS]["rounds"].tolist() if kept else []
 
 
@@ -46,7 +46,7 @@ def test_damaged_note_of_the_round_is_computed_again(tmp_path, content):
 
 
 def test_damaged_note_before_the_first_training_is_computed_again(tmp_path):
-    memories(tmp_path, "a", 0)
+    client_state_folder(tmp_path, "a", 0)
     (tmp_path / "round.json").write_bytes(b"")
     assert state_before(tmp_path, 0) == []
 
@@ -68,18 +68,18 @@ def test_damaged_state_that_is_needed_is_one_message_whose_advice_works(tmp_path
     train(own, range(3))
     (own / folder / "a.safetensors").write_bytes(b"")
     with pytest.raises(DamagedFileError, match=f"Remove {own}. The client then starts without the state"):
-        memories(own, "a", number)
+        client_state_folder(own, "a", number)
     shutil.rmtree(own)
     own.mkdir()
     assert state_before(own, number) == []
 
 
 def test_note_that_cannot_be_computed_again_is_one_message(tmp_path):
-    place = memories(tmp_path, "a", 0)
+    place = client_state_folder(tmp_path, "a", 0)
     ClientStore("disk", place)["a"] = {"Method": {"x": torch.zeros(1)}}  # without the rounds of its training
     (tmp_path / "round.json").write_bytes(b"")
     with pytest.raises(DamagedFileError, match=f"Remove {tmp_path}"):
-        memories(tmp_path, "a", 1)
+        client_state_folder(tmp_path, "a", 1)
 
 
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"stamp": 3, "samples": null}'])

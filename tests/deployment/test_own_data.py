@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.deployment.messages import RefusedError
-from lightning_fcl.deployment.own_data import count_samples
+from lightning_fcl.deployment.messages import RejectedMessageError
+from lightning_fcl.deployment.node_data import count_samples
 
 
 def save(path, samples):
@@ -23,7 +23,7 @@ def overwrite(path, content):
 
 def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
     path, note = tmp_path / "own.npz", tmp_path / "note.json"
-    with pytest.raises(RefusedError, match="there is no file"):
+    with pytest.raises(RejectedMessageError, match="there is no file"):
         count_samples(str(path), note)
     save(path, 4)
     whole = path.read_bytes()
@@ -31,14 +31,14 @@ def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(
     overwrite(path, b"no numbers")
     assert count_samples(str(path), note) == 4  # it has not looked
     path.write_bytes(b"no numbers")
-    with pytest.raises(RefusedError, match=r"own\.npz .* but got: "):
+    with pytest.raises(RejectedMessageError, match=r"own\.npz .* but got: "):
         count_samples(str(path), note)
     path.write_bytes(whole)
     assert count_samples(str(path), note) == 4
     save(path, 5)
     assert count_samples(str(path), note) == 5
     monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", "10")
-    with pytest.raises(RefusedError, match="above the limit of 10"):
+    with pytest.raises(RejectedMessageError, match="above the limit of 10"):
         count_samples(str(path), note)
     monkeypatch.delenv("LIGHTNING_FCL_MAX_BYTES")
     assert count_samples(str(path), note) == 5

@@ -21,7 +21,7 @@ def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
     one, at = rehearsal(REPLAY), machines()
     simulated = one.simulate()
     at.link("--simulation")
-    more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "clients_at_least": 3}
+    more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "min_clients": 3}
     at.run(one.app(), "options.num-supernodes = 3", **one.settings(), **more)
     at.wait_for(one.ended)
     assert one.holds(simulated.model)
@@ -58,7 +58,7 @@ def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal,
     at.trust = ["--root-certificates", others / "ca.pem"]
     at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
     at.trust = ["--root-certificates", authority]
-    at.run(one.app(), **one.settings(), clients_at_least=3, registered_keys=True)
+    at.run(one.app(), **one.settings(), min_clients=3, require_registered_keys=True)
     at.wait_for(one.ended)
     assert one.holds(simulated.model)
     said = {name: (tmp_path / f"{name}.log").read_text().lower() for name in ("stranger", "mistrusts", "link")}

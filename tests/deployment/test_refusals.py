@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
+from lightning_fcl.deployment.messages import Parcel, RejectedMessageError, to_record, unpack
 from lightning_fcl.deployment.node import Node
-from lightning_fcl.deployment.outline import fingerprint
-from lightning_fcl.deployment.own_data import read_data
+from lightning_fcl.deployment.node_data import read_data
+from lightning_fcl.deployment.node_recipe import recipe_fingerprint
 
 
 @pytest.fixture
@@ -28,15 +28,15 @@ def deployed(rehearsal):
 def asked(deployed, wire):
     """A node, and what it was sent to train on."""
     link = wire(deployed.nodes())
-    deployed.serve(link, clients_at_least=3)
+    deployed.serve(link, min_clients=3)
     number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
     return link.reached[number], sent
 
 
 def test_a_message_larger_than_agreed_is_refused():
-    sent = record_of(Parcel({}, {"w": torch.zeros(1000)}))
-    with pytest.raises(RefusedError, match="Expected at most 100 bytes of a message but got"):
-        opened(sent, 100)
+    sent = to_record(Parcel({}, {"w": torch.zeros(1000)}))
+    with pytest.raises(RejectedMessageError, match="Expected at most 100 bytes of a message but got"):
+        unpack(sent, 100)
 
 
 @pytest.mark.seconds
@@ -45,15 +45,15 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
     nodes = [deployed.node("0"), deployed.node("1", other), deployed.node("2")]
     older = nodes[2]
     really = older.answer
-    older.answer = lambda parcel: replace(really(parcel), head={**really(parcel).head, "version": "0.0.9"})
-    deployed.serve(wire(nodes), clients_at_least=1)
+    older.answer = lambda parcel: replace(really(parcel), header={**really(parcel).header, "version": "0.0.9"})
+    deployed.serve(wire(nodes), min_clients=1)
     found = deployed.rounds()[0]["dropped"]
     assert (
         "Expected client 1 to have the recipe" in found["1"] and "Deploy the same recipe on all machines" in found["1"]
     )
     assert "Expected client 2 to run lightning-fcl" in found["2"] and "0.0.9" in found["2"]
     answer = nodes[0].answer(Parcel({"kind": "hello", "version": "0.0.9", "recipe": ""}))
-    assert (answer.head["refused"], answer.head["argument"]) == ("other-version", "version")
+    assert (answer.header["refused"], answer.header["argument"]) == ("other-version", "version")
     assert "Expected the server to run lightning-fcl" in caplog.text
 
 
@@ -70,9 +70,9 @@ def test_weights_of_another_model_are_refused_by_a_node(asked, caplog):
         (mad, "refused", "finite"),
     ):
         caplog.clear()
-        assert node.answer(Parcel(sent.head, state)).head["refused"] == code and message in caplog.text
-    strange = Parcel({**sent.head, "kind": "dance"}, sent.state)
-    assert node.answer(strange).head["refused"] == "refused"
+        assert node.answer(Parcel(sent.header, state)).header["refused"] == code and message in caplog.text
+    strange = Parcel({**sent.header, "kind": "dance"}, sent.state)
+    assert node.answer(strange).header["refused"] == "refused"
     assert "say hello or to train but got 'dance'" in caplog.text
 
 
@@ -80,7 +80,7 @@ def test_weights_of_another_model_are_refused_by_a_node(asked, caplog):
 def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire, caplog):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
-    deployed.serve(wire(nodes), clients_at_least=2)
+    deployed.serve(wire(nodes), min_clients=2)
     (round,) = deployed.rounds()
     found, claims = round["dropped"], round["claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
@@ -91,14 +91,16 @@ def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed
 @pytest.mark.seconds
 def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deployed):
     node, path = deployed.node("1"), deployed.folder / "data" / "1.npz"
-    hello = Parcel({"kind": "hello", "version": __version__, "recipe": fingerprint(deployed.recipe), "federation": "f"})
+    hello = Parcel(
+        {"kind": "hello", "version": __version__, "recipe": recipe_fingerprint(deployed.recipe), "federation": "f"}
+    )
     told, samples = path.stat(), len(np.load(path)["y"])
-    assert node.answer(hello).head["samples"] == samples
+    assert node.answer(hello).header["samples"] == samples
     path.write_bytes(bytes(told.st_size))
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
-    assert deployed.node("1").answer(hello).head["samples"] == samples  # nor in another process
+    assert deployed.node("1").answer(hello).header["samples"] == samples  # nor in another process
     path.write_bytes(b"")
-    assert node.answer(hello).head["refused"] == "unusable-data"
+    assert node.answer(hello).header["refused"] == "unusable-data"
 
 
 def test_data_that_do_not_fit_are_refused(tmp_path):
@@ -114,9 +116,9 @@ def test_data_that_do_not_fit_are_refused(tmp_path):
     }
     for columns, message in files.values():
         np.savez(tmp_path / "own.npz", **columns)
-        with pytest.raises(RefusedError, match=message):
+        with pytest.raises(RejectedMessageError, match=message):
             read_data(tmp_path / "own.npz")
-    with pytest.raises(RefusedError, match="No module named"):
+    with pytest.raises(RejectedMessageError, match="No module named"):
         read_data("no_such_module:Data")
 
 
@@ -131,7 +133,7 @@ def test_damaged_data_are_refused_or_the_same(tmp_path):
         path.write_bytes(changed)
         try:
             data = read_data(path)
-        except RefusedError as error:
+        except RejectedMessageError as error:
             assert str(path) in str(error)
             return None
         samples = data.samples
@@ -157,7 +159,9 @@ def test_damaged_photographs_are_refused_by_name(tmp_path):
     assert read_data(tmp_path).samples.x.shape == (1, 3, 16, 16)
     for content in (whole[: len(whole) // 2], whole.replace(b"IDAT", b"IDAX"), bomb, b""):
         path.write_bytes(content)
-        with pytest.raises(RefusedError, match=f"Expected {re.escape(str(path))} to be a whole .* image but got: "):
+        with pytest.raises(
+            RejectedMessageError, match=f"Expected {re.escape(str(path))} to be a whole .* image but got: "
+        ):
             read_data(tmp_path)
 
 
@@ -170,7 +174,7 @@ def test_labels_that_the_server_does_not_know_are_refused_and_stay_on_the_node(d
     y = y.astype("U9")
     y[0] = "eleven"
     np.savez(path, y=y, **columns)
-    deployed.serve(wire(deployed.nodes()), clients_at_least=2)
+    deployed.serve(wire(deployed.nodes()), min_clients=2)
     found = deployed.rounds()[0]["dropped"]
     assert "got the error `unknown-name` about `y`" in found["1"] and "eleven" not in found["1"]
     said = [record.getMessage() for record in caplog.records if record.name == "lightning_fcl.deployment.node"]
@@ -196,6 +200,6 @@ def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_ref
     before = sorted(deployed.folder.rglob("*"))
     for name in ("..", ".", "", "x" * 300, "../../victim" * 30, "\ufb01eld"):
         caplog.clear()
-        assert node.answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"] == "refused"
+        assert node.answer(Parcel({**sent.header, "federation": name}, sent.state)).header["refused"] == "refused"
         assert "Expected the name of a federation, not `..`, of letters that are printed, in Unicode's" in caplog.text
     assert sorted(deployed.folder.rglob("*")) == before

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.aggregation import state_tensors
 
 from .recipes import REPLAY, strategy
 
@@ -31,7 +31,7 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
             training = False
             for count, answer in enumerate(super().answers(messages)):
                 _, sent = self.asked[-1]
-                training = sent.head["round"] == 2 and bool(sent.state)
+                training = sent.header["round"] == 2 and bool(sent.state)
                 if training and count == answered:
                     raise LostError
                 yield answer
@@ -39,10 +39,10 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
                 raise LostError
 
     with pytest.raises(LostError):
-        one.serve(Lost(one.nodes()), clients_at_least=number)
+        one.serve(Lost(one.nodes()), min_clients=number)
     link = wire(one.nodes())
-    deployed = one.serve(link, clients_at_least=number)
-    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    deployed = one.serve(link, min_clients=number)
+    assert min(parcel.header["round"] for _, parcel in link.asked) == 2
     assert same(simulated.model, deployed.model)
 
 
@@ -54,15 +54,15 @@ def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_a
 
     class Lost(wire):
         def send(self, parcels, seconds):
-            if any(parcel.head["round"] == 2 for parcel in parcels.values()):
+            if any(parcel.header["round"] == 2 for parcel in parcels.values()):
                 raise LostError
             return super().send(parcels, seconds)
 
     with pytest.raises(LostError):
-        one.serve(Lost(one.nodes()), clients_at_least=3)
+        one.serve(Lost(one.nodes()), min_clients=3)
     link = wire([one.node("0"), one.node("2")])
     link.reached[11] = one.node("1")  # with a key that has been nobody's
-    one.serve(link, clients_at_least=1, registered_keys=True)
+    one.serve(link, min_clients=1, require_registered_keys=True)
     assert "Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
     assert "Expected node 11 to have the key that client 1 has had in this run but it has another." in caplog.text
     assert one.rounds()[-1]["upload_bytes"].keys() == {"0"}
@@ -74,8 +74,8 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
     one.simulate()
     nodes = one.nodes()
     really = nodes[1].answer
-    nodes[1].answer = lambda parcel: None if parcel.head["round"] == 1 and parcel.state else really(parcel)
-    one.serve(wire(nodes), clients_at_least=2, round_seconds=3)
+    nodes[1].answer = lambda parcel: None if parcel.header["round"] == 1 and parcel.state else really(parcel)
+    one.serve(wire(nodes), min_clients=2, round_timeout=3)
     rounds, stalled = one.rounds(), one.clients[1]
     assert [stalled in one["upload_bytes"] for one in rounds] == [True, False, True, True]
     assert "no answer within" in rounds[1]["dropped"][stalled]
@@ -89,11 +89,11 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 
     class Changing(wire):
         def nodes(self):
-            round = max((parcel.head["round"] for _, parcel in self.asked), default=0)
+            round = max((parcel.header["round"] for _, parcel in self.asked), default=0)
             self.reached = {1: first, **({2: second} if round < 2 else {}), **({3: third} if round > 0 else {})}
             return super().nodes()
 
-    one.serve(Changing([]), clients_at_least=1)
+    one.serve(Changing([]), min_clients=1)
     rounds = one.rounds()
     there = [[client in one["upload_bytes"] for client in ("0", "1", "2")] for one in rounds]
     assert there[0] == [True, True, False] and there[-1] == [True, False, True]
@@ -104,10 +104,11 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
     one = rehearsal()
     one.simulate()
-    message = r"3 of the clients 0, 1, 2 to join within 1 s but 0, 1 joined.* decrease `clients-at-least`"
+    message = r"3 of the clients 0, 1, 2 to join within 1 s but 0, 1 joined.* decrease `min-clients` in the run's"
+    message += " configuration"
     with pytest.raises(RuntimeError, match=message):
-        one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
-    one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=2)
+        one.serve(wire([one.node("0"), one.node("1")]), min_clients=3)
+    one.serve(wire([one.node("0"), one.node("1")]), min_clients=2)
     assert one.ended()
 
 
@@ -117,19 +118,19 @@ def test_serve_round_of_too_few_uploads_continues_when_all_clients_answer(rehear
     simulated = one.simulate()
     nodes = one.nodes()
     really = nodes[1].answer
-    nodes[1].answer = lambda parcel: None if parcel.head["round"] == 2 and parcel.state else really(parcel)
+    nodes[1].answer = lambda parcel: None if parcel.header["round"] == 2 and parcel.state else really(parcel)
     with pytest.raises(RuntimeError, match=r"at least 3 clients in round 2 but got 2 .* Start the server again"):
-        one.serve(wire(nodes), clients_at_least=3, round_seconds=0.5)
+        one.serve(wire(nodes), min_clients=3, round_timeout=0.5)
     link = wire(one.nodes())
-    deployed = one.serve(link, clients_at_least=3)
-    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    deployed = one.serve(link, min_clients=3)
+    assert min(parcel.header["round"] for _, parcel in link.asked) == 2
     assert same(simulated.model, deployed.model)
 
 
 BURSTS = """
 import torch
 
-from lightning_fcl.federation.accumulators import Gather
+from lightning_fcl.federation.accumulators import GatheringAccumulator
 from lightning_fcl.federation.reductions import Reduction
 
 sound, divisor = [100], [0]
@@ -138,8 +139,8 @@ sound, divisor = [100], [0]
 class Bursts(Reduction):
     name = "bursts"
 
-    def accumulator(self):
-        return Gather(mean)
+    def make_accumulator(self):
+        return GatheringAccumulator(mean)
 
 
 def mean(rows, server):
@@ -171,13 +172,13 @@ def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_goo
     made = sys.modules["bursts"]
     made.sound[0], made.divisor[0] = 2, divisor
     with pytest.raises(ValueError, match=message):
-        one.serve(wire(nodes), clients_at_least=3)
-    simulated_to = max(value.abs().max() for value in entries(simulated.model).values())
+        one.serve(wire(nodes), min_clients=3)
+    simulated_to = max(value.abs().max() for value in state_tensors(simulated.model).values())
     assert all((value.abs() <= 10 * simulated_to).all() for value in one.weights().values())
     made.sound[0] = 100
     link = wire(nodes)
-    deployed = one.serve(link, clients_at_least=3)
-    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    deployed = one.serve(link, min_clients=3)
+    assert min(parcel.header["round"] for _, parcel in link.asked) == 2
     assert same(simulated.model, deployed.model)
 
 
@@ -187,14 +188,14 @@ def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire, caplo
     one = rehearsal()
     one.simulate()
     nodes = one.nodes()
-    one.serve(link := wire(nodes), clients_at_least=3)
+    one.serve(link := wire(nodes), min_clients=3)
     _, train = next((number, parcel) for number, parcel in link.asked if parcel.state)
     refused = nodes[0].answer(
-        type(train)({**train.head, "outline": {**train.head["outline"], "client": "0"}}, train.state)
+        type(train)({**train.header, "outline": {**train.header["outline"], "client": "0"}}, train.state)
     )
-    assert refused.head["refused"] == "other-round" and "Expected a round from 3 on" in caplog.text
+    assert refused.header["refused"] == "other-round" and "Expected a round from 3 on" in caplog.text
     (one.folder / "deployed").rename(one.folder / "before")
-    one.serve(wire(nodes), clients_at_least=3)
+    one.serve(wire(nodes), min_clients=3)
     assert one.rounds()[-1]["correct"] == one.rounds("before")[-1]["correct"]
 
 
@@ -206,7 +207,7 @@ def lost_in(wire, number):
 
     class Lost(wire):
         def send(self, parcels, seconds):
-            if any(parcel.head["round"] == number for parcel in parcels.values()):
+            if any(parcel.header["round"] == number for parcel in parcels.values()):
                 raise LostError
             return super().send(parcels, seconds)
 
@@ -218,10 +219,10 @@ def test_serve_recipe_with_rare_checkpoints_continues_from_the_last_round(rehear
     one = rehearsal({"trainer": {"callbacks": [*REPLAY["trainer"]["callbacks"], RARE]}})
     simulated = one.simulate()
     with pytest.raises(LostError):
-        one.serve(lost_in(wire, 2)(one.nodes()), clients_at_least=3)
+        one.serve(lost_in(wire, 2)(one.nodes()), min_clients=3)
     link = wire(one.nodes())
-    deployed = one.serve(link, clients_at_least=3)
-    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    deployed = one.serve(link, min_clients=3)
+    assert min(parcel.header["round"] for _, parcel in link.asked) == 2
     assert same(simulated.model, deployed.model)
 
 
@@ -230,17 +231,17 @@ def test_serve_checkpoint_that_lacks_rounds_of_the_record_stops(rehearsal, wire)
     one = rehearsal()
     one.simulate()
     with pytest.raises(LostError):
-        one.serve(lost_in(wire, 3)(one.nodes()), clients_at_least=3)
+        one.serve(lost_in(wire, 3)(one.nodes()), min_clients=3)
     last = one.folder / "deployed" / "checkpoints" / "last.ckpt"
     whole = last.read_bytes()
     for damaged in (None, whole[: len(whole) // 2]):
         last.unlink() if damaged is None else last.write_bytes(damaged)
         link = wire(one.nodes())
         with pytest.raises(RuntimeError, match=r"a checkpoint of round 2, the last .* there is none\..*Restore .*last"):
-            one.serve(link, clients_at_least=3)
+            one.serve(link, min_clients=3)
         assert link.asked == []
     last.write_bytes(whole)  # as the message says
-    one.serve(wire(one.nodes()), clients_at_least=3)
+    one.serve(wire(one.nodes()), min_clients=3)
     assert len(one.rounds()) == 4
 
 
@@ -250,15 +251,15 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
     one = rehearsal()
     one.simulate()
     with pytest.raises(LostError):
-        one.serve(lost_in(wire, 1)(one.nodes()), clients_at_least=3)
+        one.serve(lost_in(wire, 1)(one.nodes()), min_clients=3)
     shutil.copytree(one.folder / "deployed", one.folder / "copy")
     with pytest.raises(LostError):
-        one.serve(lost_in(wire, 3)(one.nodes()[:1]), clients_at_least=1)
+        one.serve(lost_in(wire, 3)(one.nodes()[:1]), min_clients=1)
     (one.folder / "deployed").rename(one.folder / "newest")
     (one.folder / "copy").rename(one.folder / "deployed")
     caplog.clear()
     with pytest.raises(RuntimeError, match=r"state of 0 was of a later round\..* lack their uploads of rounds up to 1"):
-        one.serve(wire(one.nodes()), clients_at_least=2)
+        one.serve(wire(one.nodes()), min_clients=2)
     named = [one for one in caplog.records if "Round 1: nothing of client 0" in one.getMessage()]
     assert named and {one.levelname for one in named} == {"WARNING"} and "`other-round`" in named[0].getMessage()
     assert [sorted(one["upload_bytes"]) for one in one.rounds()] == [
@@ -269,5 +270,5 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
     ]
     shutil.rmtree(one.folder / "deployed")  # the message says: "Restore the newest checkpoint of the run"
     (one.folder / "newest").rename(one.folder / "deployed")
-    one.serve(wire(one.nodes()[:1]), clients_at_least=1)
+    one.serve(wire(one.nodes()[:1]), min_clients=1)
     assert one.ended()

@@ -8,7 +8,7 @@ import torch
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.deployment.own_data import write_split
+from lightning_fcl.deployment.node_data import write_split
 from lightning_fcl.federation.client_store import ClientStore
 
 from .recipes import REPLAY, classes, method, strategy
@@ -82,7 +82,7 @@ CASES = {
     "compression": {
         "trainer": {
             "strategy": strategy(
-                compression={"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.2}}
+                compression={"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.2}}
             )
         }
     },
@@ -179,10 +179,10 @@ SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earl
 def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
     one = rehearsal(CASES[case])
     simulated = one.simulate()
-    deployed = one.serve(wire(one.nodes()), clients_at_least=len(one.clients))
+    deployed = one.serve(wire(one.nodes()), min_clients=len(one.clients))
     assert simulated.trainer.current_epoch == deployed.trainer.current_epoch > 1
     assert same(simulated.model, deployed.model)
-    kept, also = (fit.trainer.strategy.server.extra for fit in (simulated, deployed))
+    kept, also = (fit.trainer.strategy.server.extra_tensors for fit in (simulated, deployed))
     assert kept.keys() == also.keys() and all(torch.equal(value, also[name]) for name, value in kept.items())
     there, here = one.rounds("simulated"), one.rounds()
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
@@ -198,7 +198,7 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
         received = kept.pop("received", {})
         assert all(torch.equal(value, also[name]) for name, value in received.items())
         assert bool(received) == (case == "an earlier model of the server")
-        remembered = simulated.trainer.strategy.server.store[client]
+        remembered = simulated.trainer.strategy.server.client_store[client]
         assert kept.keys() == remembered.keys()
         for section, memory in remembered.items():
             assert memory.keys() == kept[section].keys()
@@ -218,7 +218,7 @@ def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_agai
     answer = losing.answer
 
     def loses(parcel):
-        if parcel.head["kind"] == "train" and parcel.head["round"] == 5:
+        if parcel.header["kind"] == "train" and parcel.header["round"] == 5:
             for folder in (one.folder / "memories").glob(f"*/{losing.client}/*/"):
                 store = ClientStore("disk", folder)
                 for client in store:
@@ -250,7 +250,7 @@ def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same)
         }
     )
     simulated = one.simulate()
-    deployed = one.serve(wire(one.nodes()), None, clients_at_least=3)
+    deployed = one.serve(wire(one.nodes()), None, min_clients=3)
     assert same(simulated.model, deployed.model)
 
 
@@ -273,7 +273,7 @@ def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
                 shutil.rmtree(data)
             away.rename(data)
 
-    deployed = one.serve(Alone(one.nodes()), clients_at_least=3)
+    deployed = one.serve(Alone(one.nodes()), min_clients=3)
     assert same(simulated.model, deployed.model)
 
 

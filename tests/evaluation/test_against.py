@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_fcl.evaluation.comparison import against_chart
-from lightning_fcl.evaluation.table import Cell, Standing, Table
+from lightning_fcl.evaluation.comparison import paper_comparison_chart
+from lightning_fcl.evaluation.table import Cell, Table, VerdictCounts
 
 ROWS = {
     "one": {
@@ -24,9 +24,9 @@ def table(rows=ROWS, scale="paper"):
 
 
 def test_numbers_are_near_in_the_spread_or_outside():
-    assert table().standing == Standing(near=1, spread=1, outside=3)
-    assert table({"one": {"a/server": Cell({0: 0.4504}, 0.5)}}).standing.near == 1
-    assert table({"one": {"a/server": Cell({0: 0.4486}, 0.5)}}).standing.outside == 1
+    assert table().verdict_counts == VerdictCounts(num_near=1, num_within_spread=1, num_outside=3)
+    assert table({"one": {"a/server": Cell({0: 0.4504}, 0.5)}}).verdict_counts.num_near == 1
+    assert table({"one": {"a/server": Cell({0: 0.4486}, 0.5)}}).verdict_counts.num_outside == 1
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_numbers_are_near_in_the_spread_or_outside():
     ],
 )
 def test_the_verdict(counts, word):
-    assert Standing(*counts).verdict == word
+    assert VerdictCounts(*counts).verdict == word
 
 
 def test_the_chart_has_each_number_and_none_is_of_nothing():
-    rows = against_chart(table())["datasets"]["rows"]
+    rows = paper_comparison_chart(table())["datasets"]["rows"]
     points = sorted((row["paper"], row["ours"]) for row in rows)
     assert points == [pytest.approx(point) for point in ((0.5, 0.101), (0.56, 0.51), (0.65, 0.55), (0.8, 0.5))]
     assert [row["stands"] for row in rows] == ["within .05", "inside the spread", "outside", "outside"]
-    assert against_chart(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None
+    assert paper_comparison_chart(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None

@@ -9,10 +9,10 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.curves import curves
-from lightning_fcl.evaluation.headline import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.report import rounds_chart
 from lightning_fcl.evaluation.results import write_csv
-from lightning_fcl.evaluation.run_page import over_time
+from lightning_fcl.evaluation.summary import simulated_times, time_to
 
 
 def record_of(correct, seconds=None, tasks=1):
@@ -67,12 +67,12 @@ def test_an_error_is_to_fall():
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_the_chart_has_a_point_for_each_test(tasks):
     record = record_of([1, 5, None, 9], [2.0, 0.5, 3.0, 1.0], tasks)
-    drawn = over_time(record, curves(record))
+    drawn = rounds_chart(record, curves(record))
     rows = drawn["datasets"]["rows"]
     whole = [(row["round"], row["seconds"], row["value"]) for row in rows if row["line"] == "server, whole test set"]
     assert whole == [(1, 2.0, 0.1), (2, 2.5, 0.5), (4, 6.5, 0.9)]
     assert len(rows) == tasks * 3
-    assert over_time(record_of([1, 5]), curves(record_of([1, 5]))) is None
+    assert rounds_chart(record_of([1, 5]), curves(record_of([1, 5]))) is None
 
 
 @pytest.mark.parametrize("seconds", [None, [2.0, 0.5]])

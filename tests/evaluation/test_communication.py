@@ -6,8 +6,8 @@ from raising import raises
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.headline import BANDWIDTHS, communication_time, volumes
-from lightning_fcl.federation.wire import TopK
+from lightning_fcl.evaluation.summary import BANDWIDTHS, communication_time, communication_volumes
+from lightning_fcl.federation.compression import TopK
 
 RECORD = {
     "rounds": [
@@ -20,10 +20,10 @@ RECORD = {
 
 
 def test_by_hand():
-    np.testing.assert_array_equal(volumes(RECORD), [[50, 10, 0, 0], [160, 60, 0, 0]])
+    np.testing.assert_array_equal(communication_volumes(RECORD), [[50, 10, 0, 0], [160, 60, 0, 0]])
     times = [communication_time({"rounds": [entry]}, 10) for entry in RECORD["rounds"]]
     np.testing.assert_allclose([*times, communication_time(RECORD, 10)], [11, 5, 0, 0, 16])
-    assert communication_time({"rounds": []}, 10) == 0 and volumes({"rounds": []}).shape == (2, 0)
+    assert communication_time({"rounds": []}, 10) == 0 and communication_volumes({"rounds": []}).shape == (2, 0)
 
 
 def test_a_federation(fit, make_stream, make_task):
@@ -33,7 +33,7 @@ def test_a_federation(fit, make_stream, make_task):
         fit(task, make_stream(), [metrics], compression=code, participation=2)
         down = sum(value.nbytes for value in task.state_dict().values())
         up = sum(code.nbytes(p.numel(), 4) for p in task.parameters()) if code else down
-        np.testing.assert_array_equal(volumes(metrics.record), [[2 * up] * 2, [2 * down] * 2])
+        np.testing.assert_array_equal(communication_volumes(metrics.record), [[2 * up] * 2, [2 * down] * 2])
         assert communication_time(metrics.record, 1e5) == pytest.approx(2 * (up + down) / 1e5)
         times[code] = communication_time(metrics.record, BANDWIDTHS[0])
     assert times[code] < 0.7 * times[None]

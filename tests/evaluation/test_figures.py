@@ -9,8 +9,8 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.headline import BANDWIDTHS, experience_labels, experience_names
+from lightning_fcl.evaluation.paper_figures import write_figures
+from lightning_fcl.evaluation.summary import BANDWIDTHS, experience_labels, experience_names
 
 EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 

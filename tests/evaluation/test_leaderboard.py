@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fcl.evaluation.leaderboard import board, picture, standing
+from lightning_fcl.evaluation.leaderboard import leaderboard_chart, leaderboard_row, leaderboard_table
 from lightning_fcl.evaluation.table import Cell, Table
 
 
@@ -25,7 +25,7 @@ def run(tasks=2):
 
 
 def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_task():
-    found = standing(run())
+    found = leaderboard_row(run())
     assert found == {
         "last_accuracy": 0.7,
         "stage_accuracy": pytest.approx((0.9 + 0.7) / 2),
@@ -40,7 +40,7 @@ def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_
 
 
 def test_one_task_has_no_forgetting():
-    found = standing(run(tasks=1))
+    found = leaderboard_row(run(tasks=1))
     assert "forgetting" not in found and found["stage_accuracy"] == 0.9 and found["upload_bytes"] == 40.0
 
 
@@ -61,7 +61,7 @@ NOTES = {"low": {"logits": "all"}, "high": {"logits": "task's", "leaves": "weigh
 
 
 def test_a_board_has_the_best_first_and_what_was_run():
-    lines = board(table(low=[0.25, 0.35], high=[0.5, 0.5]), "P", NOTES).splitlines()
+    lines = leaderboard_table(table(low=[0.25, 0.35], high=[0.5, 0.5]), "P", NOTES).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == ["method", "last accuracy", "up, kB", "down, kB", "seconds", "logits", "leaves"]
     assert cells[2:] == [
@@ -71,19 +71,19 @@ def test_a_board_has_the_best_first_and_what_was_run():
 
 
 def test_a_picture_has_each_method_by_its_traffic_and_its_time():
-    drawn = picture(table(low=[0.3], high=[0.5]), "P", NOTES)
+    drawn = leaderboard_chart(table(low=[0.3], high=[0.5]), "P", NOTES)
     rows = [{name: row[name] for name in row if "beside" not in name} for row in drawn["datasets"]["rows"]]
     assert rows == [
         {"method": "low", "accuracy": 0.3, "logits": "all", "traffic": 0.016, "seconds": 22.8},
         {"method": "high", "accuracy": 0.5, "logits": "task's", "traffic": 0.02, "seconds": 30.4},
     ]
     assert [part["layer"][0]["encoding"]["x"]["field"] for part in drawn["hconcat"]] == ["traffic", "seconds"]
-    assert picture(table(low=[0.3]), "P", NOTES) is None
+    assert leaderboard_chart(table(low=[0.3]), "P", NOTES) is None
 
 
 def test_names_stand_beside_their_points_unless_one_covered_another():
     notes = {name: {"logits": "all"} for name in ("low", "same", "twin")}
-    rows = picture(table(low=[0.3], same=[0.5], twin=[0.5]), "P", notes)["datasets"]["rows"]
+    rows = leaderboard_chart(table(low=[0.3], same=[0.5], twin=[0.5]), "P", notes)["datasets"]["rows"]
     low, same, other = ([row[f"beside {cost}"] for cost in ("traffic", "seconds")] for row in rows)
     assert low == pytest.approx([0.3, 0.3]) and same == pytest.approx([0.5, 0.5])
     assert all(abs(height - 0.5) > 1e-3 for height in other)

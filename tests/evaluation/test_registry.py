@@ -10,14 +10,14 @@ import yaml
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation import metrics as registry
 from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
-from lightning_fcl.evaluation.leaderboard import COLUMNS, standing
+from lightning_fcl.evaluation.leaderboard import COLUMNS, leaderboard_row
 from lightning_fcl.evaluation.metric import Metric, Unit, clients, per_model
 from lightning_fcl.evaluation.metrics import METRICS, find_metric, metrics_for, summarize
 from lightning_fcl.evaluation.record import ACCURACY, Quantity
+from lightning_fcl.evaluation.report import render_report
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.evaluation.table import Table, write_table
-from lightning_fcl.running.rows import expanded, read_rows, recipes_folder
+from lightning_fcl.runs.paper_rows import expand_grids, read_rows, recipes_folder
 
 MSE, R2 = Quantity("MSE", higher_is_better=False), Quantity("R2", higher_is_better=True)
 MODELS = ("server", "a", "b")
@@ -124,7 +124,7 @@ def test_direction_of_every_metric_prefers_the_good_run(quantity):
 
 
 def test_direction_of_every_column_of_the_leaderboard_prefers_the_good_run():
-    good, bad = (standing({"record": run_of(ACCURACY, is_good)}) for is_good in (True, False))
+    good, bad = (leaderboard_row({"record": run_of(ACCURACY, is_good)}) for is_good in (True, False))
     assert good.keys() == bad.keys() == {column.name for column in COLUMNS}
     for column in metrics_for(ACCURACY, COLUMNS):
         if column.name != "rounds":
@@ -176,7 +176,7 @@ def test_names_in_recipes_are_metrics_of_the_registry():
         if path.name == "rows.yaml":
             content = read_rows(path.parent)
             names |= {*content.get("metrics", [])}
-            names |= {name for row in expanded(content).values() for name in row.expected or {}}
+            names |= {name for row in expand_grids(content).values() for name in row.expected or {}}
         elif objective := (yaml.safe_load(path.read_text()) or {}).get("objective"):
             names.add(objective)
     assert {"final_accuracy/server", "stream_accuracy/server", "forgetting/clients"} <= names
@@ -213,12 +213,12 @@ def test_new_record_alone_reaches_results_report_comparison_table_and_listing(
     assert mean == pytest.approx(sum(values.values()) / 2)
 
     page = (tmp_path / "seed-0" / "report.html").read_text()
-    assert page == run_page(read_results(tmp_path / "seed-0"), (tmp_path / "seed-0" / "config.yaml").read_text())
+    assert page == render_report(read_results(tmp_path / "seed-0"), (tmp_path / "seed-0" / "config.yaml").read_text())
     assert "accuracy on the worst task after the last round; higher is better" in page
     assert f"<td>{mean:.3f}</td>" in page[page.index("<summary>Every metric") :]
 
     groups = runs_by_name([tmp_path / "seed-0", tmp_path / "seed-1"])
-    table = Table.of([run for runs in groups.values() for run in runs], "none", "paper", "")
+    table = Table.from_results([run for runs in groups.values() for run in runs], "none", "paper", "")
     (cell,) = (cells["worst_task/clients"] for cells in table.rows.values())
     assert cell.values[0] == mean and cell.n == 2
     text = cell.text("worst_task/clients")

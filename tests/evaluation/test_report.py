@@ -12,12 +12,12 @@ import vl_convert
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
-from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
+from lightning_fcl.evaluation.comparison import compare_page, find_runs, runs_by_name
 from lightning_fcl.evaluation.curves import curves, matrices
-from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.results import is_whole, read_results, write_files, write_results
-from lightning_fcl.evaluation.run_page import run_page
+from lightning_fcl.evaluation.report import render_report
+from lightning_fcl.evaluation.results import is_complete, read_results, write_files, write_results
+from lightning_fcl.evaluation.summary import summary_metrics
 from lightning_fcl.evaluation.table import Table
 
 EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
@@ -119,7 +119,7 @@ def save(folder, content):
 
 def test_a_page_tells_what_ran_and_compares_with_the_paper():
     content = results(expected=EXPECTED)
-    reader = Reader(run_page(content))
+    reader = Reader(render_report(content))
     said = " ".join(reader.seen)
     for part in (
         "FLwF-2T/FT (flwf)",
@@ -146,7 +146,7 @@ def test_a_page_tells_what_ran_and_compares_with_the_paper():
 
 
 def test_a_page_of_one_task_compares_with_no_paper():
-    page = Reader(run_page(results(tasks=1)))
+    page = Reader(render_report(results(tasks=1)))
     assert "Against the paper" not in page.seen and not any("A_2" in text for text in page.seen)
 
 
@@ -225,17 +225,17 @@ def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
         assert rows_of(chart)
     assert "model: <script>alert(1)</script>" in reader.seen and "<script>alert" not in page
     assert "MLP in Classifier" in " ".join(reader.seen) and "copy" in reader.seen
-    assert is_whole(folder)
+    assert is_complete(folder)
 
 
 def test_the_charts_show_what_the_record_says():
     content = results(groups=10, tasks=5)
-    drawn = {caption.split(".")[0]: spec for caption, spec in Reader(run_page(content)).charts.items()}
+    drawn = {caption.split(".")[0]: spec for caption, spec in Reader(render_report(content)).charts.items()}
     every = curves(content["record"])
     server = next(chart for name, chart in drawn.items() if name.startswith("The server"))
     ours = {(row["line"], row["round"]): row["value"] for row in rows_of(server) if "line" in row}
     for round, whole, learnt in zip(
-        every["server"].rounds, every["server"].overall, every["server"].learnt, strict=True
+        every["server"].rounds, every["server"].overall, every["server"].seen_classes, strict=True
     ):
         assert ours["server, whole test set", round + 1] == pytest.approx(whole, abs=1e-4)
         assert ours["server, what was learnt so far", round + 1] == pytest.approx(learnt, abs=1e-4)
@@ -250,18 +250,18 @@ def test_the_charts_show_what_the_record_says():
         atol=1e-4,
     )
     ends = {row["client"]: row["value"] for row in rows_of(drawn["Each client at the end"])}
-    expected = {model: every[model].learnt[-1] for model in ("client1", "generalized")}
+    expected = {model: every[model].seen_classes[-1] for model in ("client1", "generalized")}
     assert ends == pytest.approx(expected, abs=1e-4)
 
 
 def test_at_most_five_numbers_stand_on_top_each_under_one_name():
-    names = [one.name for one in headlines(results(tasks=3))]
+    names = [one.name for one in summary_metrics(results(tasks=3))]
     assert names == ["final accuracy", "average accuracy", "forgetting", "worst-off client", "traffic"]
     content = results(tasks=1)
     for entry in content["record"]["rounds"]:
         entry["upload_bytes"] = entry["download_bytes"] = {}
     content["metrics"] = summarize(content["record"])
-    assert [one.name for one in headlines(content)] == ["final accuracy", "worst-off client"]
+    assert [one.name for one in summary_metrics(content)] == ["final accuracy", "worst-off client"]
 
 
 @pytest.mark.seconds
@@ -273,11 +273,11 @@ def test_a_thousand_clients_are_counted_and_the_worst_named():
             entry["correct"][str(client)] = rng.integers(101, size=3).tolist()
             entry["experience"][str(client)] = 0
     content["record"]["tasks"] |= {str(client): [[0, 1, 2]] for client in range(1000)}
-    page = run_page(content)
+    page = render_report(content)
     assert len(page) < 2_000_000
     text = " ".join(Reader(page).seen)
     assert "1002 of 1002 clients were tested" in text
-    every = {model: curve.learnt[-1] for model, curve in curves(content["record"]).items() if model != "server"}
+    every = {model: curve.seen_classes[-1] for model, curve in curves(content["record"]).items() if model != "server"}
     worst = min(every, key=every.get)
     assert f"client {worst} {every[worst]:.3f}" in re.sub(r"\s+", " ", text)
 
@@ -296,7 +296,7 @@ def test_another_quantity_than_accuracy_is_drawn_as_it_is():
         entry["values"]["c"], entry["experience"]["c"] = {"MSE": {"0": 90.0}}, 0
     record["tasks"]["c"] = [[0]]
     record["measures"] = [{"name": "MSE", "higher_is_better": False}]
-    page = Reader(run_page(results() | {"record": record, "metrics": summarize(record)}))
+    page = Reader(render_report(results() | {"record": record, "metrics": summarize(record)}))
     numbers = " ".join(filter(None, page.seen[page.seen.index("38.000") : page.seen.index("MSE, round by round")]))
     assert numbers.startswith("38.000 final MSE") and "90.000 worst-off client" in numbers
     first, *_ = page.charts.values()
@@ -314,7 +314,7 @@ def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
     page = write_files(save(tmp_path, content)).read_text()
     assert "stopped before its end" in page and not Reader(page).charts and "0 rounds" in page
     assert len(page) < 50_000  # no chart, no script to draw it
-    assert not is_whole(tmp_path)
+    assert not is_complete(tmp_path)
 
 
 def test_runs_side_by_side(tmp_path):
@@ -326,7 +326,7 @@ def test_runs_side_by_side(tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
     write_results(alone, results(row=None))
-    groups = runs_by_name(runs_below([tmp_path]))
+    groups = runs_by_name(find_runs([tmp_path]))
     assert {label: len(runs) for label, runs in groups.items()} == {str(alone): 1, "Row one <b>": 3, "Row two <b>": 2}
     page = compare_page(groups)
     reader = assert_asks_no_host(page)
@@ -342,7 +342,7 @@ def test_runs_side_by_side(tmp_path):
     with raises(MissingValueError, "groups"):
         compare_page({})
     with raises(MissingFileError, value=tmp_path / "nothing"):
-        runs_below([tmp_path / "nothing"])
+        find_runs([tmp_path / "nothing"])
 
 
 def test_many_rows_have_one_in_front():
@@ -354,7 +354,9 @@ def test_many_rows_have_one_in_front():
 
 def test_a_paper_stands_beside_its_table():
     runs = [results(seed=seed, expected={"A_gen/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
-    page = Reader(compare_page({"FLwF-2T/FT": runs}, Table.of(runs, "flwf", "small", "lightning-fcl reproduce flwf")))
+    page = Reader(
+        compare_page({"FLwF-2T/FT": runs}, Table.from_results(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
+    )
     said = " ".join(filter(None, page.seen))
     assert "Ours are at the scale `small`; the paper's numbers are of its own scale." in said
     assert "1 of 2 partly reproduced" in said and "0 inside the spread" in said and "1 outside" in said

@@ -7,17 +7,17 @@ import pytest
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError
-from lightning_fcl.io.checksums import check_digest, read_sums, write_sums
+from lightning_fcl.io.checksums import check_digest, read_checksums, write_checksums
 
 DIGEST = hashlib.sha256(b"whole").hexdigest()
 
 
 def test_a_list_is_read_as_it_was_written_and_pooch_reads_it_too(tmp_path):
-    path = write_sums(tmp_path / "files.txt", {"b/y": DIGEST, "a": "0" * 64})
-    assert read_sums(path) == {"a": "0" * 64, "b/y": DIGEST}
+    path = write_checksums(tmp_path / "files.txt", {"b/y": DIGEST, "a": "0" * 64})
+    assert read_checksums(path) == {"a": "0" * 64, "b/y": DIGEST}
     other = pooch.create(tmp_path, "")
     other.load_registry(path)
-    assert other.registry == read_sums(path)
+    assert other.registry == read_checksums(path)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_list_is_read_as_it_was_written_and_pooch_reads_it_too(tmp_path):
 def test_what_is_no_list_is_refused(tmp_path, content):
     (tmp_path / "files.txt").write_bytes(content)
     with raises(InvalidValueError, value=tmp_path / "files.txt"):
-        read_sums(tmp_path / "files.txt")
+        read_checksums(tmp_path / "files.txt")
 
 
 def test_a_file_that_is_missing_or_another_is_refused(tmp_path):

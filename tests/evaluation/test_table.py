@@ -59,13 +59,13 @@ def test_a_table_refuses_the_same_run_twice():
 
 def test_a_table_tells_what_made_it():
     other = results("B", 1) | {"machine": "a large computer"}
-    table = Table.of([results("A", 0), other], "flwf", "small", "lightning-fcl reproduce flwf")
+    table = Table.from_results([results("A", 0), other], "flwf", "small", "lightning-fcl reproduce flwf")
     assert table.versions == {"lightning-fcl": "0.1.0", "torch": "2.13.0"} and table.seeds == [0, 1]
     assert table.machine == "a small computer; a large computer" and table.seconds == 24.7
-    few = table.only(["F_2/client1", "A_gen/server"])
+    few = table.select_metrics(["F_2/client1", "A_gen/server"])
     assert few.metrics == ["F_2/client1", "A_gen/server"] and few.seconds == 24.7
     with raises(InvalidValueError, "metrics"):
-        table.only(["speed"])
+        table.select_metrics(["speed"])
 
 
 def test_a_written_table_is_read_back(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_fcl.evaluation.curves import task_curves
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.record import first_tasks
+from lightning_fcl.evaluation.record import truncate_record
 from lightning_fcl.evaluation.table import Table, cells, with_tasks
 
 
@@ -18,9 +18,9 @@ def record(*after, done=2):
 
 def test_the_first_tasks_are_those_of_a_run_that_was_stopped_behind_them():
     whole = {**record([9, 0], [5, 7]), "kept_bytes": {"a": 40}}
-    cut = first_tasks(whole, 1)
-    assert cut == first_tasks(record([9, 0], [5, 7], done=1), 1) and cut["tasks"] == {"a": [[0]]}
-    assert first_tasks(whole, 2) == whole
+    cut = truncate_record(whole, 1)
+    assert cut == truncate_record(record([9, 0], [5, 7], done=1), 1) and cut["tasks"] == {"a": [[0]]}
+    assert truncate_record(whole, 2) == whole
     assert summarize(cut)["final_accuracy/a"] == pytest.approx(0.45) and "average_accuracy/a" not in summarize(cut)
 
 

@@ -6,7 +6,7 @@ import torch
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator, declare, resolve
+from lightning_fcl.federation.aggregation import BUILT_IN_REDUCTIONS, Aggregator, assign_reductions, get_reduction
 from lightning_fcl.federation.robust import Krum, TrimmedMean, krum, median, trimmed_mean
 
 pytestmark = pytest.mark.rounding
@@ -19,20 +19,20 @@ def random_uploads(clients, shape=(3, 4), seed=0):
 
 
 def aggregator_of(**names):
-    return Aggregator({entry: resolve(entry, name) for entry, name in names.items()})
+    return Aggregator({entry: get_reduction(entry, name) for entry, name in names.items()})
 
 
 def add(aggregator, upload, weight, number=None):
-    number = aggregator.uploads if number is None else number
-    aggregator.add_all({name: value[None] for name, value in upload.items()}, [weight], [number])
+    number = aggregator.num_uploads if number is None else number
+    aggregator.accumulate({name: value[None] for name, value in upload.items()}, [weight], [number])
 
 
 def aggregate(reduction, uploads, weights=None, server=None):
     """The new value of the only entry of a state."""
-    aggregator = Aggregator({"w": resolve("w", reduction)})
+    aggregator = Aggregator({"w": get_reduction("w", reduction)})
     for upload, weight in zip(uploads, weights or [1.0] * len(uploads), strict=True):
         add(aggregator, {"w": upload}, weight)
-    return aggregator.result({"w": torch.zeros_like(uploads[0]) if server is None else server})["w"]
+    return aggregator.compute({"w": torch.zeros_like(uploads[0]) if server is None else server})["w"]
 
 
 def test_mean_is_numpys_weighted_average():
@@ -68,7 +68,7 @@ def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
     aggregator = aggregator_of(head=reduction, w="mean")
     add(aggregator, {"w": torch.ones(1)}, weight=1)
     server = {"head": torch.tensor([5.0]), "w": torch.zeros(1)}
-    assert aggregator.result(server) == {"head": server["head"], "w": torch.ones(1)}
+    assert aggregator.compute(server) == {"head": server["head"], "w": torch.ones(1)}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "median", TrimmedMean(0.0)])
@@ -125,7 +125,7 @@ def test_krum_takes_all_its_entries_from_one_client():
     for upload in uploads:
         add(aggregator, upload, 1.0)
     chosen = krum_by_hand([torch.cat([u["a"].flatten(), u["b"]]) for u in uploads], 1)
-    result = aggregator.result(uploads[0])
+    result = aggregator.compute(uploads[0])
     assert torch.equal(result["a"], uploads[chosen]["a"]) and torch.equal(result["b"], uploads[chosen]["b"])
 
 
@@ -142,7 +142,7 @@ def test_one_malicious_upload_moves_robust_rules_little(reduction, bound):
 
 def test_without_uploads_the_server_stays():
     server = {reduction: torch.randn(2) for reduction in REDUCTIONS}
-    result = Aggregator(BUILT_IN).result(server)
+    result = Aggregator(BUILT_IN_REDUCTIONS).compute(server)
     assert result.keys() == server.keys() and all(result[name] is server[name] for name in server)
 
 
@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_clients_for_means_and_sums(reduction, held):
     if reduction == "median":
         assert len(accumulator._rows["w"]) == held
     else:  # one integer of 64 bits for each number, as long as usual numbers come
-        (piece,) = accumulator._sums.by_name["w"]._pieces
+        (piece,) = accumulator._sums.sums["w"]._pieces
         assert len(piece._limbs) == held and not piece._digits
 
 
@@ -165,44 +165,44 @@ def test_uploads_are_copied():
         shared["w"].fill_(value)
         shared["v"].fill_(value)
         add(aggregator, shared, 1.0)
-    result = aggregator.result(shared)
+    result = aggregator.compute(shared)
     assert result["w"].item() == 2.0 and result["v"].item() == 4.0
 
 
 def test_where_clients_start():
-    value, known = torch.ones(3), BUILT_IN
+    value, known = torch.ones(3), BUILT_IN_REDUCTIONS
     assert tuple(known) == REDUCTIONS == tuple(map(repr, known.values()))
-    down, up = ([name for name in REDUCTIONS if getattr(known[name], way)] for way in ("down", "up"))
+    down, up = ([name for name in REDUCTIONS if getattr(known[name], way)] for way in ("is_downloaded", "is_uploaded"))
     robust = ["median", "trimmed_mean", "krum"]
     assert down == ["mean", "sparse_mean", "download", *robust]
     assert up == ["mean", "sparse_mean", "sum", *robust]
-    assert [name for name in REDUCTIONS if known[name].own] == ["none"]
+    assert [name for name in REDUCTIONS if known[name].is_local] == ["none"]
     for name in REDUCTIONS:
         expected = {"sum": [0, 0, 0]}.get(name, [1, 1, 1])
-        assert known[name].start(value).tolist() == expected
-        assert (known[name].start(value) is value) == (name != "sum")
+        assert known[name].initial_value(value).tolist() == expected
+        assert (known[name].initial_value(value) is value) == (name != "sum")
 
 
 def test_later_rules_win():
     state = dict.fromkeys(("body.a", "body.b", "head.a"), torch.zeros(1))
     own = {"*": "median", "head.*": "sum"}
-    reductions = declare(state, own, {"*.b": "none", "body.b": "sum"})
+    reductions = assign_reductions(state, own, {"*.b": "none", "body.b": "sum"})
     assert {entry: reduction.name for entry, reduction in reductions.items()} == {
         "body.a": "median",
         "body.b": "sum",
         "head.a": "sum",
     }
-    assert declare(state) == dict.fromkeys(state, BUILT_IN["mean"])
+    assert assign_reductions(state) == dict.fromkeys(state, BUILT_IN_REDUCTIONS["mean"])
 
 
 def test_unknown_reduction():
     with raises(InvalidValueError, "reductions"):
-        declare({"w": torch.zeros(1)}, {"w": "average"})
+        assign_reductions({"w": torch.zeros(1)}, {"w": "average"})
 
 
 def test_pattern_without_a_match():
     with raises(InvalidValueError, "reductions"):
-        declare(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "none"})
+        assign_reductions(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "none"})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "median", "trimmed_mean", "krum"])
@@ -229,11 +229,11 @@ def test_sparse_mean_is_that_of_those_who_send():
     for together in (True, False):
         aggregator = aggregator_of(w="sparse_mean")
         if together:
-            aggregator.add_all({"w": uploads}, [1.0, 2.0], [0, 1])
+            aggregator.accumulate({"w": uploads}, [1.0, 2.0], [0, 1])
         else:
             for upload, weight in zip(uploads, (1.0, 2.0), strict=True):
                 add(aggregator, {"w": upload}, weight)
-        result = aggregator.result({"w": torch.tensor([9.0, 9.0, 9.0, 9.0])})
+        result = aggregator.compute({"w": torch.tensor([9.0, 9.0, 9.0, 9.0])})
         assert result["w"].tolist() == [3.0, 6.0, 9.0, 2.0]
 
 
@@ -242,13 +242,13 @@ def test_sparse_mean_of_whole_uploads_is_the_mean():
     results = []
     for reduction in ("mean", "sparse_mean"):
         aggregator = aggregator_of(w=reduction)
-        aggregator.add_all({"w": uploads}, weights, range(len(weights)))
-        results.append(aggregator.result({"w": torch.zeros(100)})["w"])
+        aggregator.accumulate({"w": uploads}, weights, range(len(weights)))
+        results.append(aggregator.compute({"w": torch.zeros(100)})["w"])
     assert torch.equal(*results)
 
 
 def test_bytes_on_the_wire():
-    mean, sparse = (BUILT_IN[name].wire_bytes for name in ("mean", "sparse_mean"))
+    mean, sparse = (BUILT_IN_REDUCTIONS[name].upload_nbytes for name in ("mean", "sparse_mean"))
     value = torch.zeros(100)
     value[:7] = 1.0
     assert sparse(value) == 7 * 4 + 13 and mean(value) == 400

@@ -49,7 +49,7 @@ def test_odd_ids_stay_apart(store):
         store[client] = {"model": {"number": torch.tensor(number)}}
     assert sorted(store) == sorted(IDS)
     assert [store[client]["model"]["number"].item() for client in IDS] == list(range(len(IDS)))
-    store.replace({})
+    store.replace_all({})
     assert list(store) == [] and store["a/b"] == {}
 
 
@@ -172,27 +172,27 @@ def test_unknown_kind():
 )
 def test_balanced(labels, num_classes, balanced):
     client_round = ClientRound("a", 0, labels=torch.tensor(labels, dtype=torch.long), num_classes=num_classes)
-    assert client_round.balanced is balanced
+    assert client_round.is_balanced is balanced
 
 
 class Process:
     """One of two processes that share a folder."""
 
-    number = 2
+    num_ranks = 2
 
     def __init__(self, rank, folder):
         self.rank, self._folder = rank, folder
 
-    def share(self, value):
+    def all_gather_object(self, value):
         return [self._folder, value]
 
-    def add_up(self, numbers):
+    def all_reduce(self, numbers):
         raise AssertionError("nothing is to be added up")
 
 
 CHANGES = {
-    "replace": lambda store: store.replace({"b": STATE}),
-    "keep_pixels": lambda store: store.keep_pixels((torch.zeros(1), torch.ones(1), (1, 2, 2))),
+    "replace_all": lambda store: store.replace_all({"b": STATE}),
+    "store_as_uint8": lambda store: store.store_as_uint8((torch.zeros(1), torch.ones(1), (1, 2, 2))),
 }
 
 
@@ -201,7 +201,7 @@ def test_of_processes_that_share_a_folder_the_first_writes_what_concerns_all(tmp
     shared = tmp_path / "first"
     first, second = ClientStore("disk", shared), ClientStore("disk", tmp_path / "second")
     for rank, store in enumerate((first, second)):
-        store.meet(Process(rank, shared))
+        store.share_folder(Process(rank, shared))
     first["a"] = STATE
 
     def written():
@@ -216,8 +216,8 @@ def test_of_processes_that_share_a_folder_the_first_writes_what_concerns_all(tmp
 
 def test_in_memory_each_process_keeps_its_own():
     store = ClientStore()
-    store.meet(Process(1, None))
-    store.replace({"b": STATE})
+    store.share_folder(Process(1, None))
+    store.replace_all({"b": STATE})
     assert list(store) == ["b"]
 
 

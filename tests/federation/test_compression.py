@@ -13,11 +13,11 @@ from lightning_fcl.callbacks import ContinualMetrics, FedProx
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import RESIDUAL, Quantize, TopK
 from lightning_fcl.federation.reductions import Mean
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.uploads import Setting, Uploads
-from lightning_fcl.federation.wire import RESIDUAL, Quantize, TopK
 
 CODES = {
     "topk": TopK(0.2),
@@ -36,7 +36,7 @@ def transmit(code, server, states, residuals):
     """Encode and decode uploads: the states that the server decodes, and each client's new residual."""
     reductions = dict.fromkeys(server, Mean())
     code.setup(Setting(server, reductions, [*server], seed=0, round=0, clients=[]))
-    parts = ClientRounds.of([ClientRound(str(row), 0, samples=1) for row in range(len(residuals))])
+    parts = ClientRounds.from_rounds([ClientRound(str(row), 0, samples=1) for row in range(len(residuals))])
     uploads = Uploads(parts, [1.0] * len(residuals), reductions, dict(states), server)
     uploads.kept = [{RESIDUAL: residual} for residual in residuals]
     code.encode(uploads)
@@ -132,7 +132,7 @@ def make_federation(code, store="memory", **kwargs):
     module = nn.Sequential(nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     module[1].weight.requires_grad_(False)
     federation = FederatedServer(ClientStore(store), transforms=[code], **kwargs)
-    federation.begin(module, kwargs.pop("rules", None))
+    federation.start_fit(module, kwargs.pop("rules", None))
     return federation, module
 
 
@@ -152,12 +152,12 @@ def test_a_federation_aggregates_what_it_decodes(code, store):
     learnt = {name for name, p in module.named_parameters() if p.requires_grad}
     sizes, left = [3, 1, 2], [{} for _ in range(3)]
     for round in range(3):
-        federation.begin_round(module)
+        federation.start_round(module)
         server, states = federation.state, uploads(federation, 3, round)
         federation.upload([ClientRound(c, round, samples=n) for c, n in zip("abc", sizes, strict=True)], states)
         for row, client in enumerate("abc"):
-            federation.keep(client, {name: value[row] for name, value in states.items()}, {})
-        result = federation.finish_round()
+            federation.save_client_state(client, {name: value[row] for name, value in states.items()}, {})
+        result = federation.aggregate()
         nbytes = 0
         for name, value in server.items():
             coded = name in learnt and CODES[code].nbytes(value.numel(), 4) < value.nbytes
@@ -174,7 +174,7 @@ def test_a_federation_aggregates_what_it_decodes(code, store):
             torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-6)
         assert federation.record.upload_bytes == dict.fromkeys("abc", nbytes)
         for row, client in enumerate("abc"):
-            assert equal(federation.store[client]["residual"], left[row])
+            assert equal(federation.client_store[client]["residual"], left[row])
         module.load_state_dict(result)
     assert set(left[0]) < set(federation.state)  # a single bias, a buffer, and what is frozen travel as they are
 
@@ -185,15 +185,15 @@ def test_clients_side_by_side_are_one_by_one(code):
     for groups in ([[0, 1, 2]], [[2], [0, 1]], [[0], [1], [2]]):
         federation, module = make_federation(CODES[code])
         for round in range(3):
-            federation.begin_round(module)
+            federation.start_round(module)
             states = uploads(federation, 3, round)
             for rows in groups:
                 part = {name: value[rows] for name, value in states.items()}
                 federation.upload([ClientRound("abc"[row], round, samples=2) for row in rows], part)
                 for row in rows:
-                    federation.keep("abc"[row], {name: value[row] for name, value in states.items()}, {})
-            module.load_state_dict(federation.finish_round())
-        results.append((federation.state, [federation.store[client]["residual"] for client in "abc"]))
+                    federation.save_client_state("abc"[row], {name: value[row] for name, value in states.items()}, {})
+            module.load_state_dict(federation.aggregate())
+        results.append((federation.state, [federation.client_store[client]["residual"] for client in "abc"]))
     for state, left in results[1:]:
         torch.testing.assert_close(state, results[0][0], rtol=0, atol=1e-6)
         torch.testing.assert_close(left, results[0][1], rtol=0, atol=1e-6)
@@ -202,7 +202,7 @@ def test_clients_side_by_side_are_one_by_one(code):
 def test_a_refused_upload_leaves_what_was_left_over():
     federation, module = make_federation(TopK(0.2))
     for round in range(2):
-        federation.begin_round(module)
+        federation.start_round(module)
         states = uploads(federation, 2, round)
         if round:
             states["0.weight"][0, 0, 0] = float("nan")
@@ -210,18 +210,20 @@ def test_a_refused_upload_leaves_what_was_left_over():
         taken = federation.upload(client_rounds, states)
         for row, client in enumerate("ab"):
             if taken[row]:
-                federation.keep(client, {name: value[row] for name, value in states.items()}, {})
+                federation.save_client_state(client, {name: value[row] for name, value in states.items()}, {})
         if not round:
-            kept = federation.store["a"]["residual"], federation.store["b"]["residual"]
+            kept = federation.client_store["a"]["residual"], federation.client_store["b"]["residual"]
     assert taken == [False, True] and "a" in federation.record.dropped
-    assert equal(federation.store["a"]["residual"], kept[0]) and not equal(federation.store["b"]["residual"], kept[1])
+    assert equal(federation.client_store["a"]["residual"], kept[0]) and not equal(
+        federation.client_store["b"]["residual"], kept[1]
+    )
 
 
 def run(fit, make_stream, make_task, compression, **options):
     task, metrics = make_task(), ContinualMetrics()
     stream = make_stream(rounds_per_experience=2, clients=4, partition="dirichlet")
     trainer = fit(task, stream, [metrics], compression=compression, seed=0, **options)
-    return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.store
+    return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.client_store
 
 
 @pytest.mark.seconds
@@ -257,17 +259,19 @@ def test_local_entries_are_not_coded_and_medians_are(fit, make_stream, make_task
 def test_what_is_left_over_waits_while_an_entry_does_not_travel():
     federation, module = make_federation(TopK(0.2))
     for rules in ({}, {"0.weight": "fixed"}, {}):
-        federation.begin_round(module, rules)
+        federation.start_round(module, rules)
         states = {name: value[None] for name, value in federation.state.items()}
         states["0.weight"] = states["0.weight"] + torch.arange(72.0).view(1, 8, 9)
-        federation.upload([ClientRound("a", round=0, samples=1)], states)
-        federation.keep("a", {name: value[0] for name, value in states.items()}, {})
-        module.load_state_dict(federation.finish_round())
+        federation.upload([ClientRound("a", round_idx=0, samples=1)], states)
+        federation.save_client_state("a", {name: value[0] for name, value in states.items()}, {})
+        module.load_state_dict(federation.aggregate())
     # Twice the update, and the largest twice: 15 are sent in the first round, and 15 in the third.
     update = torch.arange(72.0)
     left = torch.where(update >= 57, 0, update) + update
     expected = left - decoded(TopK(0.2), left[None])[0]
-    torch.testing.assert_close(federation.store["a"]["residual"]["0.weight"].flatten(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        federation.client_store["a"]["residual"]["0.weight"].flatten(), expected, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.seconds

@@ -16,9 +16,9 @@ import torch
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator
-from lightning_fcl.federation.exact import ExactSum, weighted_sum
-from lightning_fcl.federation.limbs import PIECE, Weights
+from lightning_fcl.federation.aggregation import BUILT_IN_REDUCTIONS, Aggregator
+from lightning_fcl.federation.exact_sum import ExactSum, weighted_sum
+from lightning_fcl.federation.fixed_point import CHUNK_SIZE, ExactWeights
 from lightning_fcl.federation.reductions import Mean, Sum
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 
@@ -72,7 +72,7 @@ def summed(values, weights, order=None, together=1):
     exact, order = ExactSum(values[0]), list(range(len(values)) if order is None else order)
     for start in range(0, len(order), together):
         rows = order[start : start + together]
-        exact.add(values[rows], None if weights is None else Weights([weights[row] for row in rows]))
+        exact.add(values[rows], None if weights is None else ExactWeights([weights[row] for row in rows]))
     return exact
 
 
@@ -148,13 +148,13 @@ def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):
     value = torch.tensor([[sign * (2.0 - 2.0**-23), sign * 2.0**-40, sign * 1.9999998]])
     exact = ExactSum(value[0])
     for _ in range(uploads):
-        exact.add(value, Weights([weight]))
+        exact.add(value, ExactWeights([weight]))
     assert exact.total().tolist() == [float(Fraction(v) * int(weight) * uploads) for v in value[0].tolist()]
     together = ExactSum(value[0])
-    together.add(value.expand(uploads, 3), Weights([weight] * uploads))
+    together.add(value.expand(uploads, 3), ExactWeights([weight] * uploads))
     assert bits(together.total()) == bits(exact.total())
     half = ExactSum(value[0])
-    half.add(-value.expand(uploads // 2, 3), Weights([weight] * (uploads // 2)))
+    half.add(-value.expand(uploads // 2, 3), ExactWeights([weight] * (uploads // 2)))
     half.add_digits(exact.digits())
     left = uploads - uploads // 2
     assert half.total().tolist() == [float(Fraction(v) * int(weight) * left) for v in value[0].tolist()]
@@ -162,13 +162,13 @@ def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tensor_of_several_pieces_is_that_of_its_parts(dtype):
-    size = 2 * PIECE + 5
+    size = 2 * CHUNK_SIZE + 5
     values = torch.randn(3, size, generator=generator(), dtype=dtype) * 0.02
-    values[1, PIECE : 2 * PIECE] = 0
+    values[1, CHUNK_SIZE : 2 * CHUNK_SIZE] = 0
     values[2, 0] = 1e20
     weights = [600.0, 20.0, 7.0]
     whole = summed(values, weights)
-    for part in (slice(0, 10), slice(PIECE - 5, PIECE + 5), slice(size - 9, size)):
+    for part in (slice(0, 10), slice(CHUNK_SIZE - 5, CHUNK_SIZE + 5), slice(size - 9, size)):
         assert torch.equal(whole.total()[part], summed(values[:, part], weights, together=3).total())
     assert torch.equal(summed(values, weights, [2, 0, 1], together=2).total(), whole.total())
     assert torch.equal(summed(values.view(3, 1, -1).mT, weights).total()[:, 0], whole.total())
@@ -196,7 +196,7 @@ def test_integers_are_exact():
     aggregator = Aggregator({"n": Sum()})
     for counter in (2**61 + 1, 2**60 + 3, 5):
         add(aggregator, torch.tensor(counter), "n")
-    assert aggregator.result({"n": torch.tensor(7)})["n"].item() == 2**61 + 2**60 + 16
+    assert aggregator.compute({"n": torch.tensor(7)})["n"].item() == 2**61 + 2**60 + 16
 
 
 def test_uploads_may_be_added_after_a_total():
@@ -215,18 +215,18 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
     for uploads in (values, values[1:]):
         aggregator = Aggregator({"head.w": Mean()})
         with raises(InvalidValueError, "head.w"):
-            aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
-            aggregator.result({"head.w": torch.zeros(3, dtype=torch.float64)})
+            aggregator.accumulate({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
+            aggregator.compute({"head.w": torch.zeros(3, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize("row", [torch.zeros(10), -torch.zeros(10), normal(1)[0], torch.arange(10)], ids=str)
 def test_rows_that_are_one_in_memory_are_added_as_others(row):
     server, results = {"a": torch.zeros_like(row)}, []
     for rows in (row.expand(5, 10), row.repeat(5, 1)):
-        accumulator = Sum().accumulator()
-        accumulator.add({"a": rows}, [1.0] * 5)
-        accumulator.add({"a": normal(2).to(row.dtype)}, [1.0] * 2)
-        results.append(accumulator.result(server)["a"])
+        accumulator = Sum().make_accumulator()
+        accumulator.update({"a": rows}, [1.0] * 5)
+        accumulator.update({"a": normal(2).to(row.dtype)}, [1.0] * 2)
+        results.append(accumulator.compute(server)["a"])
     assert torch.equal(*results) and bool(results[0].any())
 
 
@@ -246,14 +246,14 @@ def test_a_sum_beyond_its_type_is_refused_by_name(value):
     add(aggregator, value)
     add(aggregator, value)
     with raises(InvalidValueError, "w"):
-        aggregator.result({"w": torch.zeros_like(value)})
+        aggregator.compute({"w": torch.zeros_like(value)})
     if value.dtype is not torch.uint8:
         add(aggregator, -value)
-        assert aggregator.result({"w": torch.zeros_like(value)})["w"] == value
+        assert aggregator.compute({"w": torch.zeros_like(value)})["w"] == value
 
 
 def add(aggregator, value, entry="w"):
-    aggregator.add_all({entry: value[None]}, [1.0], [aggregator.uploads])
+    aggregator.accumulate({entry: value[None]}, [1.0], [aggregator.num_uploads])
 
 
 def uploads_of(clients, seed=0):
@@ -276,14 +276,14 @@ def test_reductions_do_not_depend_on_order_or_groups(reduction):
     results = set()
     for seed in range(6):
         order = torch.randperm(9, generator=generator(seed)).tolist() if seed else list(range(9))
-        rule = {"trimmed_mean": TrimmedMean(0.2), "krum": Krum(1)}.get(reduction, BUILT_IN[reduction])
+        rule = {"trimmed_mean": TrimmedMean(0.2), "krum": Krum(1)}.get(reduction, BUILT_IN_REDUCTIONS[reduction])
         aggregator = Aggregator(dict.fromkeys(values, rule))
         size = [9, 1, 4][seed % 3]
         for start in range(0, 9, size):
             rows = order[start : start + size]
             part = {name: value[rows] for name, value in values.items()}
-            aggregator.add_all(part, [weights[row] for row in rows], numbers=rows)
-        results.add(tuple(bits(value) for value in aggregator.result(server).values()))
+            aggregator.accumulate(part, [weights[row] for row in rows], client_indices=rows)
+        results.add(tuple(bits(value) for value in aggregator.compute(server).values()))
     assert len(results) == 1
 
 
@@ -292,9 +292,9 @@ def test_the_first_by_number_of_two_equal_uploads_is_krums():
     for order, together in (([0, 1, 2, 3], 4), ([3, 1, 2, 0], 1), ([1, 0, 3, 2], 1), ([1, 3, 2, 0], 2)):
         aggregator = Aggregator({"w": Krum(1)})
         for rows in (order[start : start + together] for start in range(0, 4, together)):
-            aggregator.add_all({"w": values[rows]}, [1.0] * together, numbers=[10 * row for row in rows])
+            aggregator.accumulate({"w": values[rows]}, [1.0] * together, client_indices=[10 * row for row in rows])
         for _ in range(2):
-            assert aggregator.result({"w": values[0]})["w"].item() == 0.0
+            assert aggregator.compute({"w": values[0]})["w"].item() == 0.0
 
 
 class Said:
@@ -308,17 +308,17 @@ class Rank:
     """One of them."""
 
     def __init__(self, said, rank):
-        self.said, self.rank, self.number = said, rank, said.number
+        self.said, self.rank, self.num_ranks = said, rank, said.number
 
-    def share(self, value):
+    def all_gather_object(self, value):
         self.said.values[self.rank] = value
         self.said.met.wait()
         values = list(self.said.values)
         self.said.met.wait()
         return values
 
-    def add_up(self, numbers):
-        numbers.copy_(sum(self.share(numbers.clone())))
+    def all_reduce(self, numbers):
+        numbers.copy_(sum(self.all_gather_object(numbers.clone())))
 
 
 def ranks_of(number):
@@ -332,22 +332,22 @@ def test_accumulators_of_several_processes_are_combined(reduction):
     server = {name: value[0] for name, value in values.items()}
     results = []
     for ranks in (1, 2, 3):
-        parts = [BUILT_IN[reduction].accumulator() for _ in range(ranks)]
+        parts = [BUILT_IN_REDUCTIONS[reduction].make_accumulator() for _ in range(ranks)]
         for rank, part in enumerate(parts):
             rows = range(8)[rank * 8 // ranks : (rank + 1) * 8 // ranks]
-            part.add({name: value[list(rows)] for name, value in values.items()}, [weights[row] for row in rows])
+            part.update({name: value[list(rows)] for name, value in values.items()}, [weights[row] for row in rows])
         with ThreadPoolExecutor(ranks) as pool:
-            list(pool.map(lambda part, rank: part.combine(rank), parts, ranks_of(ranks)))
-        results += [[bits(value) for value in part.result(server).values()] for part in parts]
+            list(pool.map(lambda part, rank: part.sync(rank), parts, ranks_of(ranks)))
+        results += [[bits(value) for value in part.compute(server).values()] for part in parts]
     assert all(result == results[0] for result in results)
 
 
 def test_a_mean_is_fsums_to_its_rounding():
     values, weights = uploads_of(50)
     for rows in (values["weight"], values["A"]):
-        accumulator = Mean().accumulator()
-        accumulator.add({"w": rows}, weights)
-        result = accumulator.result({"w": rows[0]})["w"]
+        accumulator = Mean().make_accumulator()
+        accumulator.update({"w": rows}, weights)
+        result = accumulator.compute({"w": rows[0]})["w"]
         columns = rows.flatten(1).T.double().tolist()
         exact = [math.fsum(w * v for w, v in zip(weights, column, strict=True)) / sum(weights) for column in columns]
         expected = torch.tensor(exact, dtype=torch.float64).view(rows.shape[1:])
@@ -358,17 +358,17 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
     values, weights = uploads_of(9)
     values |= {"scale": torch.randn(9, generator=generator(1)), "nothing": torch.zeros(9, 0)}
     server = {name: value[0] * 3 for name, value in values.items()}
-    for reduction in BUILT_IN.values():
-        if not reduction.up:
+    for reduction in BUILT_IN_REDUCTIONS.values():
+        if not reduction.is_uploaded:
             continue
         one, many = Aggregator(dict.fromkeys(values, reduction)), Aggregator(dict.fromkeys(values, reduction))
-        one.add_all(values, weights, range(9))
+        one.accumulate(values, weights, range(9))
         for rows in (range(7), range(7, 9)):
             part = {name: value[list(rows)] for name, value in values.items()}
             own = [weights[row] for row in rows]
-            many.add_all(part, own, rows, many.sum_cohort(part, own))
-        both = many.result(server)
-        for name, value in one.result(server).items():
+            many.accumulate(part, own, rows, many.weighted_sums(part, own))
+        both = many.compute(server)
+        for name, value in one.compute(server).items():
             found = both[name]
             if reduction.name == "mean" and value.is_floating_point():
                 torch.testing.assert_close(found, value, rtol=4 * torch.finfo(value.dtype).eps, atol=1e-12)
@@ -388,7 +388,7 @@ def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_
         exact.add_multiples(total, unit)
         other.add(total[None])
         assert not bool((total % unit).any()) and total.abs().max() <= unit * 2**46
-    assert None not in exact.marks() and torch.equal(exact.total(), other.total())
+    assert None not in exact.scales() and torch.equal(exact.total(), other.total())
 
 
 def test_cohorts_of_any_sizes_come_to_the_exact_sum_of_their_own():
@@ -444,9 +444,9 @@ def digest(path):
         for together in (1, 8)
     ]
     for reduction in ("mean", "sparse_mean", "sum", "median", "trimmed_mean", "krum"):
-        aggregator = Aggregator(dict.fromkeys(values, BUILT_IN[reduction]))
-        aggregator.add_all(values, weights, range(len(weights)))
-        found += map(bits, aggregator.result({name: value[0] for name, value in values.items()}).values())
+        aggregator = Aggregator(dict.fromkeys(values, BUILT_IN_REDUCTIONS[reduction]))
+        aggregator.accumulate(values, weights, range(len(weights)))
+        found += map(bits, aggregator.compute({name: value[0] for name, value in values.items()}).values())
     return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
@@ -462,10 +462,10 @@ def test_a_mean_takes_two_and_a_half_times_its_uploads_however_many_come(clients
 
     upload = {name: torch.randn(1, megabytes << 18) for name in names}
     server = {name: value[0] for name, value in upload.items()}
-    aggregator, before = Aggregator(dict.fromkeys(names, BUILT_IN["mean"])), in_use("VmRSS")
+    aggregator, before = Aggregator(dict.fromkeys(names, BUILT_IN_REDUCTIONS["mean"])), in_use("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the most that was in use
     for number in range(clients):
-        aggregator.add_all(upload, [1.0], [number])
-    result = aggregator.result(server)
+        aggregator.accumulate(upload, [1.0], [number])
+    result = aggregator.compute(server)
     assert in_use("VmHWM") - before < 2.5 * megabytes * len(names)
     assert all(torch.equal(result[name], value) for name, value in server.items())

@@ -6,12 +6,12 @@ from raising import raises
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.reductions import Fixed, Mean, Own, Reduction, Sum
+from lightning_fcl.federation.reductions import Constant, Local, Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum
-from lightning_fcl.federation.schedule import Deployment, Participation
-from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.federation.synchronization import Participation, TimingContext
+from lightning_fcl.rng import make_client_keys
 
 
 def plan_of(clients=8, rounds=40, absent=None):
@@ -32,7 +32,7 @@ def plan_of(clients=8, rounds=40, absent=None):
 
 def begun(schedule, plan, participation=1.0, seed=3, round=0, **deployment):
     drawn = Participation(participation, seed, schedule=schedule)
-    schedule.begin(Deployment(plan, drawn, **deployment), round)
+    schedule.start(TimingContext(plan, drawn, **deployment), round)
     return drawn
 
 
@@ -40,7 +40,7 @@ def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
     """The same deployment, moment after moment, without a heap: (client, version) of each round, and its end."""
     training, now, told = {}, 0, []  # client -> (arrival, version)
     for round in range(rounds):
-        lots = keys_of(seed, plan.clients, round, "participation")
+        lots = make_client_keys(seed, plan.clients, round, "participation")
         waiting = [plan.clients[i] for i in np.argsort(lots, kind="stable")]
         waiting = [client for client in waiting if client in plan.train[round] and client not in training]
         buffer, skipped = [], []
@@ -82,15 +82,15 @@ def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency
     told = by_hand(plan, speeds, buffer_size, concurrency, 3, plan.rounds)
     before = 0
     for round, (buffer, skipped, end) in enumerate(told):
-        timed = schedule.timed(round)
+        timed = schedule.round_timing(round)
         assert timed.clients == [client for client, _ in buffer]
         assert timed.staleness == {client: round - version for client, version in buffer if version < round}
         assert timed.skipped == skipped and timed.late == []
-        assert round_to(timed.seconds) == end - before
+        assert round_to(timed.duration_s) == end - before
         before = end
-        assert len(schedule.clock(round + 1).flights) <= concurrency
+        assert len(schedule.clock_at(round + 1).flights) <= concurrency
     if buffer_size < concurrency and speeds.spread:
-        assert any(schedule.timed(round).staleness for round in range(plan.rounds))
+        assert any(schedule.round_timing(round).staleness for round in range(plan.rounds))
 
 
 def test_whoever_asks_first_the_schedule_is_the_same():
@@ -99,7 +99,7 @@ def test_whoever_asks_first_the_schedule_is_the_same():
     def timed(rounds, seed=3):
         schedule = FedBuff(speeds, 3)
         begun(schedule, plan, 5, seed)
-        return {round: schedule.timed(round) for round in rounds}
+        return {round: schedule.round_timing(round) for round in rounds}
 
     assert timed(range(20)) == timed(reversed(range(20)))
     assert timed(range(20)) != timed(range(20), seed=4)
@@ -111,40 +111,42 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
     whole, rest = FedBuff(speeds, 2), FedBuff(speeds, 2)
     begun(whole, plan, 5)
     for round in range(at):
-        whole.enter(round)
+        whole.start_round(round)
     kept = whole.state_dict(at)
     rest.load_state_dict(kept)
     begun(rest, plan, 5, round=at)
-    assert [rest.timed(round) for round in range(at, 30)] == [whole.timed(round) for round in range(at, 30)]
+    assert [rest.round_timing(round) for round in range(at, 30)] == [
+        whole.round_timing(round) for round in range(at, 30)
+    ]
     with raises(InvalidValueError, "round", value=0):
-        rest.timed(0)
+        rest.round_timing(0)
     begun(rest, plan, 5)  # a fit from the beginning begins at 0 seconds
     fresh = FedBuff(speeds, 2)
     begun(fresh, plan, 5)
-    assert rest.timed(3) == fresh.timed(3)
+    assert rest.round_timing(3) == fresh.round_timing(3)
 
 
 def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
     plan = plan_of()
     schedule = FedBuff(Speeds(0.1, spread=0.9), 3)
     drawn = begun(schedule, plan, 5)
-    ahead = [schedule.timed(round) for round in range(10)]
-    schedule.enter(4)
+    ahead = [schedule.round_timing(round) for round in range(10)]
+    schedule.start_round(4)
     gone = ahead[4].clients[0]
     drawn.withdraw(gone)
-    assert schedule.timed(4) == ahead[4]
-    later = [schedule.timed(round) for round in range(5, 30)]
+    assert schedule.round_timing(4) == ahead[4]
+    later = [schedule.round_timing(round) for round in range(5, 30)]
     assert not any(gone in timed.clients for timed in later)
     for client in plan.clients:
         drawn.withdraw(client)
     with raises(InvalidValueError, "max_epochs"):
-        schedule.timed(5)
+        schedule.round_timing(5)
 
 
 def test_a_stale_upload_counts_less():
     schedule = FedBuff(Speeds(1.0), 1)
-    assert [schedule.scale(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]  # 1 / sqrt(1 + age)
-    assert FedBuff(Speeds(1.0), 1, staleness_exponent=0).scale(9) == 1
+    assert [schedule.staleness_weight(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]  # 1 / sqrt(1 + age)
+    assert FedBuff(Speeds(1.0), 1, staleness_exponent=0).staleness_weight(9) == 1
 
 
 class Mine(Mean):
@@ -155,5 +157,5 @@ class Mine(Mean):
 def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
     with pytest.raises(ValueError, match=f"Expected `mean` as the reduction of all .* but `w` has `{reduction}`"):
         begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
-    begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Own(), "reservoir": Fixed()})
+    begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Local(), "reservoir": Constant()})
     begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"w": Mine()})

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.device.report import device_report
+from lightning_fcl.edge.report import device_report
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
 
@@ -25,12 +25,12 @@ class LoRA(nn.Module):
 
 
 def one_round(server, module, change=lambda row, name: 0.0):
-    server.begin_round(module)
+    server.start_round(module)
     server.download(["a", "b"])
     start = {name: value.detach().clone() for name, value in module.state_dict().items()}
     states = {name: torch.stack([value + change(row, name) for row in range(2)]) for name, value in start.items()}
     server.upload([ClientRound("a", 0, samples=1), ClientRound("b", 0, samples=2)], states)
-    module.load_state_dict(server.finish_round())
+    module.load_state_dict(server.aggregate())
     return server.record
 
 
@@ -50,7 +50,7 @@ def test_a_base_that_nobody_trains_is_neither_sent_nor_averaged(fit, make_stream
 
 def test_what_is_frozen_is_decided_anew_each_round():
     server, module = FederatedServer(ClientStore()), LoRA()
-    server.begin(module)
+    server.start_fit(module)
     assert one_round(server, module).upload_bytes == {"a": 80, "b": 80}
     module.base.requires_grad_(True)
     record = one_round(server, module, lambda row, name: row + 1.0)
@@ -65,7 +65,7 @@ def test_what_is_frozen_is_decided_anew_each_round():
 
 def test_what_a_step_changes_although_it_is_frozen_travels():
     server, module = FederatedServer(ClientStore()), LoRA()
-    server.begin(module)
+    server.start_fit(module)
     before = module.base.weight.clone()
     record = one_round(server, module, lambda row, name: 3.0 * (row == 1 and name == "base.weight"))
     assert record.upload_bytes == {"a": 80, "b": 80 + 96}
@@ -73,6 +73,6 @@ def test_what_a_step_changes_although_it_is_frozen_travels():
     goes_on = FederatedServer(ClientStore())
     goes_on.load_state_dict(copy.deepcopy(server.state_dict()))
     record = one_round(server, module)
-    goes_on.begin(module)
+    goes_on.start_fit(module)
     other = one_round(goes_on, module)
     assert record.download_bytes == other.download_bytes == {"a": 80 + 96, "b": 80 + 96}

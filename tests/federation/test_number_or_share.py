@@ -6,9 +6,9 @@ import pytest
 
 from lightning_fcl.callbacks import AGEM, BCN, GEM, DyToxTraining, Replay
 from lightning_fcl.cli.main import main
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.schedule import Deadline, Participation
-from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.synchronization import Deadline, Participation
 from lightning_fcl.models import EchoStateNetwork
 
 MAX_SIZE = "`max_size` is the integer 1, which is 1 sample. Write 1.0 for all samples."

@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.compression import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.wire import RoundRecord
+from lightning_fcl.federation.synchronization import Participation
 
 
 @pytest.fixture
@@ -17,23 +17,23 @@ def plan(make_stream):
 
 @pytest.mark.parametrize(("clients", "number"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (4, 4), (99, 10)])
 def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
-    draws = [Participation(clients, seed=3).draw(plan, round) for round in range(plan.rounds)]
+    draws = [Participation(clients, seed=3).sample_on_time_clients(plan, round) for round in range(plan.rounds)]
     backwards = Participation(clients, seed=3)
-    assert draws[::-1] == [backwards.draw(plan, round) for round in reversed(range(plan.rounds))]
+    assert draws[::-1] == [backwards.sample_on_time_clients(plan, round) for round in reversed(range(plan.rounds))]
     assert all(len(training) == number and skipped == [] for training, skipped in draws)
     assert all(training == [c for c in plan.clients if c in training] for training, _ in draws)
     assert (number == 10) == (len({tuple(training) for training, _ in draws}) == 1)
-    other = [Participation(clients, seed=4).draw(plan, round) for round in range(plan.rounds)]
+    other = [Participation(clients, seed=4).sample_on_time_clients(plan, round) for round in range(plan.rounds)]
     assert (number == 10) == (other == draws)
 
 
 def test_who_has_no_data_is_skipped_and_somebody_trains(plan):
-    drawn = Participation(4, seed=0).draw(plan, 0)[0]
+    drawn = Participation(4, seed=0).sample_on_time_clients(plan, 0)[0]
     plan.train[0].pop(drawn[1])
-    assert Participation(4, seed=0).draw(plan, 0) == ([drawn[0], *drawn[2:]], [drawn[1]])
+    assert Participation(4, seed=0).sample_on_time_clients(plan, 0) == ([drawn[0], *drawn[2:]], [drawn[1]])
     for client in drawn:
         plan.train[0].pop(client, None)
-    training, skipped = Participation(4, seed=0).draw(plan, 0)
+    training, skipped = Participation(4, seed=0).sample_on_time_clients(plan, 0)
     assert len(training) == 1 and training[0] in plan.train[0] and skipped == drawn
 
 
@@ -44,20 +44,20 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
     for round in range(plan.rounds):
         gone = {"5"} | ({"2"} if round >= 4 else set())
         assert participation.unavailable(round) == gone and everybody.unavailable(round) == set()
-        drawn = [client for client in everybody.draw(plan, round)[0] if client not in gone]
-        assert participation.draw(plan, round) == (drawn, [])
+        drawn = [client for client in everybody.sample_on_time_clients(plan, round)[0] if client not in gone]
+        assert participation.sample_on_time_clients(plan, round) == (drawn, [])
 
 
 def test_only_a_swarm_misses():
     swarm, asked = Swarm(dropout=0.3, missing={"4": [7]}), [(str(i), round) for i in range(10) for round in range(20)]
-    missed = [one for one in asked if Participation(seed=5, swarm=swarm).misses(*one)]
-    assert missed == [one for one in asked if swarm.misses(*one, 5)] and ("4", 7) in missed
-    assert not any(Participation(seed=5).misses(*one) for one in asked)
-    assert [Participation(swarm=s).may_miss for s in (None, Swarm(), Swarm(leaves={"1": 2}), swarm)] == [
+    missed = [one for one in asked if Participation(seed=5, swarm=swarm).misses_sync(*one)]
+    assert missed == [one for one in asked if swarm.misses_sync(*one, 5)] and ("4", 7) in missed
+    assert not any(Participation(seed=5).misses_sync(*one) for one in asked)
+    assert [Participation(swarm=s).may_miss_sync for s in (None, Swarm(), Swarm(leaves={"1": 2}), swarm)] == [
         False, False, False, True,
     ]  # fmt: skip
-    assert Participation(swarm=Swarm(missing={"4": [7]}, leaves={"1": 2})).named == ["4", "1"]
-    assert Participation().named == []
+    assert Participation(swarm=Swarm(missing={"4": [7]}, leaves={"1": 2})).explicit_clients == ["4", "1"]
+    assert Participation().explicit_clients == []
 
 
 def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
@@ -65,9 +65,9 @@ def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
     for sends in ("bac", "bc", "", "cb", "abc"):
         record = RoundRecord()
         for client in sends:
-            record.upload(client, 8)
-            record.download(client, 4)
-        participation.elect(record, ["a", "b", "c"])
+            record.add_upload_bytes(client, 8)
+            record.add_download_bytes(client, 4)
+        participation.elect_master(record, ["a", "b", "c"])
         masters.append(record.master)
         assert record.upload_bytes == {c: 0 if c == record.master else 8 for c in sends}
         assert record.download_bytes == {c: 0 if c == record.master else 4 for c in sends}

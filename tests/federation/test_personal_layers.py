@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 
 LINES = {  # of the methods' table in docs/coming-from.md, and the entries that stay with a client
     "FedPer": ({"model.head.*": "none"}, ["model.head.weight", "model.head.bias"]),
@@ -34,9 +34,9 @@ def by_hand(task, stream, own):
     for round, current in enumerate(stream.plan.train):
         sums, total = {}, 0
         for client, rows in current.items():
-            model, (x, y) = copy.deepcopy(task).train(), stream.take(rows)
+            model, (x, y) = copy.deepcopy(task).train(), stream.get_samples(rows)
             model.load_state_dict({**server, **kept.get(client, {})})
-            optimizer, batching = model.configure_optimizers(), Batching(8, True, drop_last=True)
+            optimizer, batching = model.configure_optimizers(), BatchPlan(8, True, drop_last=True)
             for indices in plan_batches(len(y), 1, batching, order_keys(0, [client], round)):
                 optimizer.zero_grad()
                 cross_entropy(model(x[indices]), y[indices]).backward()
@@ -62,6 +62,6 @@ def test_the_line_is_the_method(fit, make_stream, make_task, method):
     trainer = fit(task, stream, reductions=rules, seed=0)
     torch.testing.assert_close(dict(task.state_dict()), dict(server), rtol=0, atol=1e-5)
     for client, expected in kept.items():
-        mine = trainer.strategy.server.store[client]["model"]
+        mine = trainer.strategy.server.client_store[client]["model"]
         assert sorted(mine) == sorted(own)
         torch.testing.assert_close(dict(mine), expected, rtol=0, atol=1e-5)

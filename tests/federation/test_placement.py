@@ -12,10 +12,10 @@ class Several:
     """Ranks of which this process plays one: what the others would say is given."""
 
     def __init__(self, number, rank, said=()):
-        self.number, self.rank, self._said = number, rank, list(said)
+        self.num_ranks, self.rank, self._said = number, rank, list(said)
 
-    def share(self, value):
-        others = self._said.pop(0) if self._said else [type(value)()] * (self.number - 1)
+    def all_gather_object(self, value):
+        others = self._said.pop(0) if self._said else [type(value)()] * (self.num_ranks - 1)
         return [*others[: self.rank], value, *others[self.rank :]]
 
 
@@ -23,7 +23,7 @@ def places(number, samples, store=None):
     """The cohorts of each rank, a client each."""
     clients = list(samples)
     ranks = [Placement(Several(number, rank), clients, store or ClientStore()) for rank in range(number)]
-    return [placement.place([[client] for client in clients], samples) for placement in ranks]
+    return [placement.assign([[client] for client in clients], samples) for placement in ranks]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
@@ -42,9 +42,9 @@ def test_measured_seconds_count_more_than_samples():
     """A client whose samples take ten times as long has a rank to itself."""
     samples = dict.fromkeys("abcd", 10)
     first = Placement(Several(2, 0, [[{}], [{}]]), list(samples), ClientStore("disk"))
-    first.place([[c] for c in samples], samples)
+    first.assign([[c] for c in samples], samples)
     first._pace = {"a": 1.0, "b": 0.1, "c": 0.1, "d": 0.1}
-    assert first.place([[c] for c in samples], samples) == [0]
+    assert first.assign([[c] for c in samples], samples) == [0]
     assert first.hosts("a") and not any(map(first.hosts, "bcd"))
 
 
@@ -58,10 +58,10 @@ def test_clients_come_back_to_what_they_keep():
     placement = Placement(Several(2, 0), list(samples), store)
     assert sorted(store) == ["a", "c"]  # the other rank has the others
     placement._pace = dict.fromkeys(samples, 1.0)
-    assert placement.place([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]  # c and a, though d came first
+    assert placement.assign([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]  # c and a, though d came first
 
     placement._pace = {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}
-    placement.place([["a"], ["b"], ["c"], ["d"]], samples)
+    placement.assign([["a"], ["b"], ["c"], ["d"]], samples)
     assert sorted(store) == ["a"]  # c has left, with its head
     assert placement.hosts("a") and not placement.hosts("c")
 
@@ -70,5 +70,5 @@ def test_a_client_arrives_with_what_it_keeps():
     arriving = {"b": {"model": {"head": torch.ones(1)}}}
     store = ClientStore()
     placement = Placement(Several(2, 0, [[arriving]]), ["a", "b"], store)
-    assert placement.place([["b"], ["a"]], {"a": 1, "b": 9}) == [0]
+    assert placement.assign([["b"], ["a"]], {"a": 1, "b": 9}) == [0]
     assert store["b"]["model"]["head"] == 1

@@ -11,27 +11,27 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, ContinualMetrics, FedProto, LogitAdjustment
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation import protocol
-from lightning_fcl.federation.local_training import BringsLocalTrainer
+from lightning_fcl.federation import protocols
+from lightning_fcl.federation.local_trainer import HasLocalTrainer
 from lightning_fcl.tasks.classification import OutputsByTask
-from lightning_fcl.zoo.publishing import MakesNetwork
+from lightning_fcl.zoo.publishing import ExportsNetwork
 
 PROTOCOLS = [
-    protocol.StatesLoss,
-    protocol.Vectorizable,
-    protocol.EmbedsInputs,
-    protocol.MasksLogits,
-    protocol.HasClasses,
-    protocol.MeasuresPredictions,
-    protocol.HasLocalModels,
-    protocol.SolvesAtServer,
-    protocol.HasHparams,
-    BringsLocalTrainer,
+    protocols.HasSampleLoss,
+    protocols.Vectorizable,
+    protocols.HasFeatures,
+    protocols.HasLogitMask,
+    protocols.HasNumClasses,
+    protocols.HasMetrics,
+    protocols.HasLocalModels,
+    protocols.HasAggregationHook,
+    protocols.HasFingerprint,
+    HasLocalTrainer,
     OutputsByTask,
-    MakesNetwork,
+    ExportsNetwork,
 ]
 NAMES = {name for kind in PROTOCOLS for name in [*vars(kind), *kind.__annotations__] if not name.startswith("_")}
-NAMES -= {"speaks_lightning_fcl"}
+NAMES -= {"lightning_fcl_protocols"}
 
 
 class Others(L.LightningModule):
@@ -68,7 +68,15 @@ class Plain(Others):
 
 
 def test_names_that_a_module_has_by_chance(fit, make_stream, tmp_path):
-    assert {"fingerprint", "local_trainer", "measures", "network", "embed", "outputs_by_task", "gives"} <= NAMES
+    assert {
+        "fingerprint",
+        "configure_local_trainer",
+        "configure_metrics",
+        "to_network",
+        "embed",
+        "outputs_by_task",
+        "output_kind",
+    } <= NAMES
     others, plain, metrics = Others(), Plain(), ContinualMetrics()
     assert not any(isinstance(others, kind) for kind in PROTOCOLS)
     saving = {"enable_checkpointing": True}

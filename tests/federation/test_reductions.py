@@ -10,11 +10,11 @@ from torch import nn
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.accumulators import Gather
-from lightning_fcl.federation.aggregation import Aggregator, reductions_of
+from lightning_fcl.federation.accumulators import GatheringAccumulator
+from lightning_fcl.federation.aggregation import Aggregator, get_reductions
+from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum, TrimmedMean
-from lightning_fcl.federation.wire import TopK
 
 
 class PowerMean(Reduction):
@@ -26,7 +26,7 @@ class PowerMean(Reduction):
     def __init__(self, exponent: float = 3.0) -> None:
         self.exponent = exponent
 
-    def accumulator(self):
+    def make_accumulator(self):
         type(self).made += 1
         return Powers(self.exponent)
 
@@ -37,14 +37,14 @@ class Powers:
     def __init__(self, exponent):
         self.exponent, self.sums, self.weight = exponent, {}, 0.0
 
-    def add(self, values, weights):
+    def update(self, values, weights):
         for name, value in values.items():
             wide = value.double()
             powers = torch.tensordot(torch.tensor(weights).double(), wide.sign() * wide.abs() ** self.exponent, dims=1)
             self.sums[name] = self.sums.get(name, 0) + powers
         self.weight += sum(weights)
 
-    def result(self, server):
+    def compute(self, server):
         means = {name: total / self.weight for name, total in self.sums.items()}
         return {n: (m.sign() * m.abs() ** (1 / self.exponent)).to(server[n].dtype) for n, m in means.items()}
 
@@ -54,8 +54,10 @@ class Maximum(Reduction):
 
     name = "maximum"
 
-    def accumulator(self):
-        return Gather(lambda rows, server: {name: torch.stack(row).amax(dim=0) for name, row in rows.items()})
+    def make_accumulator(self):
+        return GatheringAccumulator(
+            lambda rows, server: {name: torch.stack(row).amax(dim=0) for name, row in rows.items()}
+        )
 
 
 class Extent(L.LightningModule):
@@ -93,7 +95,7 @@ def test_a_module_declares_it(fit, make_stream):
     task.largest.fill_(-1e9)  # a number that is not finite is refused
     fit(task, stream, max_epochs=1)
     rows = torch.cat([torch.from_numpy(rows) for rows in stream.plan.train[0].values()])
-    x, y = stream.take(rows.numpy())
+    x, y = stream.get_samples(rows.numpy())
     assert torch.equal(task.largest, x.amax(dim=0)) and int(task.samples) == len(rows)
     assert task.seen.nonzero().flatten().tolist() == sorted(set(y.tolist()))
 
@@ -149,7 +151,7 @@ def test_a_recipe_names_it():
     parser = ArgumentParser()
     parser.add_class_arguments(FederatedStrategy, "strategy")
     krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"byzantine": 2}}
-    code = {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.2}}
+    code = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.2}}
     given = {"reductions": {"model.0.*": "none", "model.1.*": krum}, "compression": code}
     strategy = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
     assert strategy.settings.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
@@ -167,8 +169,8 @@ def test_two_krums_choose_apart_and_one_together():
     chosen = {}
     for label, (a, b) in {"together": (Krum(1), Krum(1)), "apart": (Krum(1), Krum(0))}.items():
         aggregator = Aggregator({"a": a, "b": b})
-        aggregator.add_all(uploads, [1.0] * 4, range(4))
-        result = aggregator.result(server)
+        aggregator.accumulate(uploads, [1.0] * 4, range(4))
+        result = aggregator.compute(server)
         chosen[label] = [int((uploads[name] == result[name]).nonzero()[0, 0]) for name in "ab"]
     assert chosen["together"][0] == chosen["together"][1] and chosen["apart"][0] != chosen["apart"][1]
 
@@ -184,5 +186,5 @@ def test_one_that_travels_up_needs_an_accumulator():
 def test_rules_and_modules_mix_names_and_values():
     module = nn.Linear(2, 2)
     module.reductions = {"*": Maximum(), "bias": "sum"}
-    assert reductions_of(module) == {"weight": Maximum(), "bias": Sum()}
-    assert reductions_of(module, {"bias": PowerMean(2.0)}) == {"weight": Maximum(), "bias": PowerMean(2.0)}
+    assert get_reductions(module) == {"weight": Maximum(), "bias": Sum()}
+    assert get_reductions(module, {"bias": PowerMean(2.0)}) == {"weight": Maximum(), "bias": PowerMean(2.0)}

@@ -6,10 +6,10 @@ from raising import raises
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.schedule import Deadline, Deployment, Participation
-from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.synchronization import Deadline, Participation, TimingContext
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def plan(make_stream):
 
 def begun(schedule, plan, participation=1.0, seed=3, **deployment):
     drawn = Participation(participation, seed, schedule=schedule)
-    schedule.begin(Deployment(plan, drawn, **deployment))
+    schedule.start(TimingContext(plan, drawn, **deployment))
     return drawn
 
 
@@ -32,10 +32,10 @@ def speeds_of(*seconds, **more):
 def test_whoever_takes_longer_than_the_deadline_is_late(plan):
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5.000001, 3), seconds=5)
     drawn = begun(schedule, plan)
-    timed = schedule.timed(0)
-    assert (timed.clients, timed.late, timed.seconds) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
-    assert drawn.draw(plan, 0) == (timed.clients, [])
-    assert drawn.chosen(plan, 0)[0] == list(plan.clients)  # who was drawn is another question
+    timed = schedule.round_timing(0)
+    assert (timed.clients, timed.late, timed.duration_s) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
+    assert drawn.sample_on_time_clients(plan, 0) == (timed.clients, [])
+    assert drawn.sample_clients(plan, 0)[0] == list(plan.clients)  # who was drawn is another question
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_whoever_takes_longer_than_the_deadline_is_late(plan):
 def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clients, end):
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds, goal)
     begun(schedule, plan)
-    timed = schedule.timed(1)
-    assert (timed.clients, timed.seconds) == (clients, end)
+    timed = schedule.round_timing(1)
+    assert (timed.clients, timed.duration_s) == (clients, end)
     assert timed.late == [client for client in plan.clients if client not in clients]
 
 
@@ -62,7 +62,7 @@ def test_the_clock_depends_on_nothing_that_happened_before(plan):
     def timed(rounds):
         schedule = Deadline(Speeds(0.01, spread=0.8, variation=0.5), seconds=0.2, goal=3)
         begun(schedule, plan, participation=0.7)
-        return {round: schedule.timed(round) for round in rounds}
+        return {round: schedule.round_timing(round) for round in rounds}
 
     rounds = range(plan.rounds)
     assert timed(rounds) == timed(reversed(rounds))
@@ -73,7 +73,7 @@ def test_who_has_no_data_is_skipped(plan):
     plan.train[0].pop("2")
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds=4)
     begun(schedule, plan)
-    timed = schedule.timed(0)
+    timed = schedule.round_timing(0)
     assert (timed.clients, timed.skipped, timed.late) == (["0", "5"], ["2"], ["1", "3", "4"])
 
 
@@ -115,5 +115,5 @@ def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():
     )
     schedule = Deadline(Asked(0.01, spread=1.0, variation=1.0), goal=10)
     drawn = begun(schedule, plan, participation=13)
-    assert len(drawn.draw(plan, 0)[0]) == 10 and len(schedule.timed(0).late) == 3
-    assert sorted(asked) == sorted(drawn.chosen(plan, 0)[0]) and len(asked) == 13
+    assert len(drawn.sample_on_time_clients(plan, 0)[0]) == 10 and len(schedule.round_timing(0).late) == 3
+    assert sorted(asked) == sorted(drawn.sample_clients(plan, 0)[0]) and len(asked) == 13

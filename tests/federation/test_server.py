@@ -9,11 +9,11 @@ from torch import nn
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.accumulators import Gather
+from lightning_fcl.federation.accumulators import GatheringAccumulator
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.federation.wire import TopK
 
 EXTRA = {
     "Method.counts": (torch.tensor([10.0, 0.0, 0.0]), "sum"),
@@ -32,7 +32,7 @@ def make_server(**kwargs):
 
 def one_round(server, module, round=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
     """Two clients' round; what the module becomes, and the server's new state."""
-    server.begin_round(module, extra=extra)
+    server.start_round(module, extra_tensors=extra)
     received, _ = server.download(["a", "b"])
     shift = {
         name: torch.stack([torch.full_like(p, row + round) for row in range(2)])
@@ -42,8 +42,8 @@ def one_round(server, module, round=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
     client_rounds = [ClientRound(client, round, samples=n) for client, n in zip("ab", weights, strict=True)]
     assert server.upload(client_rounds, {**states, **sent}) == [True, True]
     for row, client in enumerate("ab"):
-        server.keep(client, {name: value[row] for name, value in {**states, **sent}.items()}, {})
-    result = server.finish_round()
+        server.save_client_state(client, {name: value[row] for name, value in {**states, **sent}.items()}, {})
+    result = server.aggregate()
     with torch.no_grad():
         module.load_state_dict({name: result[name] for name in module.state_dict()})
     return received, result
@@ -57,8 +57,8 @@ def test_extra_entries_travel_and_come_together_as_all_others():
     assert result["Method.counts"].tolist() == [11, 7, 0]
     # Classes that one client has, both have (weights 1 and 2), and nobody has.
     assert result["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
-    assert server.extra == {name: result[name] for name in EXTRA} and server.state is result
-    assert set(server.store) == set()  # nothing stays with the clients
+    assert server.extra_tensors == {name: result[name] for name in EXTRA} and server.state is result
+    assert set(server.client_store) == set()  # nothing stays with the clients
 
 
 def test_their_values_go_on_from_round_to_round_whatever_the_first_one_is():
@@ -67,10 +67,10 @@ def test_their_values_go_on_from_round_to_round_whatever_the_first_one_is():
     received, result = one_round(server, module, round=1)
     assert received[0]["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert result["Method.counts"].tolist() == [12, 14, 0]
-    server.begin(module, extra={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
+    server.start_fit(module, extra_tensors={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
     assert server.state["Method.counts"].tolist() == [12, 14, 0]  # another fit goes on from there
-    server.begin_round(module)
-    assert set(server.state) == {"weight", "bias"} and server.extra["Method.counts"].tolist() == [12, 14, 0]
+    server.start_round(module)
+    assert set(server.state) == {"weight", "bias"} and server.extra_tensors["Method.counts"].tolist() == [12, 14, 0]
     assert EXTRA["Method.counts"][0].tolist() == [10, 0, 0]
 
 
@@ -100,12 +100,12 @@ def test_compression_leaves_them_as_they_are():
 
 def test_without_a_usable_upload_they_stay():
     server, module = make_server()
-    server.begin_round(module, extra=EXTRA)
+    server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in server.state.items()}
     bad = {**states, "Method.counts": torch.tensor([[1.0, float("nan"), 0.0]])}
-    assert server.upload([ClientRound("a", round=0, samples=1)], bad) == [False]
+    assert server.upload([ClientRound("a", round_idx=0, samples=1)], bad) == [False]
     assert server.record.dropped == {"a": "not finite: Method.counts"}
-    assert server.finish_round()["Method.counts"].tolist() == [10, 0, 0] == server.extra["Method.counts"].tolist()
+    assert server.aggregate()["Method.counts"].tolist() == [10, 0, 0] == server.extra_tensors["Method.counts"].tolist()
 
 
 def test_what_an_earlier_version_has_kept_has_none():
@@ -114,13 +114,13 @@ def test_what_an_earlier_version_has_kept_has_none():
     kept = server.state_dict()
     assert kept.pop("extra").keys() == EXTRA.keys()
     server.load_state_dict(kept)
-    assert server.extra == {}
+    assert server.extra_tensors == {}
 
 
 @pytest.mark.parametrize("clients", [None, 3, {"x": 3}, {"a": {"model": 3}}])
 def test_what_is_no_state_of_clients_is_refused_and_the_store_left_alone(clients):
     server, _ = make_server()
-    server.store["a"] = {"model": {"bias": torch.ones(2)}}
+    server.client_store["a"] = {"model": {"bias": torch.ones(2)}}
     kept = server.state_dict()
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "clients"):
         server.load_state_dict({**kept, "clients": clients})
@@ -132,13 +132,13 @@ def test_a_reduction_of_ones_own():
         """The last upload; clients begin at minus one."""
 
         name = "last"
-        down = False
+        is_downloaded = False
 
-        def start(self, server):
+        def initial_value(self, server):
             return torch.full_like(server, -1)
 
-        def accumulator(self):
-            return Gather(lambda rows, server: {name: row[-1] for name, row in rows.items()})
+        def make_accumulator(self):
+            return GatheringAccumulator(lambda rows, server: {name: row[-1] for name, row in rows.items()})
 
     server, module = make_server()
     received, result = one_round(
@@ -152,26 +152,26 @@ class InOrder(Reduction):
 
     name = "in_order"
 
-    def accumulator(self):
-        return Gather(lambda rows, server: {name: torch.cat(row) for name, row in rows.items()})
+    def make_accumulator(self):
+        return GatheringAccumulator(lambda rows, server: {name: torch.cat(row) for name, row in rows.items()})
 
 
 @pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])
 def test_uploads_are_put_into_the_order_of_the_streams_clients(order):
     server, module = make_server()
-    server.numbers = {"c": 0, "a": 1, "b": 2}
-    server.begin(module, extra={"Method.rows": (torch.zeros(3, 1), InOrder())})
+    server.client_index = {"c": 0, "a": 1, "b": 2}
+    server.start_fit(module, extra_tensors={"Method.rows": (torch.zeros(3, 1), InOrder())})
     states = {name: value.detach()[None] for name, value in module.state_dict().items()}
     for client in order:
-        rows = torch.full((1, 1, 1), float(server.numbers[client]))
-        server.upload([ClientRound(client, round=0, samples=3)], {**states, "Method.rows": rows})
-    assert server.finish_round()["Method.rows"].flatten().tolist() == [0, 1, 2]
+        rows = torch.full((1, 1, 1), float(server.client_index[client]))
+        server.upload([ClientRound(client, round_idx=0, samples=3)], {**states, "Method.rows": rows})
+    assert server.aggregate()["Method.rows"].flatten().tolist() == [0, 1, 2]
 
 
 def test_the_stream_gives_clients_their_numbers(fit, make_stream, make_task):
     stream = make_stream()
     trainer = fit(make_task(), stream, max_epochs=1)
-    assert list(trainer.strategy.server.numbers) == list(stream.plan.clients)
+    assert list(trainer.strategy.server.client_index) == list(stream.plan.clients)
 
 
 def test_each_client_may_keep_its_own():
@@ -185,25 +185,25 @@ def test_each_client_may_keep_its_own():
 def test_extra_entries_that_cannot_be():
     server, module = make_server()
     with raises(InvalidValueError, "weight"):
-        server.begin_round(module, extra={"weight": (torch.zeros(1), "sum")})
+        server.start_round(module, extra_tensors={"weight": (torch.zeros(1), "sum")})
 
 
 def test_an_upload_without_them():
     server, module = make_server()
-    server.begin_round(module, extra=EXTRA)
+    server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in module.state_dict().items()}
     with raises(InvalidValueError, "Method.counts"):
-        server.upload([ClientRound("a", round=0, samples=1)], states)
+        server.upload([ClientRound("a", round_idx=0, samples=1)], states)
 
 
 def test_how_far_a_round_moves_the_server_is_limited_but_for_sums():
     server, module = make_server()
-    server.largest_update = 2.0
+    server.max_update_norm = 2.0
     counts = {**SENT, "Method.counts": SENT["Method.counts"] * 1e9}
     _, result = one_round(server, module, sent=counts)
     assert result["Method.counts"][1] == 7e9
-    server.largest_update = 0.01
-    with raises(InvalidValueError, "largest-update"):
+    server.max_update_norm = 0.01
+    with raises(InvalidValueError, "max-update-norm"):
         one_round(server, module)
     assert all(torch.equal(value, server.state[name]) for name, value in module.state_dict().items())
-    assert torch.equal(server.extra["Method.counts"], result["Method.counts"])
+    assert torch.equal(server.extra_tensors["Method.counts"], result["Method.counts"])

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from lightning_fcl.federation.optimizers import ServerOptimizer
+from lightning_fcl.federation.server_optimizer import ServerOptimizer
 
 
 def random_uploads(clients, shape):

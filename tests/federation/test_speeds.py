@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
-from lightning_fcl.federation.speeds import Speed, Speeds
+from lightning_fcl.federation.client_speeds import Speed, Speeds
 
 CSV = """client,seconds_per_sample,upload_bandwidth,latency
 a,0.5,,3
@@ -29,13 +29,13 @@ def test_what_is_drawn_depends_on_seed_client_and_round_alone():
     first = {key: speeds.seconds(*key, 4, 10, 100, 100) for key in asked}
     assert {key: again.seconds(*key, 4, 10, 100, 100) for key in reversed(asked)} == first
     assert len(set(first.values())) == len(asked)
-    assert speeds.of("a", 4) == again.of("a", 4) != again.of("a", 5)
+    assert speeds.for_client("a", 4) == again.for_client("a", 4) != again.for_client("a", 5)
     assert speeds.seconds("a", 0, 4, 10, 100, 100) != speeds.seconds("a", 0, 5, 10, 100, 100)
 
 
 def test_factors_are_log_normal_with_median_one():
     speeds = Speeds(1.0, upload_bandwidth=1.0, spread=0.5)
-    drawn = [speeds.of(str(client), 0) for client in range(4000)]
+    drawn = [speeds.for_client(str(client), 0) for client in range(4000)]
     compute, send = ([math.log(getattr(one, of)) for one in drawn] for of in ("seconds_per_sample", "upload_bandwidth"))
     for logs in (compute, send):
         assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.5) < 0.05
@@ -54,11 +54,11 @@ def test_numbers_of_clients_own_come_from_a_file_or_a_mapping(tmp_path, name, te
     path = tmp_path / name
     path.write_text(text)
     speeds = Speeds(0.1, spread=0.5, file=str(path), clients={"a": {"latency": 1}, "c": {"seconds_per_sample": 9}})
-    assert speeds.of("a", 0) == Speed(0.5, latency=1)  # the mapping goes over the file
-    assert speeds.of(other, 0) == Speed(0.1, upload_bandwidth=2000)  # whoever has a number is typical otherwise
-    assert speeds.of("c", 0).seconds_per_sample == 9
-    assert speeds.of("d", 0).seconds_per_sample != 0.1  # the spread is of all others
-    assert sorted(speeds.named) == sorted(["a", other, "c"])
+    assert speeds.for_client("a", 0) == Speed(0.5, latency=1)  # the mapping goes over the file
+    assert speeds.for_client(other, 0) == Speed(0.1, upload_bandwidth=2000)  # whoever has a number is typical otherwise
+    assert speeds.for_client("c", 0).seconds_per_sample == 9
+    assert speeds.for_client("d", 0).seconds_per_sample != 0.1  # the spread is of all others
+    assert sorted(speeds.explicit_clients) == sorted(["a", other, "c"])
 
 
 def test_speeds_are_told_apart_by_a_checkpoint():

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
@@ -31,10 +31,10 @@ def local_training(task, state, stream, client, round, seed=0):
     """A client's local training, written by hand."""
     local = copy.deepcopy(task)
     local.load_state_dict(state)
-    x, y = stream.take(stream.plan.train[round][client])
+    x, y = stream.get_samples(stream.plan.train[round][client])
     optimizer = local.configure_optimizers()
     for indices in plan_batches(
-        len(y), 1, Batching(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+        len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
     ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(local.model(x[indices]), y[indices]).backward()
@@ -166,14 +166,14 @@ def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, ma
 
 def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
     swarm = Swarm(dropout=0.3)
-    misses = [[swarm.misses(node, round, seed=0) for round in range(500)] for node in "ab"]
-    assert misses == [[Swarm(0.3).misses(node, round, seed=0) for round in range(500)] for node in "ab"]
-    assert misses[0] != misses[1] != [swarm.misses("b", round, seed=1) for round in range(500)]
+    misses = [[swarm.misses_sync(node, round, seed=0) for round in range(500)] for node in "ab"]
+    assert misses == [[Swarm(0.3).misses_sync(node, round, seed=0) for round in range(500)] for node in "ab"]
+    assert misses[0] != misses[1] != [swarm.misses_sync("b", round, seed=1) for round in range(500)]
     assert all(0.24 < np.mean(row) < 0.36 for row in misses)
-    assert not any(Swarm().misses("a", round, seed=0) for round in range(100))
+    assert not any(Swarm().misses_sync("a", round, seed=0) for round in range(100))
     metrics, stream = ContinualMetrics(), make_stream(**STREAM)
     fit(make_task(), stream, [metrics], swarm=swarm, seed=5)
-    missed = [[c for c in stream.plan.clients if swarm.misses(c, round, 5)] for round in range(6)]
+    missed = [[c for c in stream.plan.clients if swarm.misses_sync(c, round, 5)] for round in range(6)]
     assert [sorted(entry["missed"]) for entry in metrics.record["rounds"]] == missed
     assert any(missed) and not all(missed)
 
@@ -271,7 +271,7 @@ def test_wrong_arguments(arguments, argument):
 def test_nodes_may_be_named_by_numbers(fit, make_task):
     x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
     stream = FederatedStream.from_arrays(
-        x, np.arange(48) % 4, scenario=ClassIncremental(2), split=Split(test=0.25), client=np.arange(48) // 16
+        x, np.arange(48) % 4, scenario=ClassIncremental(2), split=Split(test=0.25), client_ids=np.arange(48) // 16
     )
     metrics = ContinualMetrics()
     fit(make_task(), stream, [metrics], strategy=FederatedStrategy(swarm=Swarm(missing={1: [0]}, leaves={2: 1})))

@@ -15,16 +15,16 @@ from lightning_fcl import FedBuff, FederatedStrategy, Speeds
 from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics, FedWEIT, Replay
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import BUILT_IN
+from lightning_fcl.federation.aggregation import BUILT_IN_REDUCTIONS
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import Quantize, TopK
 from lightning_fcl.federation.packing import pack_integers, pack_nonzero, unpack_integers, unpack_nonzero
 from lightning_fcl.federation.reductions import Mean
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.uploads import Stage, UploadTransform
-from lightning_fcl.federation.wire import Quantize, TopK
-from lightning_fcl.methods.glfc import Rows
-from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.tasks.ridge_statistics import GatheredRows
+from lightning_fcl.methods.glfc import ConcatNonzeroRows
+from lightning_fcl.methods.prototypes import SparseSum
+from lightning_fcl.tasks.ridge_statistics import ConcatRows
 
 
 class Probe(UploadTransform):
@@ -36,8 +36,8 @@ class Probe(UploadTransform):
         self.rounds = {}
 
     def encode(self, uploads):
-        counts = self.rounds.setdefault(uploads.clients.round, {})
-        for row, client in enumerate(uploads.clients.clients):
+        counts = self.rounds.setdefault(uploads.clients.round_idx, {})
+        for row, client in enumerate(uploads.clients.client_ids):
             counts[client] = sum(value.nbytes for value in uploads.sent(row).values())
 
 
@@ -124,11 +124,13 @@ class Masks(UploadTransform):
                     own = int(memory["own"])
                     if key != own:
                         low, high = sorted((key, own))
-                        draws = torch.Generator().manual_seed(hash_of(f"{low} {high} {name} {uploads.clients.round}"))
+                        draws = torch.Generator().manual_seed(
+                            hash_of(f"{low} {high} {name} {uploads.clients.round_idx}")
+                        )
                         mask = torch.randint(-(2**62), 2**62, value.shape[1:], generator=draws)
                         uploads.values[name][row] += mask if own == low else -mask
 
-    def accumulator(self):
+    def make_accumulator(self):
         return IntegerSums(self.seen)
 
     def on_sum(self, sums):
@@ -139,12 +141,12 @@ class IntegerSums:
     def __init__(self, seen):
         self.sums, self.seen = {}, seen
 
-    def add(self, values, weights):
+    def update(self, values, weights):
         self.seen.append(values)
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value.sum(dim=0)
 
-    def result(self, server):
+    def compute(self, server):
         return self.sums
 
 
@@ -224,7 +226,7 @@ def server_of(transforms, extra=None):
     torch.manual_seed(0)
     server = FederatedServer(ClientStore(), "uniform", transforms=transforms)
     module = nn.Linear(3, 2)
-    server.begin(module, extra=extra)
+    server.start_fit(module, extra_tensors=extra)
     return server, module
 
 
@@ -241,7 +243,7 @@ def test_sums_are_changed_before_the_division_by_their_denominators():
     server, _ = server_of([adds])
     states = uploads_of(server, 3)
     server.upload(client_rounds("abc"), states)
-    before, after = server.state, server.finish_round()
+    before, after = server.state, server.aggregate()
     for name, value in before.items():
         expected = value + ((states[name] - value).double().sum(dim=0) + 0.5) / 10
         torch.testing.assert_close(after[name], expected.float())
@@ -251,11 +253,11 @@ def test_sums_are_changed_before_the_division_by_their_denominators():
 def test_sums_of_a_round_without_clients_are_changed():
     adds = AddsToSums(0.5, clients=10.0)
     server, module = server_of([adds])
-    before, after = server.state, server.finish_round()
+    before, after = server.state, server.aggregate()
     for name, value in before.items():
         torch.testing.assert_close(after[name], value + 0.05)
-    server.begin_round(module, round=1)
-    server.finish_round()
+    server.start_round(module, round=1)
+    server.aggregate()
     assert adds.rounds == [(0, []), (1, [])]
 
 
@@ -270,7 +272,7 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload(groups):
         part = {name: value[rows] for name, value in states.items()}
         server.upload(client_rounds(["abc"[row] for row in rows]), part)
         plain.upload(client_rounds(["abc"[row] for row in rows]), part)
-    torch.testing.assert_close(server.finish_round(), plain.finish_round(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(server.aggregate(), plain.aggregate(), rtol=0, atol=1e-6)
     for values in masks.seen:
         assert all(value.dtype == torch.int64 for value in values.values())
         assert float(values["weight"].double().abs().min()) > 2.0**40  # an update alone would be below that
@@ -278,9 +280,9 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload(groups):
 
 
 class Alone:
-    rank, number = 0, 1
+    rank, num_ranks = 0, 1
 
-    def share(self, value):
+    def all_gather_object(self, value):
         return [value]
 
 
@@ -312,7 +314,7 @@ class Counts(UploadTransform):
     def on_aggregate(self, before, aggregate):
         self._rounds += 1
 
-    def undo_round(self):
+    def roll_back_round(self):
         self._rounds = self._before
 
     def state_dict(self):
@@ -327,8 +329,8 @@ def test_client_state_of_a_transform_changes_when_the_upload_is_accepted():
     states = uploads_of(server, 2)
     states["weight"][1, 0, 0] = torch.nan
     assert server.upload(client_rounds("ab"), states) == [True, False]
-    server.keep("a", {name: value[0] for name, value in states.items()}, {})
-    assert int(server.store["a"]["counts"]["n"]) == 1 and "counts" not in server.store["b"]
+    server.save_client_state("a", {name: value[0] for name, value in states.items()}, {})
+    assert int(server.client_store["a"]["counts"]["n"]) == 1 and "counts" not in server.client_store["b"]
 
 
 @pytest.mark.seconds
@@ -341,7 +343,7 @@ def test_the_state_of_a_transform_is_in_checkpoints_and_resumes(fit, make_stream
     path = tmp_path / "last.ckpt"
     _, _, trainer = run(fit, make_stream, make_task, upload_transforms=[resumed], ckpt_path=path)
     assert resumed.state_dict() == whole.state_dict() == {"rounds": 4}
-    store = trainer.strategy.server.store
+    store = trainer.strategy.server.client_store
     assert {client: int(store[client]["counts"]["n"]) for client in "0123"} == dict.fromkeys("0123", 4)
     with raises(InvalidValueError, "upload_transforms", code="other-recipe"):
         run(fit, make_stream, make_task, ckpt_path=path)
@@ -356,7 +358,7 @@ def test_an_interrupted_round_restores_the_state_of_a_transform(fit, make_stream
             assert trainer.current_epoch < 1
 
         def on_client_end(self, trainer, pl_module, client_round):
-            if client_round.round == 1:
+            if client_round.round_idx == 1:
                 raise RuntimeError("interrupted")
 
     with pytest.raises(RuntimeError, match="interrupted"):
@@ -367,10 +369,10 @@ def test_an_interrupted_round_restores_the_state_of_a_transform(fit, make_stream
 # Packing, and reading what was sent.
 
 REDUCTIONS = [
-    *(BUILT_IN[name] for name in ("mean", "sum", "sparse_mean", "median")),
-    Rows(),
-    SumOfSome(),
-    GatheredRows(4),
+    *(BUILT_IN_REDUCTIONS[name] for name in ("mean", "sum", "sparse_mean", "median")),
+    ConcatNonzeroRows(),
+    SparseSum(),
+    ConcatRows(4),
 ]
 
 
@@ -383,12 +385,12 @@ def test_what_is_packed_is_unpacked(shape, share, dtype):
     for reduction in REDUCTIONS:
         packed = reduction.pack(value)
         found = reduction.unpack(packed, torch.empty_like(value))
-        if isinstance(reduction, Rows):  # without the rows of zeros, which come last
+        if isinstance(reduction, ConcatNonzeroRows):  # without the rows of zeros, which come last
             assert torch.equal(found[: len(packed)], packed) and not found[len(packed) :].any()
         else:
             assert torch.equal(found, value)
         assert found.dtype == dtype and found.shape == value.shape
-        assert packed.nbytes == reduction.wire_bytes(value) <= value.nbytes
+        assert packed.nbytes == reduction.upload_nbytes(value) <= value.nbytes
 
 
 @pytest.mark.parametrize(
@@ -410,11 +412,11 @@ def test_packed_integers_take_their_bits(bits):
 
 @pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Quantize(3)], [Updates()], [TopK(0.2, bits=5), Clip(0.1)]])
 def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
-    extra = {"M.rows": (torch.zeros(4, 2), Rows()), "M.some": (torch.zeros(5), SumOfSome())}
+    extra = {"M.rows": (torch.zeros(4, 2), ConcatNonzeroRows()), "M.some": (torch.zeros(5), SparseSum())}
     simulated, _ = server_of(transforms, extra)
     states = uploads_of(simulated, 1)
     states["M.some"] = torch.zeros(1, 5)
-    parts = ClientRounds.of(client_rounds("a"))
+    parts = ClientRounds.from_rounds(client_rounds("a"))
     client, server = (server_of(transforms, extra)[0] for _ in range(2))
     sent, _, _, _ = client.encode(parts, states)
     tensors = sent.sent(0)
@@ -422,7 +424,7 @@ def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
     server.decode(arrived)
     assert server.accept(arrived) == [True] == simulated.upload(parts, states)
     assert simulated.record.upload_bytes == {"a": sum(value.nbytes for value in tensors.values())}
-    first, second = simulated.finish_round(), server.finish_round()
+    first, second = simulated.aggregate(), server.aggregate()
     assert first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
     with raises(InvalidValueError, "more"):
         client.received(parts, {**tensors, "more": torch.zeros(1)})
@@ -434,7 +436,7 @@ def test_messages_of_methods_exclude_a_mask():
     server, module = server_of([Masks()])
     server.senders = ["FedWEIT"]
     with raises(InvalidValueError, "callbacks"):
-        server.begin_round(module)
+        server.start_round(module)
     assert FedWEIT.message is not Replay.message
 
 
@@ -446,7 +448,7 @@ def test_order_and_contradictions_are_rejected_when_a_strategy_is_made():
         FederatedStrategy(upload_transforms=[Clip(1.0), Clip(2.0)])
     with raises(InvalidValueError, "compression"):
         FederatedStrategy(compression=TopK(0.1), upload_transforms=[Masks()])
-    assert Mean().averages and not BUILT_IN["median"].averages
+    assert Mean().averages and not BUILT_IN_REDUCTIONS["median"].averages
 
 
 @pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Updates()]])
@@ -455,7 +457,7 @@ def test_a_server_drops_what_a_node_sends_that_is_not_finite_and_keeps_its_own(t
     extra = {"M.mask": (torch.tensor([0.0, -torch.inf]), "mean")}
     server, client = (server_of(transforms, extra)[0] for _ in range(2))
     for name, fine in (("a", True), ("b", False)):
-        parts, states = ClientRounds.of(client_rounds(name)), uploads_of(server, 1)
+        parts, states = ClientRounds.from_rounds(client_rounds(name)), uploads_of(server, 1)
         states["M.mask"] = server.state["M.mask"][None].clone()
         sent, _, _, _ = client.encode(parts, states)
         tensors = sent.sent(0)
@@ -468,4 +470,4 @@ def test_a_server_drops_what_a_node_sends_that_is_not_finite_and_keeps_its_own(t
         server.decode(arrived)
         assert server.accept(arrived) == [fine]
     assert list(server.record.dropped) == ["b"] and server.record.trained == ["a"]
-    assert server.finish_round()["M.mask"].tolist() == [0.0, -torch.inf]
+    assert server.aggregate()["M.mask"].tolist() == [0.0, -torch.inf]

@@ -11,7 +11,7 @@ import torch
 from raising import raises
 
 from lightning_fcl.errors import ConnectionFailedError, DamagedFileError, InvalidValueError, MissingFileError
-from lightning_fcl.io.checkpoint import checkpoint_of_run, local_checkpoint, newest_checkpoint, read_checkpoint
+from lightning_fcl.io.checkpoint import get_run_checkpoint, newest_checkpoint, read_checkpoint, resolve_checkpoint
 
 STATE = {"state_dict": {"weight": torch.arange(6.0)}}
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_from_afar_is_verified_and_kept(afar):
     for _ in range(2):
         assert torch.equal(read_checkpoint(read, url)["state_dict"]["weight"], torch.arange(6.0))
     assert asked == ["/last.ckpt"]
-    local_checkpoint(url).write_bytes(b"damaged on this disk")
+    resolve_checkpoint(url).write_bytes(b"damaged on this disk")
     assert torch.equal(read_checkpoint(read, url)["state_dict"]["weight"], torch.arange(6.0))
 
 
@@ -143,7 +143,7 @@ def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
 
     def message(kind):
         with pytest.raises(kind) as raised:
-            checkpoint_of_run(run)
+            get_run_checkpoint(run)
         return str(raised.value)
 
     assert f"at {run} but found no such folder" in message(MissingFileError)
@@ -162,7 +162,7 @@ def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
     os.mkfifo(checkpoint)
     assert "but all are damaged: last.ckpt" in message(DamagedFileError)
     checkpoint.with_name("first.ckpt").write_bytes(whole)
-    assert checkpoint_of_run(run) == checkpoint.with_name("first.ckpt")
+    assert get_run_checkpoint(run) == checkpoint.with_name("first.ckpt")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

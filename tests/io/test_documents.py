@@ -10,7 +10,7 @@ import yaml
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.io.safe_yaml import NODES, SIZE, check_yaml, parse, read_yaml
+from lightning_fcl.io.safe_yaml import MAX_NODES, MAX_SIZE, check_yaml, parse_dataclass, read_yaml
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
@@ -18,7 +18,7 @@ EVIL = {
     "grown: &grown [0, *grown]": "one contains itself",
     "[" * 100_000: "at most 100, but got more|maximum nesting depth",
     "{a: " * 100_000: "at most 100, but got more",
-    "x" * (SIZE + 1): f"Expected at most {SIZE} characters",
+    "x" * (MAX_SIZE + 1): f"Expected at most {MAX_SIZE} characters",
     "a: !!python/object/apply:os.system [touch marker]": "could not determine a constructor",
     "a: [1, 2": "while parsing",
     "\x00": "special characters are not allowed|control characters",
@@ -30,7 +30,7 @@ def test_evil_documents_are_refused_at_once(tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "evil.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=EVIL[text] if len(text) <= SIZE else "above the limit of 1000000"):
+    with pytest.raises(ValueError, match=EVIL[text] if len(text) <= MAX_SIZE else "above the limit of 1000000"):
         read_yaml(path)
     assert not (tmp_path / "marker").exists()
     if "python/object" not in text:  # well-formed; it is loading that refuses it
@@ -45,7 +45,7 @@ def test_ordinary_documents_are_read_as_recipes_are(tmp_path):
     assert read_yaml(path) == {"base": {"lr": 0.001, "sizes": [64, 10]}, "more": {"lr": 2, "sizes": [64, 10]}}
     path.write_text("")
     assert read_yaml(path) is None
-    check_yaml(f"[{', '.join('0' * (NODES - 2))}]")
+    check_yaml(f"[{', '.join('0' * (MAX_NODES - 2))}]")
 
 
 def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
@@ -70,7 +70,7 @@ class Toy:
 
 
 def test_a_document_is_read_by_its_fields():
-    made = parse(Toy, {"number": 3, "many": {"x": 1}}, "here", thing="made")
+    made = parse_dataclass(Toy, {"number": 3, "many": {"x": 1}}, "here", thing="made")
     assert made == Toy(3, "a", {"x": 1.0}, "made")
 
 
@@ -89,7 +89,7 @@ def test_a_document_is_read_by_its_fields():
 def test_what_a_document_may_not_say_is_refused(content, argument, code):
     kind = UnknownNameError if argument else InvalidValueError
     with raises(kind, argument, code=code):
-        parse(Toy, content, "here", thing=None)
+        parse_dataclass(Toy, content, "here", thing=None)
 
 
 @pytest.mark.parametrize("value", ["evil.Thing", {"class_path": "evil.Thing"}])
@@ -98,4 +98,4 @@ def test_nothing_that_a_document_names_is_imported(tmp_path, monkeypatch, name, 
     (tmp_path / "evil.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     with suppress(ValueError):
-        parse(Toy, {"number": 3, name: value}, "here", thing=None)
+        parse_dataclass(Toy, {"number": 3, name: value}, "here", thing=None)

@@ -7,8 +7,8 @@ import threading
 import pytest
 from raising import raises
 
-from lightning_fcl.errors import ConnectionFailedError, FileAccessError, InvalidValueError, NoRoomError
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.errors import ConnectionFailedError, DiskFullError, FileAccessError, InvalidValueError
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
 
@@ -156,13 +156,13 @@ def test_links_in_place_of_a_file_are_not_written_through(host, tmp_path):
     for name in ("file.bin", ".file.txt.tmp", "file.txt"):
         (folder / name).symlink_to(victim)
     assert download(host().url, folder / "file.bin", DIGEST).read_bytes() == CONTENT
-    assert write_whole(folder / "file.txt", "text").read_text() == "text"
+    assert write_atomic(folder / "file.txt", "text").read_text() == "text"
     assert victim.read_bytes() == b"whole" and {file.name for file in folder.iterdir()} == {"file.bin", "file.txt"}
 
 
 def test_a_full_disk_is_no_broken_connection(host, tmp_path, full_disk):
     path, served = tmp_path / "file.bin", host()
-    with full_disk(4096), raises(NoRoomError, value=path):
+    with full_disk(4096), raises(DiskFullError, value=path):
         download(served.url, path, DIGEST)
     assert len(served.asked) == 1 and list(tmp_path.iterdir()) == []
     assert download(served.url, path, DIGEST).read_bytes() == CONTENT
@@ -179,10 +179,10 @@ def test_a_cache_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
 ADDER = """
 import sys, time
 from pathlib import Path
-from lightning_fcl.io.atomic import locked
+from lightning_fcl.io.atomic import file_lock
 number, lock = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(60):
-    with locked(lock):
+    with file_lock(lock):
         found = int(number.read_text())
         time.sleep(0.001)
         number.write_text(str(found + 1))

@@ -30,11 +30,11 @@ def test_an_archive_is_downloaded_once_and_unpacked(tmp_path, serve, archive, ki
     served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.npz").touch()
-    folder = served.fetch(tmp_path / "data")
+    folder = served.download(tmp_path / "data")
     assert folder == tmp_path / "data" / "x" / "original"
     assert {f"original/{p.relative_to(folder).as_posix()}": p.read_bytes() for p in folder.rglob("*.*")} == FILES
     assert [path.name for path in folder.parent.iterdir()] == ["original"]
-    assert served.fetch(tmp_path / "data") == folder and asked == [f"/{archive}"]
+    assert served.download(tmp_path / "data") == folder and asked == [f"/{archive}"]
 
 
 @pytest.mark.parametrize("archive", ARCHIVES)
@@ -44,17 +44,17 @@ def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, serve, pack
     path = tmp_path / "data" / "x" / archive
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    assert served.fetch(tmp_path / "data") == path.parent / "original"
+    assert served.download(tmp_path / "data") == path.parent / "original"
     assert [path.name for path in path.parent.iterdir()] == ["original"] and asked == []
 
 
 def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
     served, _, asked = serve(source("x.zip", folder=""), "x.zip", b"whole")
     for _ in range(2):
-        path = served.fetch(tmp_path / "data")
+        path = served.download(tmp_path / "data")
         assert path == tmp_path / "data" / "x" / "x.zip" and path.read_bytes() == b"whole" and asked == ["/x.zip"]
     path.write_bytes(b"half")
-    assert served.fetch(tmp_path / "data").read_bytes() == b"whole"
+    assert served.download(tmp_path / "data").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_a_connection_it_is_told_where_to_put_the_file(tmp_path, serve, 
     served = serve(source("x.zip", folder=folder), "x.zip", b"")[0]
     place = tmp_path / "data" / "x" / "x.zip"
     with pytest.raises(ConnectionError, match=f"{re.escape(f'or download it by hand to {place}{then}')}$") as caught:
-        replace(served, url=served.url.replace("x.zip", "missing.zip")).fetch(tmp_path / "data")
+        replace(served, url=served.url.replace("x.zip", "missing.zip")).download(tmp_path / "data")
     assert "404" in str(caught.value)
 
 
@@ -81,7 +81,7 @@ def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archi
     served = serve(source(archive), archive, DAMAGES[damage](pack, archive))[0]
     folder = tmp_path / "data" / "x"
     with raises(FileAccessError, value=folder / archive):
-        served.fetch(tmp_path / "data")
+        served.download(tmp_path / "data")
     assert [path.name for path in folder.iterdir()] == [archive]
 
 
@@ -89,11 +89,11 @@ def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archi
 def test_nothing_is_unpacked_elsewhere(tmp_path, serve, pack, archive):
     served = serve(source(archive), archive, pack(archive, {"../../../out.txt": b"out", **FILES}))[0]
     with suppress(OSError):
-        served.fetch(tmp_path / "data")
+        served.download(tmp_path / "data")
     assert not list(tmp_path.rglob("out.txt"))
 
 
 def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with raises(MissingPackageError, value="pooch"):
-        source("x.zip", url="https://x.invalid/x.zip", digest="0" * 64).fetch(tmp_path)
+        source("x.zip", url="https://x.invalid/x.zip", digest="0" * 64).download(tmp_path)

@@ -75,9 +75,9 @@ def test_a_file_is_no_folder(tmp_path):
 
 def test_layouts_are_found_in_their_order(tmp_path, monkeypatch):
     path = put(tmp_path / "x.npz")
-    assert SOURCE.find(tmp_path) == ("npz file", path) and SOURCE.fetch(tmp_path) == path
+    assert SOURCE.find(tmp_path) == ("npz file", path) and SOURCE.download(tmp_path) == path
     folder = put_folder(tmp_path / "original")
-    assert SOURCE.find(tmp_path) == ("folder", folder) and SOURCE.fetch(tmp_path) == folder
+    assert SOURCE.find(tmp_path) == ("folder", folder) and SOURCE.download(tmp_path) == folder
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     assert SOURCE.find() == ("folder", folder)
 
@@ -91,7 +91,7 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path):
         (by_hand, f"Unpack https://x.invalid/x.zip to {tmp_path}/x, {end}"),
         (replace(by_hand, holds=""), f"Unpack https://x.invalid/x.zip to {tmp_path}/x."),
     ):
-        for call in (source.find, source.fetch):
+        for call in (source.find, source.download):
             with pytest.raises(FileNotFoundError, match=f"^{re.escape(f'{message} {advice}')}$"):
                 call(tmp_path)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.io.atomic import append, sync_files, write_whole
+from lightning_fcl.io.atomic import append, sync_files, write_atomic
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_write_whole_syncs_the_data_before_the_rename_and_the_folder_after(tmp_p
     path = tmp_path / "a.txt"
     for content in ("one", "three"):
         calls.clear()
-        write_whole(path, content)
+        write_atomic(path, content)
         assert [call[:2] for call in calls] == [
             ("sync", str(tmp_path / ".a.txt.tmp")),
             ("rename", str(path)),
@@ -57,7 +57,7 @@ def test_append_syncs_the_data_and_a_new_name(tmp_path, calls):
 def test_sync_files_syncs_each_folder_once_and_skips_removed_files(tmp_path, calls):
     paths = [tmp_path / "a", tmp_path / "b", tmp_path / "removed"]
     for path in paths:
-        write_whole(path, "x", sync=False)
+        write_atomic(path, "x", sync=False)
     paths[-1].unlink()
     assert not [call for call in calls if call[0] == "sync"]
     calls.clear()
@@ -70,11 +70,11 @@ def test_client_store_syncs_once_per_round_and_a_temporary_one_never(tmp_path, c
     for store, synced in ((ClientStore("disk", tmp_path), 3), (ClientStore("disk"), 0)):
         for _ in range(2):
             calls.clear()
-            store.begin_round()
+            store.start_round()
             for client in ("a", "b", "a"):  # each state is written more than once a round
                 store[client] = state
             assert not [call for call in calls if call[0] == "sync"]
-            store.end_round()
+            store.commit_round()
             assert len([call for call in calls if call[0] == "sync"]) == synced
             assert store["a"]["Replay"]["x"].tolist() == [0, 1, 2]
 
@@ -88,13 +88,13 @@ def test_folder_of_a_file_system_without_synchronization_is_skipped(tmp_path, mo
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refused)
-    assert write_whole(tmp_path / "a", "x").read_text() == "x"
+    assert write_atomic(tmp_path / "a", "x").read_text() == "x"
 
     def broken(descriptor):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        write_whole(tmp_path / "a", "y")
+        write_atomic(tmp_path / "a", "y")
     assert (tmp_path / "a").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

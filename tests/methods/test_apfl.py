@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.personal import mix
+from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.personalization import interpolate
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -33,7 +33,7 @@ class Rounds(Callback):
 
 
 def memory_of(trainer, client):
-    return trainer.strategy.server.store[client]["APFL"]
+    return trainer.strategy.server.client_store[client]["APFL"]
 
 
 def personal_model(memory):
@@ -56,7 +56,7 @@ def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimiz
         task, rounds, metrics = Classifier(noisy(), 4, OPTIMIZERS[optimizer]), Rounds(), ContinualMetrics()
         stream = make_stream(rounds_per_experience=2, drop_last=True)
         trainer = fit(task, stream, [*methods, rounds, metrics], seed=0, **options)
-        heads = {client: trainer.strategy.server.store[client]["model"] for client in "012"}
+        heads = {client: trainer.strategy.server.client_store[client]["model"] for client in "012"}
         sent = [entry["upload_bytes"] for entry in metrics.record["rounds"]]
         runs.append([*rounds.states, *heads.values(), sent])
     for left, right in zip(*runs, strict=True):
@@ -74,9 +74,9 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
             local, own = copy.deepcopy(w), v[client]
             optimizer = local.configure_optimizers()
             personal = kept[client] if keep else own.configure_optimizers()
-            x, y = stream.take(rows)
+            x, y = stream.get_samples(rows)
             for indices in plan_batches(
-                len(y), 1, Batching(stream.batch_size, stream.shuffle), order_keys(0, [client], round)
+                len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(0, [client], round)
             ):
                 a, mixed = alpha[client], copy.deepcopy(local)
                 for p, q, r in zip(mixed.parameters(), own.parameters(), local.parameters(), strict=True):
@@ -128,10 +128,10 @@ def test_every_client_is_tested_with_its_mixture(fit, make_stream, make_task):
     task, metrics, method = make_task(), ContinualMetrics(when="aggregated"), APFL(0.7)
     stream = make_stream(clients=6, rounds_per_experience=2)
     trainer = fit(task, stream, [metrics, method], participation=1, seed=3)
-    store = trainer.strategy.server.store
+    store = trainer.strategy.server.client_store
     drawn = [client for client in stream.plan.clients if "APFL" in store[client]]
     correct = metrics.record["rounds"][-1]["correct"]
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     for client in stream.plan.clients:
         model = copy.deepcopy(task)
         if client in drawn:
@@ -152,7 +152,7 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
     task = make_task()
     trainer = fit(task, make_stream(), [APFL(0.5, clients=["1"])], max_epochs=1,
                   trainer_args={"gradient_clip_val": 0.0, "gradient_clip_algorithm": "value"})  # fmt: skip
-    assert not trainer.strategy.server.store["0"].get("APFL")
+    assert not trainer.strategy.server.client_store["0"].get("APFL")
     start, far = make_task().state_dict(), personal_model(memory_of(trainer, "1"))
     trainer = fit(make_task(), make_stream(), [APFL(0.5)], max_epochs=1, trainer_args={"gradient_clip_val": 1e-4})
     near = personal_model(memory_of(trainer, "1"))
@@ -164,8 +164,8 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
 def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task):
     method, server = APFL(0.5), {"w": torch.zeros(2)}
     method._trainable = ["w"]
-    kept = method.on_download(Client({}, server, ClientRound("a", round=0)))
-    begun = method.on_download(Client(kept, {"w": torch.ones(2)}, ClientRound("a", round=1)))
+    kept = method.prepare_client_state(Client({}, server, ClientRound("a", round_idx=0)))
+    begun = method.prepare_client_state(Client(kept, {"w": torch.ones(2)}, ClientRound("a", round_idx=1)))
     assert torch.equal(begun["v.w"], torch.zeros(2))  # its own, not what it has received
     for value in begun.values():
         value.add_(1)
@@ -174,10 +174,10 @@ def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task)
 
 def test_mix():
     v, w = {"a": torch.tensor([3.0, 0.1])}, {"a": torch.tensor([1.0, 0.7]), "b": torch.zeros(1)}
-    assert torch.equal(mix(v, w, torch.tensor(0.0))["a"], w["a"]) and torch.equal(
-        mix(v, w, torch.tensor(1.0))["a"], v["a"]
+    assert torch.equal(interpolate(v, w, torch.tensor(0.0))["a"], w["a"]) and torch.equal(
+        interpolate(v, w, torch.tensor(1.0))["a"], v["a"]
     )
-    torch.testing.assert_close(mix(v, w, torch.tensor(0.3)), {"a": torch.tensor([1.6, 0.52])})
+    torch.testing.assert_close(interpolate(v, w, torch.tensor(0.3)), {"a": torch.tensor([1.6, 0.52])})
 
 
 @pytest.mark.seconds

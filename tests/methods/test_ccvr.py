@@ -8,7 +8,7 @@ from raising import raises
 
 from lightning_fcl.callbacks import CCVR, ContinualMetrics, Fed3R
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.heads import decoupled_logits, draw_gaussian, gaussian, last_layer
+from lightning_fcl.methods.head_calibration import decoupled_logits, draw_gaussian, gaussian, last_layer
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
@@ -19,7 +19,7 @@ def still(params):
 
 
 def moments_of(trainer, label):
-    kept = trainer.strategy.server.kept_for("CCVR")
+    kept = trainer.strategy.server.get_section("CCVR")
     return gaussian(kept["sums"][label], kept["products"][label])
 
 
@@ -30,7 +30,7 @@ def test_moments_of_clients_add_up_to_those_of_all(fit, make_stream, make_task, 
     task, stream = make_task(still), make_stream(partition=partition, rounds_per_experience=2)
     trainer = fit(task, stream, [CCVR(covariance)], cohort_size=cohort_size)
     rows = np.concatenate([part for number in (1, 3) for part in stream.plan.train[number].values()])
-    x, y = stream.take(rows)
+    x, y = stream.get_samples(rows)
     with torch.no_grad():
         features = task.embed(x).double().numpy()
     for label in range(4):
@@ -70,7 +70,7 @@ def test_drawn_samples_have_the_moments(rank):
 
 
 def accuracy(task, stream):
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         return float((task(x).argmax(dim=1) == y).float().mean())
 
@@ -83,7 +83,7 @@ def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_t
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
         before = {name: value.clone() for name, value in task.state_dict().items()}
         trainer = fit(task, stream, [CCVR(learning_rate=0.1, epochs=20, **options)])
-        assert trainer.strategy.server.kept_for("CCVR")["task"].tolist() == [1, 1, 2, 2]  # in which they came
+        assert trainer.strategy.server.get_section("CCVR")["task"].tolist() == [1, 1, 2, 2]  # in which they came
         found.append(accuracy(task, stream))
         assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)
     assert sum(found) / 3 > 0.7, found  # chance is 0.25

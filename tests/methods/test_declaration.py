@@ -16,21 +16,21 @@ from torch import nn
 from lightning_fcl import methods as library
 from lightning_fcl.callbacks import AGEM, EWC, GEM, FedProto, FedRep, FedViT, FLwF, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidStateError, InvalidTypeError, InvalidValueError, argument, at_least
+from lightning_fcl.errors import InvalidStateError, InvalidTypeError, InvalidValueError, at_least, validated
 from lightning_fcl.federation.obstacles import Reason
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.compose import check_compatible, compose, methods_of
-from lightning_fcl.methods.declaration import Declaration, matches, overrides, remembers, shapes_loss
+from lightning_fcl.methods.base import MethodBase, changes_loss, keeps_client_state, matches, overrides_hook
+from lightning_fcl.methods.compose import check_compatible, compose, get_methods
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.driver import Freezer
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import DrawnSamples
-from lightning_fcl.randomness import keys_of, numbers
+from lightning_fcl.rng import make_client_keys, random_uint64
 
 
 class Penalised(Method):
     def penalty(self, client, step):
-        return client.memory["strength"] * step.output.sum()
+        return client.method_state["strength"] * step.output.sum()
 
 
 class Halved(Method):
@@ -43,19 +43,19 @@ class Both(Halved, Penalised):
 
 
 class Projecting(Method):
-    def project(self, client, gradient, gradient_of):
+    def project_gradient(self, client, gradient, gradient_fn):
         return 2 * gradient
 
 
 class Uploading(Method):
-    def upload(self, client, own):
-        return own
+    def transform_upload(self, client, trained_state):
+        return trained_state
 
 
 class Staging(Method):
     vectorizable = True
 
-    def trains(self, client):
+    def trainable_patterns(self, client):
         return "*.head.*"
 
 
@@ -73,7 +73,7 @@ class Drawing(Method):
     replay_batch_size = 3
 
     def replay_samples(self, client):
-        return client.memory
+        return client.method_state
 
 
 class Further(Projecting):
@@ -81,16 +81,20 @@ class Further(Projecting):
 
 
 def test_a_method_overrides_what_it_or_its_parents_define():
-    assert overrides(Penalised, "penalty") and overrides(Penalised(), "penalty") and overrides(Both, "penalty")
-    assert overrides(Further(), "project") and not overrides(Further, "penalty")
-    functions = [name for name, own in vars(Declaration).items() if callable(own) and not name.startswith("_")]
-    assert not any(overrides(kind, name) for kind in (Method, Declaration) for name in functions)
+    assert (
+        overrides_hook(Penalised, "penalty")
+        and overrides_hook(Penalised(), "penalty")
+        and overrides_hook(Both, "penalty")
+    )
+    assert overrides_hook(Further(), "project_gradient") and not overrides_hook(Further, "penalty")
+    functions = [name for name, own in vars(MethodBase).items() if callable(own) and not name.startswith("_")]
+    assert not any(overrides_hook(kind, name) for kind in (Method, MethodBase) for name in functions)
 
 
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        (Declaration, (True, False, False, False)),
+        (MethodBase, (True, False, False, False)),
         (Method, (True, False, False, False)),
         (Penalised, (True, False, False, False)),
         (Projecting, (False, True, True, True)),
@@ -102,11 +106,11 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (Drawing, (True, False, True, True)),
         (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),
         (type("Labels", (Method,), {"needs": Needs(labels=True)}), (True, False, False, True)),
-        (type("Samples", (Penalised,), {"needs": Needs(samples=True)}), (True, False, True, True)),
+        (type("Samples", (Penalised,), {"needs": Needs(round_samples=True)}), (True, False, True, True)),
     ],
 )
 def test_what_a_method_overrides_says_what_it_needs(kind, flags):
-    assert (kind.vectorizable, kind.needs.loss, kind.needs.samples, kind.needs.labels) == flags
+    assert (kind.vectorizable, kind.needs.sample_loss, kind.needs.round_samples, kind.needs.labels) == flags
 
 
 def step_of(output):
@@ -134,8 +138,8 @@ def test_methods_go_together_side_by_side_as_one_at_a_time(uses):
 
 
 def test_who_shapes_the_loss():
-    assert shapes_loss(Penalised(), Client()) and shapes_loss(Halved(), Client())
-    assert not shapes_loss(Projecting(), Client()) and not shapes_loss(Method(), Client())
+    assert changes_loss(Penalised(), Client()) and changes_loss(Halved(), Client())
+    assert not changes_loss(Projecting(), Client()) and not changes_loss(Method(), Client())
 
 
 def test_a_part_is_a_pattern_or_all_others_or_several():
@@ -157,7 +161,7 @@ def test_who_uses_a_method():
     ):
         method = Method(clients)
         assert (method.applies_to(balanced), method.applies_to(one_class)) == uses
-        assert (remembers(method, balanced), remembers(method, one_class)) == keeps
+        assert (keeps_client_state(method, balanced), keeps_client_state(method, one_class)) == keeps
 
 
 def test_what_a_client_outside_of_a_trainer_does_not_have():
@@ -170,12 +174,12 @@ def test_what_a_client_outside_of_a_trainer_does_not_have():
 def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task):
     class Looks(Method):
         def penalty(self, client, step):
-            return 0.0 * client.part.round
+            return 0.0 * client.client_round.round_idx
 
     with raises(InvalidValueError, "cohort_size"):
         fit(make_task(), make_stream(), [Looks()], cohort_size=3)
     strategy = fit(make_task(), make_stream(), [Looks()]).strategy
-    assert strategy.why_one_at_a_time.reason is Reason.METHOD_FAILS
+    assert strategy.sequential_reason.reason is Reason.METHOD_FAILS
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,7 @@ def test_others_go_together():
 
 def test_methods_are_found_in_their_order():
     methods = [Halved(), Penalised()]
-    assert methods_of(SimpleNamespace(callbacks=[methods[0], Callback(), methods[1]])) == methods
+    assert get_methods(SimpleNamespace(callbacks=[methods[0], Callback(), methods[1]])) == methods
 
 
 # The driver's parts.
@@ -215,12 +219,12 @@ def pool(number):
 
 
 def keys(section, clients=("a", "b")):
-    return keys_of(3, list(clients), section)
+    return make_client_keys(3, list(clients), section)
 
 
 def test_drawn_samples_are_rows_that_belong_together():
     samples = DrawnSamples([Drawing()], [[Client(pool(5))], [Client(pool(4))]], keys)
-    rows = numbers(keys("Drawing"), 12)
+    rows = random_uint64(keys("Drawing"), 12)
     for step in range(4):
         drawn = samples.draw("Drawing")
         for client, size in enumerate((5, 4)):
@@ -281,11 +285,11 @@ HEAD = {"head.weight", "head.bias"}
 def test_what_is_frozen_stays_to_the_bit():
     module, freezer = network(), Freezer()
     assert learn(module) == BODY | STATISTICS | HEAD
-    freezer.train(module, "head.*")
+    freezer.train_only(module, "head.*")
     assert learn(module) == HEAD
-    freezer.train(module, "!head.*")
+    freezer.train_only(module, "!head.*")
     assert learn(module) == BODY | STATISTICS
-    freezer.train(module, None)
+    freezer.train_only(module, None)
     assert learn(module) == BODY | STATISTICS | HEAD
     assert not module.body[0].bias.requires_grad and all(layer.training for layer in module.modules())
 
@@ -293,7 +297,7 @@ def test_what_is_frozen_stays_to_the_bit():
 class Stages(Method):
     """The head in the first local epoch, then all of it."""
 
-    def trains(self, client):
+    def trainable_patterns(self, client):
         return "model.head.*" if client.local_epoch == 0 else None
 
 
@@ -351,8 +355,8 @@ def test_a_module_must_state_its_loss_apart(samples, train, name):
 
 @dataclass(eq=False)
 class Declared(Method):
-    strength: float = argument(1.0, at_least, 0)
-    size: int | None = argument(None, at_least, 1)
+    strength: float = validated(1.0, at_least, 0)
+    size: int | None = validated(None, at_least, 1)
 
 
 class Constructed(Method):

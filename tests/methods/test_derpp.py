@@ -7,15 +7,15 @@ from kept import memory_of
 
 from lightning_fcl.callbacks import DERpp
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.functional import predictions
 
 
 def step_of(task, x, y, **kwargs):
     """A step of a task as its driver makes it, without one."""
-    nothing = {"params": dict(task.named_parameters()), "server": {}, "predict": lambda state, x: x}
+    nothing = {"params": dict(task.named_parameters()), "received_state": {}, "teacher_forward": lambda state, x: x}
     return Step(
-        **nothing, x=x, y=y, output=task(x), outputs=task, loss_of=lambda x, y: F.cross_entropy(task(x), y), **kwargs
+        **nothing, x=x, y=y, output=task(x), forward_fn=task, loss_fn=lambda x, y: F.cross_entropy(task(x), y), **kwargs
     )
 
 
@@ -54,8 +54,10 @@ def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, sa
         generator, memory = torch.Generator().manual_seed(seed), {}
         for part in x.split(4):
             data = [part, torch.zeros(len(part), dtype=torch.long)]
-            memory = method.end_round(
-                Client(memory, part=ClientRound("a", 0), module=task, generator=generator), task.state_dict(), data
+            memory = method.update_client_state(
+                Client(memory, client_round=ClientRound("a", 0), module=task, generator=generator),
+                task.state_dict(),
+                data,
             )
         counts[memory["x"][:, 0].long()] += 1
     assert counts.sum() == 2000

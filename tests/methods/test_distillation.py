@@ -11,10 +11,10 @@ from torch import nn
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidStateError, InvalidValueError
-from lightning_fcl.methods.client import Client, Step, remember, section
+from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.experience import noted, receive
-from lightning_fcl.methods.functional import teacher_of
+from lightning_fcl.methods.functional import make_teacher_fn
 
 from .test_fedprox import Detour
 
@@ -36,13 +36,13 @@ def frozen(task):
 def step(make_task, samples):
     """A step of a student, the server's state being another."""
     student, server, x = make_task(), make_task(seed=1), samples()[0]
-    return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), teacher_of(student))
+    return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), make_teacher_fn(student))
 
 
 @pytest.fixture
 def own(make_task):
     """The memory of a client that has trained before."""
-    return remember(make_task(seed=2).state_dict(), "own")
+    return with_prefix(make_task(seed=2).state_dict(), "own")
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 20.0])
@@ -54,7 +54,10 @@ def test_distillation_loss_is_divergence_plus_entropy(temperature):
 
 
 def test_two_teachers(step, own):
-    expected = [kd(step.output, step.predict(state, step.x)) for state in (section(own, "own"), step.server)]
+    expected = [
+        kd(step.output, step.teacher_forward(state, step.x))
+        for state in (strip_prefix(own, "own"), step.received_state)
+    ]
     torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(Client(own), step), 0.7 * expected[0] + 0.2 * expected[1])
 
 
@@ -63,33 +66,33 @@ def test_without_weight_on_the_server_it_is_flwf(step, own):
     assert flwf.task_weight(Client()) == two.task_weight(Client()) == 0.3
     assert torch.equal(flwf.penalty(Client(own), step), two.penalty(Client(own), step))
     torch.testing.assert_close(
-        two.penalty(Client(own), step), 0.7 * kd(step.output, step.predict(section(own, "own"), step.x))
+        two.penalty(Client(own), step), 0.7 * kd(step.output, step.teacher_forward(strip_prefix(own, "own"), step.x))
     )
 
 
 def test_the_servers_term_does_not_push_a_student_that_is_the_server(make_task, samples):
     student, (x, _) = make_task(), samples()
-    step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), teacher_of(student))
+    step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), make_teacher_fn(student))
     FLwF2T(alpha=0.001, beta=0.0).penalty(Client(), step).backward()
     assert max(p.grad.abs().max() for p in student.parameters()) < 1e-7
 
 
 def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
     method = FLwF2T(0.1, 0.7)
-    memory = method.on_download(Client({}, step.server, ClientRound("a", 3)))
+    memory = method.prepare_client_state(Client({}, step.received_state, ClientRound("a", 3)))
     torch.testing.assert_close(
-        method.penalty(Client(memory), step), 0.9 * kd(step.output, step.predict(step.server, step.x))
+        method.penalty(Client(memory), step), 0.9 * kd(step.output, step.teacher_forward(step.received_state, step.x))
     )
 
 
 def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
     trained, client_round = make_task(seed=5).state_dict(), ClientRound("a", 0)
-    memory = FLwF2T().end_round(Client(own, part=client_round), trained, None)
+    memory = FLwF2T().update_client_state(Client(own, client_round=client_round), trained, None)
     kept = {name: value.clone() for name, value in trained.items()}
     for value in trained.values():
         value.zero_()
-    assert all(torch.equal(section(memory, "own")[name], kept[name]) for name in kept)
-    assert FLwF2T().on_download(Client(memory, trained, client_round)) is memory
+    assert all(torch.equal(strip_prefix(memory, "own")[name], kept[name]) for name in kept)
+    assert FLwF2T().prepare_client_state(Client(memory, trained, client_round)) is memory
 
 
 @pytest.mark.parametrize(("teacher", "of"), [("own", 2), ("server", 0)])
@@ -99,9 +102,9 @@ def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
 
     def a_round(memory, received, own, number, experience, label):
         part = ClientRound("a", number, experience, torch.tensor([label]), num_classes=4)
-        client = Client(memory, {**received, **(before if experience else {})}, part, section="LwF")
-        client.memory = receive(method, client)
-        return client.memory, noted(method, client, method.end_round(client, own, None))
+        client = Client(memory, {**received, **(before if experience else {})}, part, section_name="LwF")
+        client.method_state = receive(method, client)
+        return client.method_state, noted(method, client, method.update_client_state(client, own, None))
 
     first, memory = a_round({}, states[0], states[1], 0, 0, label=2)
     assert first["old"].tolist() == [False] * 4
@@ -110,9 +113,9 @@ def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
     for number in (2, 3):
         later, memory = a_round(memory, states[3], states[3], number, 1, label=1)
         assert later["old"].tolist() == [True, False, True, False]
-        assert all(torch.equal(section(later, "teacher")[n], states[of][n]) for n in states[of])
-        assert bool(section(memory, "teacher")) == (teacher == "own")  # that of the server stays there
-        assert bool(section(later, "latest")) == (teacher == "own")
+        assert all(torch.equal(strip_prefix(later, "teacher")[n], states[of][n]) for n in states[of])
+        assert bool(strip_prefix(memory, "teacher")) == (teacher == "own")  # that of the server stays there
+        assert bool(strip_prefix(later, "latest")) == (teacher == "own")
 
 
 def normalised(make_task):
@@ -169,10 +172,12 @@ def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
     method = FLwF2T(0.2, 0.5, previous="live")
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
-    memory = method.on_download(Client({}, {"server": server}, ClientRound("a", 0)))
+    memory = method.prepare_client_state(Client({}, {"server": server}, ClientRound("a", 0)))
     assert (
         memory
-        == method.end_round(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {"w": student}, None)
+        == method.update_client_state(
+            Client({}, client_round=ClientRound("a", 0), generator=torch.Generator()), {"w": student}, None
+        )
         == {}
     )
     expected = 0.3 * distillation_loss(student, server).mean()

@@ -11,7 +11,7 @@ from .test_apfl import OPTIMIZERS, by_hand
 
 
 def personal(trainer, client):
-    memory = trainer.strategy.server.store[client]["Ditto"]
+    memory = trainer.strategy.server.client_store[client]["Ditto"]
     return {name[2:]: value for name, value in memory.items() if name.startswith("v.")}
 
 
@@ -33,7 +33,7 @@ def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_s
     local = fit(make_task(), make_stream(rounds_per_experience=2), reductions={"*": "none"}, **options)
     for client in "012":
         torch.testing.assert_close(
-            personal(ditto, client), local.strategy.server.store[client]["model"], rtol=0, atol=0
+            personal(ditto, client), local.strategy.server.client_store[client]["model"], rtol=0, atol=0
         )
 
 

@@ -18,10 +18,10 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
 from lightning_fcl.errors import InvalidStateError, InvalidValueError, MissingValueError
-from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, section
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.methods.context import Client, strip_prefix
 from lightning_fcl.methods.driver import MethodDriver
-from lightning_fcl.methods.episodic import balanced, past_tasks
+from lightning_fcl.methods.episodic import balanced_indices, past_tasks
 from lightning_fcl.models import MLP, DyTox
 
 from .test_importance import by_loop
@@ -86,13 +86,15 @@ class Watch(Callback):
         self.steps = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        client_round = getattr(trainer.strategy, "client_round", None)
-        epoch = trainer.strategy.round.local_epoch if client_round is not None else trainer.current_epoch
+        client_round = getattr(trainer.strategy, "current_client_round", None)
+        epoch = trainer.strategy.current_round.local_epoch if client_round is not None else trainer.current_epoch
         self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        federation = federation_of(trainer)
-        if federation is None or not federation.round.last_batch:  # then the module holds another client's state
+        federation = find_federation(trainer)
+        if (
+            federation is None or not federation.current_round.last_batch
+        ):  # then the module holds another client's state
             *now, before = self.now
             self.steps.append((*now, parts_changed(before, module.state_dict())))
 
@@ -113,13 +115,13 @@ def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
         if epoch == 2:
             assert changed == mine
             tuned += 1
-        elif client_round.experience:
+        elif client_round.experience_idx:
             assert changed == mine | {"body", f"divergence.{slot}"}
         else:
             assert changed - {f"divergence.{slot}"} == mine | {"body"}
     assert tuned and all(p.requires_grad for p in task.parameters())
     assert (
-        len({client_round.task_classes for client_round, *_ in watch.steps if client_round.round == 0}) > 1
+        len({client_round.task_classes for client_round, *_ in watch.steps if client_round.round_idx == 0}) > 1
     )  # orders of their own
 
 
@@ -177,7 +179,7 @@ def test_a_second_task_by_hand(train, assert_same, terms):
     teacher = copy.deepcopy(task).eval()
     hand, ((past_x, past_y),) = (
         copy.deepcopy(task),
-        past_tasks(Client(memory_of(method), part=ClientRound("a", 1, experience=1))),
+        past_tasks(Client(memory_of(method), client_round=ClientRound("a", 1, experience_idx=1))),
     )
     assert len(past_y) == 8 and past_y.bincount().tolist() == [0, 0, 0, 0, 4, 4]
     train(task, [method], second, epochs=2)
@@ -227,13 +229,15 @@ def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
     stream, watch = fedvit(), Watch()
     method = DyToxTraining(4, balanced_epochs=0)
     trainer = fit(make_task(task_incremental=True), stream, [method, watch], participation=0.4, seed=1)
-    drawn, plan = trainer.strategy.federation.participation.drawn, stream.plan
+    drawn, plan = trainer.strategy.federation.participation.expected_clients, stream.plan
     trained = {c: [r for r in range(plan.rounds) if c in drawn(plan, r)] for c in plan.clients}
     tasks = {c: [plan.experiences[c][r] for r in rounds] for c, rounds in trained.items()}
     for part, *_ in watch.steps:
-        assert part.rehearsed == 4 * len({task for task in tasks[part.client] if task < part.experience})
+        assert part.num_replay_samples == 4 * len(
+            {task for task in tasks[part.client_id] if task < part.experience_idx}
+        )
     for client in plan.clients:  # many were not sampled in a task's last round, some in none of its rounds
-        memory = trainer.strategy.server.store.memory(client, "DyToxTraining")
+        memory = trainer.strategy.server.client_store.get_section(client, "DyToxTraining")
         found = memory.get("task", torch.zeros(0, dtype=torch.long)).bincount(minlength=3).tolist()
         assert found == [4 * (task in tasks[client]) for task in range(3)]
         blocks = [set(block) for task, block in enumerate(plan.task_classes[client]) if task in tasks[client]]
@@ -250,12 +254,12 @@ def test_the_teacher_is_the_client_s_model_after_its_latest_round(fit):
 
     class Keep(Callback):
         def on_client_end(self, trainer, module, client_round):
-            kept[client_round.client] = {n: v.clone() for n, v in module.state_dict().items()}
+            kept[client_round.client_id] = {n: v.clone() for n, v in module.state_dict().items()}
 
         def on_train_epoch_end(self, trainer, module):
-            store = trainer.strategy.server.store
+            store = trainer.strategy.server.client_store
             for client, state in kept.items():
-                memory = store.memory(client, "DyToxTraining")
+                memory = store.get_section(client, "DyToxTraining")
                 assert all(torch.equal(memory[f"teacher.{name}"], value) for name, value in state.items())
                 checked.append(client)
 
@@ -269,7 +273,7 @@ def test_the_teacher_is_the_client_s_model_after_its_latest_round(fit):
 
 def test_balanced_indices():
     y = torch.tensor([0] * 9 + [5] * 3 + [2] * 4)
-    draws = [balanced(y, torch.Generator().manual_seed(seed)) for seed in range(20)]
+    draws = [balanced_indices(y, torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert all(y[chosen].bincount().tolist() == [3, 0, 3, 0, 0, 3] for chosen in draws)
     assert all(len(set(chosen.tolist())) == 9 for chosen in draws) and len({tuple(c.tolist()) for c in draws}) > 10
 
@@ -281,7 +285,7 @@ def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
     method, sizes = DyToxTraining(0.3, balanced_epochs=2), {}
     fit(make_task(), stream, [method, watch], local_epochs=3, seed=0)
     for client_round, epoch, y, _ in watch.steps:
-        sizes.setdefault((client_round.client, client_round.round), {}).setdefault(epoch, []).append(y)
+        sizes.setdefault((client_round.client_id, client_round.round_idx), {}).setdefault(epoch, []).append(y)
     for (_, round), epochs in sizes.items():
         assert set(epochs) == ({0, 1, 2, 3, 4} if round in (3, 5) else {0, 1, 2})
         if round in (3, 5):
@@ -298,7 +302,9 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     def watched(self, trainer, module, loss):
         before = loss.detach().clone()
         inner(self, trainer, module, loss)
-        epochs.append((trainer.current_epoch, trainer.strategy.round.local_epoch, torch.equal(before, loss.detach())))
+        epochs.append(
+            (trainer.current_epoch, trainer.strategy.current_round.local_epoch, torch.equal(before, loss.detach()))
+        )
 
     epochs = []
     monkeypatch.setattr(MethodDriver, "on_before_backward", watched)
@@ -379,7 +385,7 @@ def test_clients_without_it_train_all(fit):
     fit(make_task(task_incremental=True), stream, [DyToxTraining(0.3, clients=["0"]), watch], seed=0)
     for client_round, _, _, changed in watch.steps:
         tokens = {name for name in changed if name.startswith("tokens")}
-        assert len(tokens) == (1 if client_round.client == "0" else 3)  # weight decay moves the others
+        assert len(tokens) == (1 if client_round.client_id == "0" else 3)  # weight decay moves the others
 
 
 def test_who_does_not_use_it_ends_no_task(fit):
@@ -387,8 +393,8 @@ def test_who_does_not_use_it_ends_no_task(fit):
     trainer = fit(make_task(tasks=1), stream, [method], participation=1)
     federation = trainer.strategy.server
     (drawn,) = federation.record.trained
-    assert all(stream.client_round(client, 0).balanced for client in stream.plan.clients)
-    assert not any(federation.store[client] for client in {"0", "1", "2"} - {drawn})
+    assert all(stream.client_round(client, 0).is_balanced for client in stream.plan.clients)
+    assert not any(federation.client_store[client] for client in {"0", "1", "2"} - {drawn})
 
 
 @pytest.mark.seconds
@@ -402,7 +408,7 @@ def test_precision(fit, assert_same, precision, tolerance):
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
     assert {p.dtype for p in tasks[1].parameters()} == {dtype}
     assert_same(tasks[0], tasks[1].float(), tolerance)
-    store = trainer.strategy.server.store
+    store = trainer.strategy.server.client_store
     assert all(store[client]["DyToxTraining"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
 
 
@@ -412,11 +418,13 @@ def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
 
     class Check(Callback):
         def on_client_end(self, trainer, module, client_round):
-            if client_round.last_round:
+            if client_round.is_last_round:
                 own = make_task(sgd)
                 own.load_state_dict(module.state_dict())
-                expected = by_loop(own, "EWC", *stream.take(stream.plan.train[client_round.round][client_round.client]))
-                found = section(trainer.strategy.server.store[client_round.client]["EWC"], "importance")
+                expected = by_loop(
+                    own, "EWC", *stream.get_samples(stream.plan.train[client_round.round_idx][client_round.client_id])
+                )
+                found = strip_prefix(trainer.strategy.server.client_store[client_round.client_id]["EWC"], "importance")
                 torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
                 checked.append({name.split(".")[1] for name, value in found.items() if value.any()})
 
@@ -453,4 +461,6 @@ def test_what_it_cannot_work_with(fit, train):
     with raises(InvalidValueError, "model", value=0):
         fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
     with raises(InvalidStateError, "module"):
-        DyToxTraining(0).end_experience(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {}, None)
+        DyToxTraining(0).end_experience(
+            Client({}, client_round=ClientRound("a", 0), generator=torch.Generator()), {}, None
+        )

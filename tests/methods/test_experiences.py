@@ -14,7 +14,7 @@ from lightning_fcl import callbacks
 from lightning_fcl.callbacks import GLFC, SCAFFOLD, FedDyn, LwF
 from lightning_fcl.data.scenarios import ClassIncremental, Staggered
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.reductions import Changes
+from lightning_fcl.federation.reductions import DeltaSum
 from lightning_fcl.methods import Method
 
 from .test_scaffold import by_hand
@@ -41,18 +41,18 @@ def test_each_method_declares_which_entries_belong_to_one_experience():
 class Counts(Method):
     """Counts a client's rounds on the client and on the server, in this experience and in all."""
 
-    reductions: ClassVar = {"*": Changes()}
+    reductions: ClassVar = {"*": DeltaSum()}
     of_experience: ClassVar = ("now.*",)
     names: ClassVar = ("now.rounds", "ever.rounds")
 
-    def server_state(self, module):
+    def init_server_state(self, module):
         return {name: torch.zeros(()) for name in self.names}
 
-    def contribute(self, client, own, data):
+    def upload_statistics(self, client, trained_state, data):
         return {name: torch.ones(()) for name in self.names}
 
-    def end_round(self, client, own, data):
-        return {name: client.memory.get(name, torch.zeros(())) + 1 for name in self.names}
+    def update_client_state(self, client, trained_state, data):
+        return {name: client.method_state.get(name, torch.zeros(())) + 1 for name in self.names}
 
 
 class Alone(Counts):
@@ -80,9 +80,9 @@ def expected(stream, drawn, rounds):
 
 def counted(trainer, kind="Counts"):
     server, names = trainer.strategy.server, Counts.names
-    states = {client: server.store.memory(client, kind) for client in server.store}
+    states = {client: server.client_store.get_section(client, kind) for client in server.client_store}
     own = {client: tuple(int(memory[name]) for name in names) for client, memory in states.items()}
-    return tuple(int(server.kept_for(kind)[name]) for name in names), own
+    return tuple(int(server.get_section(kind)[name]) for name in names), own
 
 
 @pytest.mark.parametrize("cohort_size", [1, 2])
@@ -90,7 +90,7 @@ def counted(trainer, kind="Counts"):
 def test_counts_are_those_of_the_experience_and_of_all(fit, make_stream, make_task, participation, cohort_size):
     stream = make_stream(clients=4, rounds_per_experience=3)
     trainer = fit(make_task(), stream, [Counts()], participation=participation, cohort_size=cohort_size, seed=0)
-    drawn = trainer.strategy.federation.participation.drawn
+    drawn = trainer.strategy.federation.participation.expected_clients
     server, own = expected(stream, lambda number: drawn(stream.plan, number), stream.plan.rounds)
     assert counted(trainer) == (server, own)
     assert server[0] < server[1]
@@ -121,8 +121,8 @@ class Variates(Callback):
         self.begun = set()
 
     def on_round_end(self, trainer, module):
-        for client in trainer.strategy.server.store:
-            memory = trainer.strategy.server.store.memory(client, "SCAFFOLD")
+        for client in trainer.strategy.server.client_store:
+            memory = trainer.strategy.server.client_store.get_section(client, "SCAFFOLD")
             self.begun |= {name for name in memory if name.startswith("begun.")}
 
 
@@ -162,7 +162,11 @@ def test_scaffold_is_the_papers_algorithm_in_each_experience_for_clients_that_co
     participation = trainer.strategy.federation.participation
 
     def with_samples(number):
-        return [client for client in participation.drawn(stream.plan, number) if client in stream.plan.train[number]]
+        return [
+            client
+            for client in participation.expected_clients(stream.plan, number)
+            if client in stream.plan.train[number]
+        ]
 
     by_hand(hand, stream, with_samples)
     assert_same(task, hand, 1e-5)

@@ -10,7 +10,7 @@ from lightning_fcl import FederatedStream, Swarm
 from lightning_fcl.callbacks import Fed3R
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.heads import last_layer
+from lightning_fcl.methods.head_calibration import last_layer
 
 from .test_ccvr import still
 
@@ -32,7 +32,7 @@ def layer_of(task):
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
     """The solution on all samples of some rounds, by the task's own features."""
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
-    x, y = stream.take(np.concatenate(own))
+    x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():
         return ridge(task.embed(x).numpy(), y.numpy(), task.num_classes, beta) / temperature
 
@@ -90,8 +90,8 @@ def test_the_base_session_is_in_the_sums(fit, make_task, quiet):
     scenario = ODFCLScenario(4, 2, 1, 2, train_per_class=10, test_per_class=4, rounds_per_session=1)
     task, stream = make_task(still), FederatedStream.from_arrays(x, y, scenario=scenario, batch_size=5, seed=0)
     fit(task, stream, [Fed3R()])
-    assert len(stream.plan.base) == 20
-    wanted = expected_of(task, stream, [0], base=stream.plan.base)
+    assert len(stream.plan.base_samples) == 20
+    wanted = expected_of(task, stream, [0], base=stream.plan.base_samples)
     torch.testing.assert_close(layer_of(task), wanted, rtol=1e-4, atol=1e-4)
     assert (layer_of(task)[:, -1] != 0).all()
 

@@ -12,8 +12,8 @@ from lightning_fcl.callbacks import ContinualMetrics, FedCBDR
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.rehearsal import leverage
+from lightning_fcl.methods.context import Client, Step
+from lightning_fcl.methods.selective_replay import leverage
 from lightning_fcl.models import MLP
 
 from .test_ccvr import still
@@ -60,8 +60,10 @@ class Memories(Callback):
 
     def on_round_end(self, trainer, pl_module):
         server = trainer.strategy.server
-        self.kept.append({client: dict(server.store.memory(client, "FedCBDR")) for client in server.store})
-        self.gram = server.kept_for("FedCBDR")["gram"].clone()
+        self.kept.append(
+            {client: dict(server.client_store.get_section(client, "FedCBDR")) for client in server.client_store}
+        )
+        self.gram = server.get_section("FedCBDR")["gram"].clone()
 
 
 def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make_stream, make_task):
@@ -70,7 +72,7 @@ def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make
     fit(task, stream, [FedCBDR(max_size=30), memories])
     assert not any("x" in memory for memory in memories.kept[0].values())
     for number, before in ((1, {}), (3, memories.kept[1])):
-        own = {client: stream.take(rows) for client, rows in stream.plan.train[number].items() if len(rows)}
+        own = {client: stream.get_samples(rows) for client, rows in stream.plan.train[number].items() if len(rows)}
         with torch.no_grad():
             features = {client: task.embed(x).double() for client, (x, _) in own.items()}
         stack = torch.cat([*features.values()])
@@ -109,7 +111,7 @@ def test_what_is_rare_among_all_is_kept_more_often(fit, make_stream, make_task):
         memories = Memories()
         fit(wide(make_task, seed=seed), stream, [FedCBDR(max_size=30), memories])
         kept = torch.cat([memory["y"] for memory in memories.kept[-1].values()])
-        data = torch.cat([stream.take(part)[1] for part in stream.plan.train[0].values()])
+        data = torch.cat([stream.get_samples(part)[1] for part in stream.plan.train[0].values()])
         ratios.append(float((kept == 3).float().mean()) / float((data == 3).float().mean()))
     assert sum(ratios) / len(ratios) > 1.5, ratios
 
@@ -119,7 +121,7 @@ def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream
 
     class Counts(Callback):
         def on_client_end(self, trainer, pl_module, client_round):
-            counts.append((client_round.round, client_round.rehearsed))
+            counts.append((client_round.round_idx, client_round.num_replay_samples))
 
     task = wide(make_task)
     fit(task, make_stream(rounds_per_experience=2), [FedCBDR(max_size=30), Counts(), metrics], cohort_size=1)
@@ -135,9 +137,9 @@ def test_old_and_new_classes_have_temperatures_and_weights_of_their_own():
     generator, y = torch.Generator().manual_seed(0), torch.tensor([0, 3, 1, 2])
     z, w = torch.randn(4, 4, generator=generator).double(), torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
     method = FedCBDR(20, old_temperature=0.5, new_temperature=2.0, old_weight=3.0, new_weight=0.25)
-    client = Client(part=ClientRound("a", round=2, num_classes=4, new_classes=(2, 3), old_classes=(0, 1)))
-    client.memory = method.on_download(client)
-    step = Step({}, {}, z, z, lambda state, x: x, weight=w, y=y)
+    client = Client(client_round=ClientRound("a", round_idx=2, num_classes=4, new_classes=(2, 3), old_classes=(0, 1)))
+    client.method_state = method.prepare_client_state(client)
+    step = Step({}, {}, z, z, lambda state, x: x, sample_weight=w, y=y)
     scaled = z * torch.tensor([2.0, 2.0, 0.5, 0.5])
     log_p = (scaled - scaled.logsumexp(dim=1, keepdim=True))[torch.arange(4), y]
     wanted = -(w * torch.tensor([3.0, 0.25, 3.0, 0.25]) * log_p).sum()

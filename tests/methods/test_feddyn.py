@@ -9,8 +9,8 @@ from raising import raises
 
 from lightning_fcl.callbacks import CCVR, FOT, ContinualMetrics, Fed3R, FedDyn, FedNova, RegMean
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
 
 from .quadratics import clients, minimum, quadratic, value
@@ -28,7 +28,7 @@ def by_hand(task, stream, drawn, alpha):
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended = []
         for client in drawn(round):
-            x, y = stream.take(stream.plan.train[round][client])
+            x, y = stream.get_samples(stream.plan.train[round][client])
             model = copy.deepcopy(task)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for rows in [*torch.arange(len(y)).split(8)] * 2:
@@ -51,7 +51,9 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
     hand = copy.deepcopy(task)
     options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [FedDyn(0.2)], **options)
-    by_hand(hand, stream, lambda round: trainer.strategy.federation.participation.drawn(stream.plan, round), 0.2)
+    by_hand(
+        hand, stream, lambda round: trainer.strategy.federation.participation.expected_clients(stream.plan, round), 0.2
+    )
     assert_same(task, hand, 1e-5)
 
 
@@ -76,7 +78,7 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
         records.append([(entry["upload_bytes"], entry["download_bytes"]) for entry in metrics.record["rounds"]])
         if methods:
             kept = {"way.model.1.weight", "way.model.1.bias", "experience"}
-            assert trainer.strategy.server.store["0"]["FedDyn"].keys() == kept
+            assert trainer.strategy.server.client_store["0"]["FedDyn"].keys() == kept
     assert records[0] == records[1]
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from lightning_fcl.callbacks import FedKNOW
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client, section
-from lightning_fcl.methods.fedknow import kept_network, largest
+from lightning_fcl.methods.context import Client, strip_prefix
+from lightning_fcl.methods.fedknow import largest, load_task_network
 
 from .test_fedvit import OWN, make_stream, make_task
 
@@ -29,7 +29,7 @@ def extracted(method, task, tasks=3):
         own = {name: torch.randn_like(value) for name, value in task.state_dict().items()}
         data = [torch.randn(12, 6), torch.randint(0, 2, (12,)) + 2 * number]
         client_round = ClientRound("a", number, number, num_classes=8, task_classes=(2 * number, 2 * number + 1))
-        memory = method.extract(Client(part=client_round, module=task), memory, own, data)
+        memory = method.extract_knowledge(Client(client_round=client_round, module=task), memory, own, data)
         memories.append((own, memory))
     return memories
 
@@ -47,7 +47,7 @@ def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
             earlier = before["owner.model.body.0.weight"] > 0
             assert torch.equal(kept[earlier], before["kept.model.body.0.weight"][earlier])
             assert torch.equal(owner[earlier], before["owner.model.body.0.weight"][earlier])
-    network = kept_network(memories[2][1], 1)
+    network = load_task_network(memories[2][1], 1)
     owner = memories[2][1]["owner.model.body.0.weight"]
     assert ((network["model.body.0.weight"] != 0) == ((owner == 1) | (owner == 2))).all()
     assert torch.equal(network["model.head.weight"], memories[1][0]["model.head.weight"])
@@ -74,7 +74,7 @@ def test_tuning_moves_the_task_s_own_weights_only_and_helps():
         x, y = torch.randn(12, 6), torch.randint(0, 2, (12,))
         for i, memories in enumerate((plain, tuned)):
             other = copy.deepcopy(task)
-            other.load_state_dict(kept_network(memories[number][1], number))
+            other.load_state_dict(load_task_network(memories[number][1], number))
             losses[i] += F.cross_entropy(other(x)[:, 2 * number : 2 * number + 2], y).item()
     assert losses[1] < losses[0] - 0.1, losses  # 3.39 and 3.17
 
@@ -83,10 +83,18 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
     seen = []
 
     class Look(FedKNOW):
-        def restore(self, client, task, gradient_of):
-            gradient = super().restore(client, task, gradient_of)
+        def past_gradient(self, client, task, gradient_of):
+            gradient = super().past_gradient(client, task, gradient_of)
             state = {name: value.clone() for name, value in client.module.state_dict().items()}
-            seen.append((state, client.batch[0].clone(), kept_network(client.memory, task), gradient, client.server))
+            seen.append(
+                (
+                    state,
+                    client.batch[0].clone(),
+                    load_task_network(client.method_state, task),
+                    gradient,
+                    client.received_state,
+                )
+            )
             return gradient
 
     task, stream = make_task(), make_stream(rounds=2)
@@ -106,11 +114,11 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
 def test_clients_that_trained_keep_weights(fit):
     stream = make_stream(clients=3, batch_size=16)
     trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
-    drawn_in = trainer.strategy.federation.participation.drawn
+    drawn_in = trainer.strategy.federation.participation.expected_clients
     drawn = {client for round in range(2) for client in drawn_in(stream.plan, round)}
-    assert {client for client in stream.plan.clients if trainer.strategy.server.store[client]} == drawn
+    assert {client for client in stream.plan.clients if trainer.strategy.server.client_store[client]} == drawn
     for client in drawn:
-        memory = trainer.strategy.server.store.memory(client, "FedKNOW")
-        owner = section(memory, "owner")["model.body.0.weight"]
+        memory = trainer.strategy.server.client_store.get_section(client, "FedKNOW")
+        owner = strip_prefix(memory, "owner")["model.body.0.weight"]
         assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.classes_of_task(client, 0))
         assert not any(name.startswith("body.") for name in memory)

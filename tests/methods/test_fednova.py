@@ -61,7 +61,7 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
         options = {"reductions": {"model.3.*": "none"}, "seed": 0, "local_epochs": 2, "cohort_size": 1}
         trainer = fit(make_task(), make_stream(), [*methods, metrics], max_epochs=1, **options)
         records.append(metrics.record["rounds"][0])
-        own.append(trainer.strategy.server.store["1"]["model"])
+        own.append(trainer.strategy.server.client_store["1"]["model"])
     for client in "012":
         assert records[0]["upload_bytes"][client] == records[1]["upload_bytes"][client] + 4
     torch.testing.assert_close(*own, rtol=0, atol=0)
@@ -69,8 +69,8 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
 
 def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, make_stream, make_task, assert_same):
     class Halves(Method):
-        def upload(self, client, own):
-            return {name: (value + client.server[name]) / 2 for name, value in own.items()}
+        def transform_upload(self, client, trained_state):
+            return {name: (value + client.received_state[name]) / 2 for name, value in trained_state.items()}
 
     class Together(Halves):
         vectorizable = True
@@ -78,7 +78,7 @@ def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, ma
     tasks = [make_task() for _ in range(3)]
     for task, method, several in zip(tasks, (Halves(), Together(), FedNova()), (False, True, True), strict=True):
         trainer = fit(task, make_stream(partition="dirichlet"), [method], seed=0)
-        assert (trainer.strategy.clients_at_once > 1) == several
+        assert (trainer.strategy.num_vectorized_clients > 1) == several
     assert_same(*tasks[:2], 1e-5)
     with raises(InvalidValueError, "cohort_size"):
         fit(make_task(), make_stream(), [Halves()], cohort_size=2)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_fcl.callbacks import FedNTD
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 
 
 def divergence(student, teacher, y, temperature):

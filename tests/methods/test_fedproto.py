@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import ContinualMetrics, FedProto, FLwF2T
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means
 
@@ -22,13 +22,13 @@ class States(Callback):
         self.kept = {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        data = trainer.datamodule.client_samples(client_round.client, client_round.round, trainer.strategy.seed)
+        data = trainer.datamodule.client_samples(client_round.client_id, client_round.round_idx, trainer.strategy.seed)
         state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-        self.kept[client_round.round, client_round.client] = state, data
+        self.kept[client_round.round_idx, client_round.client_id] = state, data
 
 
 def sums_of(trainer):
-    return trainer.strategy.server.kept_for("FedProto")["sums"]
+    return trainer.strategy.server.get_section("FedProto")["sums"]
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -79,7 +79,7 @@ def test_the_pull_by_hand(make_task, samples):
     sums = torch.randn(4, 6)
     sums[:, 0] = torch.tensor([2.0, 3.0, 0.0, 5.0])
     weight = torch.rand(20).softmax(dim=0)
-    step = Step({}, {}, x, task(x), lambda *_: x, features=task.embed, weight=weight, y=y)
+    step = Step({}, {}, x, task(x), lambda *_: x, embed_fn=task.embed, sample_weight=weight, y=y)
     expected = torch.zeros(())
     for i in range(20):
         if y[i] != 2:  # which has no prototype
@@ -87,7 +87,7 @@ def test_the_pull_by_hand(make_task, samples):
             expected = expected + 0.7 * weight[i] * ((task.embed(x[i : i + 1])[0] - prototype) ** 2).sum() / 5
     body = task.model[1].weight
     (gradient,) = torch.autograd.grad(
-        method.penalty(Client({}, {"FedProto.sums": sums}, section="FedProto"), step), [body]
+        method.penalty(Client({}, {"FedProto.sums": sums}, section_name="FedProto"), step), [body]
     )
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, [body])[0])
 
@@ -98,7 +98,7 @@ def test_the_nearest_prototype_predicts(fit, make_stream, make_task, strategy, q
     trainer = fit(task, stream, [method], strategy=strategy)
     server = entries_of(method)["sums"] if strategy else sums_of(trainer)
     means, _ = class_means(server)
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     distances = (task.embed(x)[:, None] - means).norm(dim=2)
     (measured,) = trainer.test(task, datamodule=stream, verbose=False)
     assert measured["test/accuracy"] == pytest.approx(float((distances.argmin(dim=1) == y).float().mean()))
@@ -122,7 +122,7 @@ def test_only_prototypes_travel_as_in_the_paper(fit, make_stream, make_task):
     fit(task, make_stream(), [FedProto(), metrics], reductions={"*": "none"})
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
     sent = metrics.record["rounds"][0]["upload_bytes"]["0"]
-    assert sent <= ClassSums().wire_bytes(torch.cat([torch.ones(2, 6), torch.zeros(2, 6)])) < 4 * 4 * 6
+    assert sent <= ClassSums().upload_nbytes(torch.cat([torch.ones(2, 6), torch.zeros(2, 6)])) < 4 * 4 * 6
 
 
 def test_beside_a_teacher(fit, make_stream, make_task):

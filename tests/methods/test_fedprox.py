@@ -11,7 +11,7 @@ from raising import raises
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import AGEM, EWC, FedProx
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.models import MLP
 
 
@@ -21,7 +21,9 @@ def test_part():
     step = Step(params, server, None, torch.zeros(1, 2), None)
     FedProx(mu=2.0, part="head.*").penalty(Client(), step).backward()
     assert step.params["body.w"].grad is None
-    torch.testing.assert_close(step.params["head.w"].grad, 2 * (step.params["head.w"] - step.server["head.w"]).detach())
+    torch.testing.assert_close(
+        step.params["head.w"].grad, 2 * (step.params["head.w"] - step.received_state["head.w"]).detach()
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

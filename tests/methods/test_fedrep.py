@@ -38,11 +38,13 @@ class Stages(Callback):
         self.steps = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.now = (trainer.strategy.client_round, trainer.strategy.round.local_epoch)
+        self.now = (trainer.strategy.current_client_round, trainer.strategy.current_round.local_epoch)
         self.before = copy.deepcopy(module.state_dict())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if not trainer.strategy.round.last_batch:  # then the module holds the server's or another client's state
+        if (
+            not trainer.strategy.current_round.last_batch
+        ):  # then the module holds the server's or another client's state
             after = module.state_dict().items()
             changed = {name.split(".")[1] for name, value in after if not torch.equal(value, self.before[name])}
             self.steps.append((*self.now, changed))
@@ -78,7 +80,7 @@ def test_equals_a_loop_by_hand(fit, make_stream, change):
     net, learn = copy.deepcopy(task.model), [p.requires_grad for p in task.parameters()]
     modes = [layer.training for layer in net.modules()]
     fit(task, stream, [FedRep(1, 2)], max_epochs=1, reductions=OWN)
-    (x, y), optimizer = stream.take(stream.plan.train[0]["0"]), torch.optim.SGD(net.parameters(), lr=0.05)
+    (x, y), optimizer = stream.get_samples(stream.plan.train[0]["0"]), torch.optim.SGD(net.parameters(), lr=0.05)
     for epoch in range(3):
         for layer, mode in zip(net.modules(), modes, strict=True):
             layer.training = mode
@@ -106,7 +108,7 @@ def test_a_client_without_it_trains_the_whole(fit, make_stream):
     fit(make_task(), stream, [method, stages], max_epochs=1, reductions=OWN, local_epochs=2)
     for part, epoch, changed in stages.steps:
         staged = {"head"} if epoch < 1 else {"body"}
-        assert changed == (staged if part.client == "0" else {"head", "body"})
+        assert changed == (staged if part.client_id == "0" else {"head", "body"})
 
 
 def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):

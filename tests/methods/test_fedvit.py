@@ -19,7 +19,7 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.context import Client
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
 
 from .test_fedrep import Stages
@@ -87,7 +87,7 @@ def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
     for round, current in enumerate(plan.train):
         trained, sizes = [], []
         for client, rows in current.items():
-            (x, y), client_round, state = stream.take(rows), stream.client_round(client, round), own[client]
+            (x, y), client_round, state = stream.get_samples(rows), stream.client_round(client, round), own[client]
             net = copy.deepcopy(server)
             net.head = copy.deepcopy(state["head"])
             body, head = parts(net)
@@ -111,7 +111,7 @@ def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
                     gradient = rotated(gradient, past, margin)
                 step(body, gradient)
             state["head"], state["body"] = copy.deepcopy(net.head), copy.deepcopy(net.body)
-            if client_round.last_round:
+            if client_round.is_last_round:
                 logits = net(x)[:, client_round.task_classes]
                 loss = F.cross_entropy(
                     logits, torch.searchsorted(torch.tensor(client_round.task_classes), y), reduction="none"
@@ -142,7 +142,7 @@ def test_equals_a_loop_by_hand(fit, margin):
     server, own, changed = by_hand(stream, 0.2, heads=2, bodies=3, integration=2, margin=margin)
     assert changed > 3
     torch.testing.assert_close(task.model.body.state_dict(), server.body.state_dict())
-    store = trainer.strategy.server.store
+    store = trainer.strategy.server.client_store
     for client, state in own.items():
         kept = store[client]["model"]
         torch.testing.assert_close(kept["model.head.weight"], state["head"].weight.detach())
@@ -164,7 +164,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
     fit(plain, stream, [FedViT(rho=0.2, **words)], **options)
     torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)  # training is not touched
     for client in stream.plan.clients:
-        kept = trainer.strategy.server.store[client]
+        kept = trainer.strategy.server.client_store[client]
         last = {n: v for n, v in kept["FedViT"].items() if n.startswith("last.")}
         assert bool(last) == (local.rounds[client] >= 3)  # it has trained on its second task
         if not last:
@@ -174,7 +174,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         before = trained.model
         net.head.load_state_dict({n.split(".")[-1]: v for n, v in kept["model"].items()})
         before.head = net.head
-        (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.classes_of_task(client, 1)
+        (x, y), block = stream.get_samples(stream.plan.train[5][client]), stream.plan.classes_of_task(client, 1)
         for _ in range(2):
             g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
             seen.append(bool(g_a @ g_b < 0))
@@ -182,7 +182,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
             step(parts(net)[0], gradient if clip is None else gradient * min(1.0, clip / float(gradient.norm() + 1e-6)))
         for name, value in net.body.state_dict().items():
             torch.testing.assert_close(last[f"last.model.body.{name}"], value)
-        tested, labels = stream.take(stream.plan.test)
+        tested, labels = stream.get_samples(stream.plan.test)
         right = (task.mask_logits(net(tested), labels).argmax(1) == labels).numpy()
         counts = metrics.record["rounds"][-1]["correct"][client]
         groups = stream.plan.groups[stream.plan.test]
@@ -207,9 +207,9 @@ def test_stages_freeze_what_they_claim_to_the_bit(fit):
     method = FedViT(head_epochs=2, body_epochs=3, integration_epochs=1)
     fit(task, make_stream(batch_size=16), [method, stages], reductions=OWN)
     for first, epochs in ((0, 5), (1, 6)):  # the second round of a task begins with integration
-        assert {epoch for part, epoch, _ in stages.steps if part.round % 2 == first} == {*range(epochs)}
+        assert {epoch for part, epoch, _ in stages.steps if part.round_idx % 2 == first} == {*range(epochs)}
     for part, epoch, moved in stages.steps:
-        first = part.round % 2
+        first = part.round_idx % 2
         assert moved == ({"head"} if first <= epoch < first + 2 else {"body"})
     assert all(p.requires_grad for p in task.parameters())
 
@@ -249,23 +249,23 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     gradients = {0: torch.tensor([9.0, -9.0]), 1: torch.tensor([1.0, 1.1]), 2: torch.tensor([-5.0, 0.0])}
     taken, projected = [], []
     method = FedViT(k=2, select_every=3)
-    monkeypatch.setattr(FedViT, "restore", lambda self, client, task, of: taken.append(task) or gradients[task])
+    monkeypatch.setattr(FedViT, "past_gradient", lambda self, client, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
-    client = Client({"task": torch.tensor([0, 1, 2, 3])}, part=ClientRound("a", 3, experience=3))
+    client = Client({"task": torch.tensor([0, 1, 2, 3])}, client_round=ClientRound("a", 3, experience_idx=3))
     client.local_epoch = 2  # the body's
-    method.begin(client)
+    method.start_client(client)
     for _ in range(4):
-        method.project(client, torch.tensor([1.0, 1.0]), None)
+        method.project_gradient(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2, 0, 2, 0, 2, 0, 1, 2]
     for rows in projected:
         assert torch.equal(rows, torch.stack([gradients[0], gradients[2]]))
     taken.clear()
     method = FedViT(k=5)  # more than there are: all
-    method.begin(client)
-    method.project(client, torch.tensor([1.0, 1.0]), None)
+    method.start_client(client)
+    method.project_gradient(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2] and len(projected[-1]) == 3
-    client.memory = {}
-    assert method.project(client, gradients[0], None) is gradients[0]  # nothing is remembered
+    client.method_state = {}
+    assert method.project_gradient(client, gradients[0], None) is gradients[0]  # nothing is remembered
 
 
 @pytest.mark.seconds
@@ -291,7 +291,7 @@ def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
         method = FedViT(k=1, select_every=3, integration_epochs=2, integrate_last=integrate_last)
         options = {"reductions": OWN, "max_epochs": epochs, "participation": 1.0, **kwargs}
         trainer = fit(task, stream, [method, *options.pop("more", [])], **options)
-        store = trainer.strategy.server.store
+        store = trainer.strategy.server.client_store
         return task.state_dict(), {client: store[client] for client in sorted(store)}
 
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -319,7 +319,7 @@ def test_every_step_of_the_last_integration_draws_anew(fit):
 def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
     def kept(method, epochs, **kwargs):
         store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
-        return store.strategy.server.store
+        return store.strategy.server.client_store
 
     assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model", "progress"}
     before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves={"1": 4})) for epochs in (4, 6))
@@ -339,7 +339,7 @@ def test_precision(fit, precision, tolerance, method):
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
     assert {p.dtype for p in tasks[1].parameters()} == {dtype}
     torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
-    memory = trainer.strategy.server.store["0"][method.__name__]
+    memory = trainer.strategy.server.client_store["0"][method.__name__]
     assert memory["last.model.body.0.weight"].dtype == dtype
 
 

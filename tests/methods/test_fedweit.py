@@ -14,12 +14,12 @@ from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
 from lightning_fcl.federation.packing import unpack_nonzero
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.fedweit import decomposed_of, kept_units
-from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.fedweit import get_decomposed, kept_mask_units
+from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.models import Decomposed, ViT
 
 OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
@@ -59,8 +59,8 @@ class Watch(Callback):
 
     def on_round_end(self, trainer, module):
         federation = trainer.strategy.server
-        clients = {client: copy.deepcopy(federation.store[client]) for client in federation.store}
-        server = {name: value.detach().clone() for name, value in entries(module).items()}
+        clients = {client: copy.deepcopy(federation.client_store[client]) for client in federation.client_store}
+        server = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         self.rounds.append(SimpleNamespace(log=copy.deepcopy(federation.record), known=self.known, clients=clients))
         self.rounds[-1].server = server
         self.known = copy.deepcopy(self.method.knowledge) if self.method else {}
@@ -69,8 +69,8 @@ class Watch(Callback):
 def predict(task, watched, client, x):
     """A client's logits with the server's state after a round and its own entries."""
     task = copy.deepcopy(task)
-    load_entries(task, {**watched.server, **watched.clients[client]["model"]})
-    with torch.no_grad(), evaluating(task):
+    load_state_tensors(task, {**watched.server, **watched.clients[client]["model"]})
+    with torch.no_grad(), evaluation_mode(task):
         return task(x)
 
 
@@ -80,7 +80,7 @@ def predict(task, watched, client, x):
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
 def test_the_share_of_units_that_is_not_sent(sparsity):
     mask = torch.randn(24)
-    kept = kept_units(mask, sparsity)
+    kept = kept_mask_units(mask, sparsity)
     assert int((~kept).sum()) == math.floor(sparsity * 24)
     if sparsity:
         assert mask[~kept].abs().max() < mask[kept].abs().min()
@@ -90,15 +90,18 @@ def prepared(**kwargs):
     """A method in the midst of a third task, a client's state in the network, and the client's memory."""
     model = Decomposed(make_vit(), 3)
     for task in range(3):
-        model.begin(torch.tensor([2 * task, 2 * task + 1]))
+        model.start_task(torch.tensor([2 * task, 2 * task + 1]))
     method = FedWEIT(**kwargs)
     with torch.no_grad():
         for task in model.tasks:
             task.adaptive.add_(0.02 * torch.randn(model.size))
-        held = {f"target.{i}": model.base() * model.gate(model.tasks[i].mask) + model.tasks[i].adaptive for i in (0, 1)}
+        held = {
+            f"target.{i}": model.base_vector() * model.mask_vector(model.tasks[i].mask) + model.tasks[i].adaptive
+            for i in (0, 1)
+        }
     memory = {**held, "tasks": torch.tensor(3), "experience": torch.tensor(2)}
     client = Client(memory, module=Classifier(model, 10, task_incremental=True))
-    method.begin(client)
+    method.start_client(client)
     return method, model, client
 
 
@@ -137,8 +140,8 @@ def test_the_base_decays_in_the_first_task_alone():
     model, method = Decomposed(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
     memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
     client = Client(memory, module=Classifier(model, 10, task_incremental=True))
-    method.begin(client)
-    expected = 0.25 * sum(v.square().sum() for v in (model.tasks[0].adaptive, model.tasks[0].mask, model.base()))
+    method.start_client(client)
+    expected = 0.25 * sum(v.square().sum() for v in (model.tasks[0].adaptive, model.tasks[0].mask, model.base_vector()))
     torch.testing.assert_close(method.penalty(client, None), expected)
 
 
@@ -148,9 +151,9 @@ def test_the_base_decays_in_the_first_task_alone():
 class Still(FedWEIT):
     """A mask of ones and adaptives of zero, for good."""
 
-    def begin(self, client):
-        super().begin(client)
-        task = decomposed_of(client.module).tasks[int(client.memory["tasks"]) - 1]
+    def start_client(self, client):
+        super().start_client(client)
+        task = get_decomposed(client.module).tasks[int(client.method_state["tasks"]) - 1]
         with torch.no_grad():
             task.adaptive.zero_()
             task.mask.fill_(100.0)
@@ -166,7 +169,7 @@ def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fi
     right = fit(task, make_stream(), [method], reductions=OWN, participation=2)
     torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
     for client in "012":
-        heads = [trainer.strategy.server.store[client]["model"] for trainer in (left, right)]
+        heads = [trainer.strategy.server.client_store[client]["model"] for trainer in (left, right)]
         for name in ("head.weight", "head.bias"):
             torch.testing.assert_close(heads[1][f"model.net.{name}"], heads[0][f"model.{name}"], rtol=0, atol=1e-6)
 
@@ -228,7 +231,7 @@ def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
     fit(task, make_stream(), [FedWEIT(retroactive=False), watch], reductions=OWN)
     stream = make_stream()
     stream.setup("fit")
-    x = stream.take(stream.plan.test)[0]
+    x = stream.get_samples(stream.plan.test)[0]
     for client in "012":
         block = list(stream.plan.classes_of_task(client, 0))
         before, after = (predict(task, watch.rounds[number], client, x)[:, block] for number in (3, 5))
@@ -334,7 +337,7 @@ def test_it_is_what_is_measured(fit):
     fit(task, make_stream(), [metrics, FedWEIT(), watch], reductions=OWN, local_epochs=4)
     stream = make_stream()
     stream.setup("fit")
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     for client in "012":
         logits = predict(task, watch.rounds[-1], client, x)
         blocks = stream.plan.task_classes[client]
@@ -372,22 +375,22 @@ def test_refusals(fit, make_stream, make_task):
 def one_for_all(**kwargs):
     """A method in the midst of a third task whose only mask and adaptive have gone through two."""
     model = Decomposed(make_vit(), 1)
-    model.begin(torch.tensor([0, 1]))
+    model.start_task(torch.tensor([0, 1]))
     method = FedWEIT(per_task=False, **kwargs)
     targets = {f"target.{i}": torch.randn(model.size) for i in range(2)}
-    memory = {**targets, "tasks": torch.tensor(3), "experience": torch.tensor(2), "base": model.base().detach()}
+    memory = {**targets, "tasks": torch.tensor(3), "experience": torch.tensor(2), "base": model.base_vector().detach()}
     client = Client(memory, module=Classifier(model, 10, task_incremental=True))
-    method.begin(client)
+    method.start_client(client)
     return method, model, client
 
 
 def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
     method, model, client = one_for_all(l1=0.1, mask_l1=0.3, l2=7.0, weight_decay=0.5)
     own = model.tasks[0]
-    base, weights = model.base(), model.base() * model.gate(own.mask) + own.adaptive
+    base, weights = model.base_vector(), model.base_vector() * model.mask_vector(own.mask) + own.adaptive
     expected = 0.1 * own.adaptive.abs().sum() + 0.3 * own.mask.abs().sum()
     expected = expected + 0.25 * (own.adaptive.square().sum() + own.mask.square().sum())
-    expected = expected + 7.0 * sum((weights - client.memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    expected = expected + 7.0 * sum((weights - client.method_state[f"target.{i}"]).square().sum() for i in (0, 1))
     penalty = method.penalty(client, None)
     torch.testing.assert_close(penalty, expected)
     trained = [own.adaptive, own.mask, *(model.net.get_parameter(name) for name in model.names)]
@@ -395,7 +398,7 @@ def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
     torch.testing.assert_close(gradients, by_hand)
     assert base.requires_grad and not torch.equal(base, weights)
     method.l2 = 0.0
-    without = expected - 7.0 * sum((weights - client.memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    without = expected - 7.0 * sum((weights - client.method_state[f"target.{i}"]).square().sum() for i in (0, 1))
     torch.testing.assert_close(method.penalty(client, None), without, rtol=1e-3, atol=1e-4)
 
 
@@ -406,13 +409,13 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     begun = []
 
     class Look(FedWEIT):
-        def begin(self, client):
-            super().begin(client)
-            own, first = decomposed_of(client.module).tasks[0], "base" not in client.memory
+        def start_client(self, client):
+            super().start_client(client)
+            own, first = get_decomposed(client.module).tasks[0], "base" not in client.method_state
             begun.append(
                 (
-                    client.federation.round.client_round.client,
-                    client.federation.round.number,
+                    client.federation.current_round.client_round.client_id,
+                    client.federation.current_round.round_idx,
                     first,
                     own.mask.detach().clone(),
                 )
@@ -438,17 +441,17 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
         for i in (0, 1):  # after the last of a task's two rounds
             end = rounds[2 * i + 1]
             mask, adaptive = (end["model"][f"model.tasks.0.{name}"] for name in ("mask", "adaptive"))
-            expected = end["Look"]["base"] * model.gate(mask) + adaptive
+            expected = end["Look"]["base"] * model.mask_vector(mask) + adaptive
             torch.testing.assert_close(memory[f"target.{i}"], expected)
         others = sum(1 for name in memory if name.startswith("kb."))
         assert own["model.tasks.0.attention"].shape[1] == others == (0 if kb_size == 0 else 2)
     x = torch.randn(5, 3, 8, 8)
-    load_entries(task, {**watch.rounds[-1].server, **own})
+    load_state_tensors(task, {**watch.rounds[-1].server, **own})
     logits = predict(task, watch.rounds[-1], "2", x)
     weights = own["model.tasks.0.adaptive"] * (own["model.tasks.0.adaptive"].abs() > model.threshold)
     weights = weights + (own["model.tasks.0.knowledge"] if kb_size is None else 0)
     base = torch.cat([watch.rounds[-1].server[f"model.net.{name}"].flatten() for name in model.names])
-    weights = weights + base * model.gate(own["model.tasks.0.mask"])
+    weights = weights + base * model.mask_vector(own["model.tasks.0.mask"])
     plain = copy.deepcopy(model.net)
     for name, piece in zip(model.names, weights.detach().split(model.sizes), strict=True):
         plain.get_parameter(name).data = piece.view_as(plain.get_parameter(name))

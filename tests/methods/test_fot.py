@@ -9,9 +9,9 @@ from torch import nn
 from lightning_fcl.callbacks import FOT
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.fot import enlarged, without
-from lightning_fcl.methods.layer_inputs import averaged_layers, input_rows, layer_inputs, weight_matrix, weights_of
+from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.fot import extend_basis, remove_projection
+from lightning_fcl.methods.layer_inputs import averaged_layers, input_rows, layer_inputs, to_weight_state, weight_matrix
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
@@ -26,7 +26,7 @@ class Watch(Callback):
     def on_round_end(self, trainer, pl_module):
         state = pl_module.state_dict()
         self.weights.append({name: weight_matrix(state, name) for name in averaged_layers(pl_module)})
-        kept = trainer.strategy.server.kept_for("FOT")
+        kept = trainer.strategy.server.get_section("FOT")
         self.kept.append({name: value.clone() for name, value in kept.items()})
 
 
@@ -50,7 +50,7 @@ def test_outputs_do_not_move_for_inputs_in_the_basis(fit, make_stream, make_task
     stream = {"experiences": 2, "rounds_per_experience": 2}
     trainer = fit(make(make_task, network), make_stream(**stream), [FOT(eps=0.9), watch])
     fit(make(make_task, network), make_stream(**stream), [plain])
-    assert trainer.strategy.server.kept_for("FOT").keys() == watch.kept[0].keys()
+    assert trainer.strategy.server.get_section("FOT").keys() == watch.kept[0].keys()
     for name, before in watch.weights[1].items():
         basis = watch.kept[1][f"basis.{name}"]
         assert 0 < basis.shape[1] < len(basis)
@@ -68,11 +68,11 @@ def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, ma
         stream = make_stream(experiences=1, partition="dirichlet", seed=seed)
         fit(task, stream, [FOT(eps=0.9), watch])
         name, *_ = averaged_layers(task)
-        every = torch.cat([stream.take(stream.plan.train[0][client])[0] for client in stream.plan.clients])
+        every = torch.cat([stream.get_samples(stream.plan.train[0][client])[0] for client in stream.plan.clients])
         rows, basis = input_rows(task.get_submodule(name), every), watch.kept[-1][f"basis.{name}"]
         torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64))
         values = torch.linalg.svdvals(rows).square() / rows.square().sum()
-        outside = float(without(rows, basis).square().sum() / rows.square().sum())
+        outside = float(remove_projection(rows, basis).square().sum() / rows.square().sum())
         missing.append(outside / float(values[basis.shape[1] :].sum()))
         assert 0 < basis.shape[1] < len(basis)
         assert all(not watch.kept[-1][f"{part}.{name}"].any() for part in ("sketch", "energy"))  # begun anew
@@ -84,15 +84,17 @@ def test_directions_of_low_rank_are_found_exactly():
         generator = torch.Generator().manual_seed(seed)
         old, new = torch.linalg.qr(torch.randn(20, 5, generator=generator).double())[0].split([2, 3], dim=1)
         clients = [torch.randn(30, 5, generator=generator).double() @ torch.cat([old, new], 1).T for _ in range(3)]
-        outside = [without(rows, old) for rows in clients]
+        outside = [remove_projection(rows, old) for rows in clients]
         sketch = sum(
             rows.T @ (2 * torch.rand(rows.shape, generator=generator, dtype=torch.float64) - 1) for rows in outside
         )
         energy = torch.stack([sum(r.square().sum() for r in part) for part in (outside, clients)])
-        basis = enlarged(old, sketch, energy, eps=1 - 1e-9)
+        basis = extend_basis(old, sketch, energy, eps=1 - 1e-9)
         assert basis.shape == (20, 5) and torch.equal(basis[:, :2], old)
-        torch.testing.assert_close(without(new.T, basis), torch.zeros(3, 20, dtype=torch.float64), rtol=0, atol=1e-9)
-        assert enlarged(basis, sketch * 0, energy * torch.tensor([0.0, 1.0]), eps=0.9) is basis
+        torch.testing.assert_close(
+            remove_projection(new.T, basis), torch.zeros(3, 20, dtype=torch.float64), rtol=0, atol=1e-9
+        )
+        assert extend_basis(basis, sketch * 0, energy * torch.tensor([0.0, 1.0]), eps=0.9) is basis
 
 
 def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
@@ -101,7 +103,7 @@ def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
     basis = torch.linalg.qr(torch.randn(7, 3, generator=generator).double())[0]
     server = {"basis": basis, "sketch": torch.zeros(7, 7).double(), "energy": torch.zeros(2).double()}
     client = Client(
-        {}, {f"FOT.{part}.{name}": v for part, v in server.items()}, ClientRound("a", 0), task, section="FOT"
+        {}, {f"FOT.{part}.{name}": v for part, v in server.items()}, ClientRound("a", 0), task, section_name="FOT"
     )
     sent = FOT().contribute_experience(client, task.state_dict(), (x, torch.zeros(40).long()))
     rows = input_rows(task.get_submodule(name), x)
@@ -129,7 +131,7 @@ def test_rows_times_weights_are_the_layers_output(layer):
     if isinstance(layer, nn.Conv2d):
         output = output.flatten(2).transpose(1, 2)
     torch.testing.assert_close(made, output.flatten(0, 1).double(), rtol=1e-5, atol=1e-5)
-    twice = weights_of(state, "layer", 2 * weight_matrix(state, "layer"))
+    twice = to_weight_state(state, "layer", 2 * weight_matrix(state, "layer"))
     assert all(torch.equal(twice[f"layer.{name}"], 2 * value) for name, value in layer.state_dict().items())
 
 
@@ -152,7 +154,7 @@ def forgotten(fit, make_stream, task, methods):
 
     class Losses(Callback):
         def on_round_end(self, trainer, pl_module):
-            x, y = stream.take(stream.plan.test)
+            x, y = stream.get_samples(stream.plan.test)
             old = y < 2
             with torch.no_grad():
                 losses.append(float(pl_module.sample_loss(pl_module(x[old]), y[old]).mean()))

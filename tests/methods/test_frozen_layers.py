@@ -15,7 +15,7 @@ from lightning_fcl.callbacks import CCVR, FOT, Fed3R, FedCBDR, FedProto, ICaRL, 
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.frozen_layers import FrozenLayers, frozen_layers
-from lightning_fcl.models.ridge import square
+from lightning_fcl.models.ridge import unpack_upper
 
 WITH_FEATURES = [Fed3R, CCVR, FedProto, ICaRL, FedCBDR, FOT, RegMean]
 
@@ -73,7 +73,7 @@ def statistics(task):
 
 def trained_features(task, stream, rounds=(0, 2)):
     """The features and labels of the samples of some rounds, in double precision, by the server's model."""
-    x, y = stream.take(np.concatenate([rows for r in rounds for rows in stream.plan.train[r].values()]))
+    x, y = stream.get_samples(np.concatenate([rows for r in rounds for rows in stream.plan.train[r].values()]))
     with torch.no_grad():
         return copy.deepcopy(task).eval().embed(x).double().numpy(), y.numpy()
 
@@ -89,8 +89,8 @@ class Uploads(Callback):
 
 
 def fed3r_sums(trainer):
-    kept = trainer.strategy.server.kept_for("Fed3R")
-    return kept["A"].numpy(), square(kept["B"], kept["A"].shape[1]).numpy()
+    kept = trainer.strategy.server.get_section("Fed3R")
+    return kept["A"].numpy(), unpack_upper(kept["B"], kept["A"].shape[1]).numpy()
 
 
 def assert_equal_ridge_sums(trainer, task, stream):
@@ -114,17 +114,17 @@ def test_fed3r_with_a_frozen_body_sums_the_features_of_the_server(fit, shifted, 
 
 def test_ccvr_with_a_frozen_body_sums_the_features_of_the_server(fit, shifted, make_task):
     task, stream = make_task(model=Net()), shifted()
-    kept = fit(task, stream, [CCVR()]).strategy.server.kept_for("CCVR")
+    kept = fit(task, stream, [CCVR()]).strategy.server.get_section("CCVR")
     features, y = trained_features(task, stream, (1, 3))
     for label in range(4):
         own = features[y == label]
         np.testing.assert_allclose(kept["sums"][label], [len(own), *own.sum(axis=0)], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(square(kept["products"][label], 5), own.T @ own, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(unpack_upper(kept["products"][label], 5), own.T @ own, rtol=1e-5, atol=1e-4)
 
 
 def test_fedproto_with_a_frozen_body_has_prototypes_of_the_server(fit, shifted, make_task):
     task, stream = make_task(model=Net()), shifted(0.0, experiences=1)
-    sums = fit(task, stream, [FedProto()]).strategy.server.kept_for("FedProto")["sums"]
+    sums = fit(task, stream, [FedProto()]).strategy.server.get_section("FedProto")["sums"]
     features, y = trained_features(task, stream, (1,))
     wanted = [[(y == label).sum(), *features[y == label].sum(axis=0)] for label in range(4)]
     np.testing.assert_allclose(sums, wanted, rtol=1e-5, atol=1e-4)
@@ -134,8 +134,8 @@ def test_regmean_with_a_frozen_body_has_layer_inputs_of_the_server(fit, shifted,
     grams = []
 
     class Seen(RegMean):
-        def contribute(self, client, own, data):
-            sent = super().contribute(client, own, data)
+        def upload_statistics(self, client, trained_state, data):
+            sent = super().upload_statistics(client, trained_state, data)
             grams.append(next(value for name, value in sent.items() if name.startswith("gram")).clone())
             return sent
 
@@ -143,7 +143,7 @@ def test_regmean_with_a_frozen_body_has_layer_inputs_of_the_server(fit, shifted,
     fit(task, stream, [Seen(alpha=1.0)])
     features, _ = trained_features(task, stream, (0,))
     states = np.concatenate([features, np.ones((len(features), 1))], axis=1)
-    found = sum(gram if gram.dim() == 2 else square(gram, 6) for gram in grams)
+    found = sum(gram if gram.dim() == 2 else unpack_upper(gram, 6) for gram in grams)
     np.testing.assert_allclose(found, states.T @ states, rtol=1e-5, atol=1e-4)
 
 
@@ -165,7 +165,7 @@ def test_every_method_with_features_keeps_the_statistics_of_a_frozen_body(fit, s
 def test_without_such_a_method_a_frozen_body_trains_as_in_a_plain_trainer(fit, shifted, make_task, quiet):
     stream, task, plain, uploads = shifted(0.0, 1, 1), make_task(model=Net()), make_task(model=Net()), Uploads()
     fit(task, stream, [uploads])
-    x, y = stream.take(stream.plan.train[0]["0"])
+    x, y = stream.get_samples(stream.plan.train[0]["0"])
     L.Trainer(max_epochs=1, **quiet).fit(plain, DataLoader(TensorDataset(x, y), 10))
     tracked = [int(each["model.body.1.num_batches_tracked"]) for each in (*uploads.statistics, statistics(plain))]
     assert tracked == [4] * 4

@@ -13,8 +13,8 @@ from torch import nn
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidTypeError
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import finite_pairs, past_tasks, remember_task, stratified
+from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.episodic import add_task_memory, finite_pairs, past_tasks, stratified_indices
 from lightning_fcl.methods.method import Method
 
 pytestmark = pytest.mark.rounding
@@ -59,7 +59,7 @@ def one_by_closed_form(gradient, references):
 def test_memory_keeps_the_proportions_of_classes():
     y = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)[torch.randperm(100, generator=generator())]
     for size in (10, 20, 50, 100):
-        chosen = stratified(y, size, generator())
+        chosen = stratified_indices(y, size, generator())
         assert y[chosen].bincount().tolist() == [6 * size // 10, 3 * size // 10, size // 10]
         assert len(set(chosen.tolist())) == size and chosen.tolist() == sorted(chosen.tolist())
 
@@ -67,25 +67,30 @@ def test_memory_keeps_the_proportions_of_classes():
 def test_shares_that_are_no_whole_numbers():
     y = torch.tensor([0] * 98 + [7] + [3])
     for size in range(1, 101):
-        counts = y[stratified(y, size, generator(size))].unique(return_counts=True)[1]
+        counts = y[stratified_indices(y, size, generator(size))].unique(return_counts=True)[1]
         assert counts.sum() == size
         assert len(counts) == (3 if size >= 3 else 1)  # at least one of each, where there is room
     y = torch.arange(5).repeat_interleave(7)
     for size in range(1, 36):
-        counts = y[stratified(y, size, generator(size))].bincount(minlength=5)
+        counts = y[stratified_indices(y, size, generator(size))].bincount(minlength=5)
         assert counts.sum() == size and counts.max() - counts.min() <= 1
 
 
 def test_samples_are_drawn_at_random_and_by_lot():
     y = torch.tensor([0, 0, 1, 1])
-    assert {tuple(stratified(y, 2, generator(s)).tolist()) for s in range(60)} == {(0, 2), (0, 3), (1, 2), (1, 3)}
-    assert {y[stratified(y, 1, generator(s))].item() for s in range(20)} == {0, 1}
+    assert {tuple(stratified_indices(y, 2, generator(s)).tolist()) for s in range(60)} == {
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+    }
+    assert {y[stratified_indices(y, 1, generator(s))].item() for s in range(20)} == {0, 1}
 
 
 def test_one_class_more_than_all_and_nothing():
-    assert len(stratified(torch.zeros(9).long(), 4, generator())) == 4
-    assert stratified(torch.tensor([3, 1]), 10, generator()).tolist() == [0, 1]
-    assert stratified(torch.zeros(0).long(), 10, generator()).tolist() == []
+    assert len(stratified_indices(torch.zeros(9).long(), 4, generator())) == 4
+    assert stratified_indices(torch.tensor([3, 1]), 10, generator()).tolist() == [0, 1]
+    assert stratified_indices(torch.zeros(0).long(), 10, generator()).tolist() == []
 
 
 def data(labels, first=0):
@@ -102,18 +107,18 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
     for round, (experience, part) in enumerate(
         [(0, data([0, 1] * 10)), (0, data([0, 1] * 10, 20)), (2, data([2] * 40, 40))]
     ):
-        memory = remember_task(client_in(memory, round, experience), part, 0.1, rng)
+        memory = add_task_memory(client_in(memory, round, experience), part, 0.1, rng)
     assert memory["task"].tolist() == [0, 0, 2, 2, 2, 2] and memory["y"].tolist() == [0, 1, 2, 2, 2, 2]
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
-    (x, y), *others = past_tasks(Client(memory, {}, ClientRound("a", 2, experience=2)))
+    (x, y), *others = past_tasks(Client(memory, {}, ClientRound("a", 2, experience_idx=2)))
     assert not others and torch.equal(x, memory["x"][:2]) and torch.equal(y, memory["y"][:2])
-    both = past_tasks(Client(memory, {}, ClientRound("a", 3, experience=3)))
+    both = past_tasks(Client(memory, {}, ClientRound("a", 3, experience_idx=3)))
     assert [len(y) for _, y in both] == [2, 4]
 
 
 def test_number_and_share():
     for size, kept in ((1, 1), (1.0, 20), (0.25, 5), (0.001, 1), (7, 7), (100, 20)):
-        assert len(remember_task(client_in(), data([0] * 20), size, generator())["y"]) == kept
+        assert len(add_task_memory(client_in(), data([0] * 20), size, generator())["y"]) == kept
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -121,7 +126,7 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     x, y = torch.randn(9, 2, 3), torch.arange(9)
     assert all(left is right for left, right in zip(finite_pairs([x, y]), (x, y), strict=True)) and not caplog.records
     x[4, 1, 2] = x[7, 0, 0] = number
-    memory = remember_task(client_in(), [x, y], 1.0, generator())
+    memory = add_task_memory(client_in(), [x, y], 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
     assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
 
@@ -129,28 +134,28 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_stream, make_task, participation):
     owners = np.array(["a", "b", "c"])[np.arange(240) // 4 % 3]
-    stream = make_stream(client=owners, rounds_per_experience=2)
+    stream = make_stream(client_ids=owners, rounds_per_experience=2)
     trainer = fit(make_task(), stream, [GEM(0.2)], participation=participation)
-    drawn = trainer.strategy.federation.participation.drawn
+    drawn = trainer.strategy.federation.participation.expected_clients
     for client in "abc":
-        memory = trainer.strategy.server.store.memory(client, "GEM")
+        memory = trainer.strategy.server.client_store.get_section(client, "GEM")
         trained = [round for round in range(4) if client in drawn(stream.plan, round)]
         assert set(memory.get("task", torch.zeros(0)).tolist()) == {round // 2 for round in trained}
         for round in trained:
             client_round = stream.client_round(client, round)
             expected = [count / 5 for count in client_round.labels.bincount(minlength=4).tolist()]
-            kept = memory["y"][memory["task"] == client_round.experience].bincount(minlength=4).tolist()
+            kept = memory["y"][memory["task"] == client_round.experience_idx].bincount(minlength=4).tolist()
             assert all(abs(left - right) < 1 for left, right in zip(kept, expected, strict=True))
             assert sum(kept) == int(0.5 + client_round.samples / 5)
 
 
 def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
     """It has no data in the first experience: nothing of it constrains the second."""
-    stream = make_stream(client=np.array(["a", "b"])[np.arange(240) // 4 % 2])
+    stream = make_stream(client_ids=np.array(["a", "b"])[np.arange(240) // 4 % 2])
     stream.setup("fit")
     del stream.plan.train[0]["b"]
     trainer = fit(make_task(), stream, [GEM(0.2)])
-    store = trainer.strategy.server.store
+    store = trainer.strategy.server.client_store
     assert store["a"]["GEM"]["task"].unique().tolist() == [0, 1]
     assert store["b"]["GEM"]["task"].unique().tolist() == [1]
 
@@ -172,15 +177,15 @@ def test_one_task_is_the_closed_form_before_any_clipping(
 
 
 def test_a_gem_draws_its_reference():
-    memory = remember_task(client_in(), data([0] * 50), 1.0, generator())
-    client, drawn = Client(memory, {}, ClientRound("a", 1, experience=1)), []
+    memory = add_task_memory(client_in(), data([0] * 50), 1.0, generator())
+    client, drawn = Client(memory, {}, ClientRound("a", 1, experience_idx=1)), []
 
     def gradient_of(x, y):
         drawn.append(tuple(x[:, 0].int().tolist()))
         return torch.ones(2)
 
     for _ in range(3):
-        AGEM(batch_size=5).project(client, -torch.ones(2), gradient_of)
+        AGEM(batch_size=5).project_gradient(client, -torch.ones(2), gradient_of)
     assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
 
 
@@ -199,8 +204,8 @@ class Noisy(nn.Module):
 
 def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, train, assert_same):
     class Look(Method):
-        def project(self, client, gradient, gradient_of):
-            seen.append((gradient, gradient_of(*remembered), gradient_of(*remembered)))
+        def project_gradient(self, client, gradient, gradient_fn):
+            seen.append((gradient, gradient_fn(*remembered), gradient_fn(*remembered)))
             return gradient
 
     seen, remembered = [], samples(seed=7)
@@ -223,8 +228,8 @@ def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, trai
 
 def test_gradients_are_those_of_training_mode(make_task, samples, train):
     class Look(Method):
-        def project(self, client, gradient, gradient_of):
-            seen.append(gradient_of(*remembered))
+        def project_gradient(self, client, gradient, gradient_fn):
+            seen.append(gradient_fn(*remembered))
             expected.append(mean_gradient(copy.deepcopy(task.model), *remembered))
             assert task.model.training
             return gradient
@@ -239,8 +244,8 @@ def test_gradients_are_those_of_training_mode(make_task, samples, train):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, train, precision):
     class Look(Method):
-        def project(self, client, gradient, gradient_of):
-            seen.append((gradient, gradient_of(*batch)))
+        def project_gradient(self, client, gradient, gradient_fn):
+            seen.append((gradient, gradient_fn(*batch)))
             return gradient
 
     seen, batch = [], samples(number=8)
@@ -279,4 +284,4 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
 
 def test_what_are_no_pairs_is_not_remembered():
     with raises(InvalidTypeError, "data"):
-        remember_task(client_in(), [1, 2, 3], 1, generator())
+        add_task_memory(client_in(), [1, 2, 3], 1, generator())

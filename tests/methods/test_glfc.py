@@ -11,7 +11,7 @@ from raising import raises
 from lightning_fcl.callbacks import GLFC, ContinualMetrics
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.experience import receive
 from lightning_fcl.methods.glfc import class_aware_weights
 from lightning_fcl.models import MLP
@@ -46,10 +46,10 @@ def loss_by_hand(z, y, old, seen, teacher, strength):
 
 def penalty(method, z, y, teacher, new, old=(), weight=None):
     """The penalty, and its gradient."""
-    client = Client(part=ClientRound("0", 0, num_classes=z.shape[1], new_classes=new, old_classes=old))
-    client.memory = method.on_download(client)
+    client = Client(client_round=ClientRound("0", 0, num_classes=z.shape[1], new_classes=new, old_classes=old))
+    client.method_state = method.prepare_client_state(client)
     z = z.clone().requires_grad_()
-    value = method.penalty(client, Step({}, {}, None, z, lambda state, x: teacher, weight=weight, y=y))
+    value = method.penalty(client, Step({}, {}, None, z, lambda state, x: teacher, sample_weight=weight, y=y))
     return value.detach(), torch.autograd.grad(value, z)[0]
 
 
@@ -108,11 +108,11 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
     stream.setup("fit")
     w, teacher = copy.deepcopy(task), None
     for number, current in enumerate(stream.plan.train):
-        new, old = stream.plan.classes(number)
+        new, old = stream.plan.class_split(number)
         teacher = copy.deepcopy(w) if number == 2 else teacher
         uploads = []
         for rows in current.values():
-            model, (x, y) = copy.deepcopy(w), stream.take(rows)
+            model, (x, y) = copy.deepcopy(w), stream.get_samples(rows)
             optimizer = model.configure_optimizers()
             for indices in torch.arange(len(y)).split(8):
                 z = model(x[indices])
@@ -142,7 +142,7 @@ class Models(Callback):
 
     def on_round_end(self, trainer, pl_module):
         self.states.append({name: value.clone() for name, value in pl_module.state_dict().items()})
-        self.kept.append({n: v.clone() for n, v in trainer.strategy.server.kept_for("GLFC").items()})
+        self.kept.append({n: v.clone() for n, v in trainer.strategy.server.get_section("GLFC").items()})
 
 
 def known(task, state, kept):
@@ -169,7 +169,7 @@ def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, 
                 assert torch.equal(models.kept[first + 3][f"best.{name}"], value)
             behind.append(best < first + 3)
             assert torch.equal(models.kept[first + 3]["images"], models.kept[first]["images"])
-        teacher = trainer.strategy.server.kept_for("GLFC")
+        teacher = trainer.strategy.server.get_section("GLFC")
         for name in task.state_dict():
             assert torch.equal(teacher[f"before.1.{name}"], models.kept[3][f"best.{name}"])
     assert any(behind)  # not simply the last
@@ -181,12 +181,12 @@ def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(f
     fit(task, stream, [GLFC(proxy=True), models, metrics], cohort_size=1)
     for number, kept in enumerate(models.kept):
         rows = stream.plan.train[number]
-        held = [sorted(set(stream.take(own)[1].tolist())) for own in rows.values() if len(own)]
+        held = [sorted(set(stream.get_samples(own)[1].tolist())) for own in rows.values() if len(own)]
         assert sorted(kept["labels"].tolist()) == sorted(label for labels in held for label in labels)
         sent = metrics.record["rounds"][number]["upload_bytes"]
         plain = sum(value.nbytes for value in task.state_dict().values())
         assert sorted(sent.values()) == sorted(plain + 4 * len(labels) * (2 + 4 * 7) for labels in held)
-        x, y = stream.take(np.concatenate([*rows.values()]))
+        x, y = stream.get_samples(np.concatenate([*rows.values()]))
         for image, label in zip(kept["images"], kept["labels"], strict=True):
             apart = (x - image).norm(dim=1)
             assert apart[y == label].min() < 1.5  # it is near to one, as far as 50 steps have moved it
@@ -204,12 +204,12 @@ def test_the_teacher_is_the_servers_model_before_the_newest_experience():
     for number, (experience, taught) in enumerate([(0, 0), (0, 0), (2, 2), (2, 2), (3, 4)]):
         part = ClientRound("0", number, experience, num_classes=4, new_classes=(3,), old_classes=(0, 1))
         server = {"w": torch.tensor(float(number)), f"GLFC.before.{experience}.w": torch.tensor(float(taught))}
-        client = Client(memory, server, part, section="GLFC")
-        client.memory = memory = receive(method, client)
+        client = Client(memory, server, part, section_name="GLFC")
+        client.method_state = memory = receive(method, client)
         assert float(memory["teacher.w"]) == taught
         assert memory["old"].tolist() == [True, True, False, False]
         assert memory["seen"].tolist() == [True, True, False, True]
-        untaught = GLFC(strength=0.0).on_download(Client({}, {"w": torch.zeros(1)}, part))
+        untaught = GLFC(strength=0.0).prepare_client_state(Client({}, {"w": torch.zeros(1)}, part))
         assert not any(name.startswith("teacher.") for name in untaught)
-        memory = method.end_round(client, {}, None)
+        memory = method.update_client_state(client, {}, None)
         assert "teacher.w" not in memory  # the server has it

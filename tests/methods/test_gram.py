@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_fcl.methods import projection as module
-from lightning_fcl.methods.projection import gram
+from lightning_fcl.methods.projection import gram_matrix
 
 pytestmark = pytest.mark.rounding
 
@@ -37,13 +37,13 @@ def test_products_of_any_number_and_length(monkeypatch, function, k, p):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_in_double_precision_whatever_the_vectors_own(dtype):
     rows, last = vectors(3, 50_000, dtype)
-    np.testing.assert_allclose(gram(rows, last), expected(rows, last), rtol=1e-11, atol=1e-9)
+    np.testing.assert_allclose(gram_matrix(rows, last), expected(rows, last), rtol=1e-11, atol=1e-9)
 
 
 def test_scales_do_not_mix():
     rows, last = vectors(4, 5000)
     scales = torch.tensor([1e-6, 1e3, 1.0, 1e-3])
-    ratio = gram(rows * scales[:, None], last) / expected(rows, last)
+    ratio = gram_matrix(rows * scales[:, None], last) / expected(rows, last)
     factors = np.append(scales.double().numpy(), 1.0)
     np.testing.assert_allclose(ratio, np.outer(factors, factors), rtol=1e-5)  # the scaling rounds to single precision
 
@@ -51,11 +51,11 @@ def test_scales_do_not_mix():
 def test_memory_need_not_be_contiguous():
     rows, last = vectors(5, 5000)
     strided = torch.stack([last, last], dim=1)[:, 0]
-    assert np.array_equal(gram(rows.T.contiguous().T, strided), gram(rows, last))
+    assert np.array_equal(gram_matrix(rows.T.contiguous().T, strided), gram_matrix(rows, last))
 
 
 def test_what_is_not_finite_stays_so():
     rows, last = vectors(3, 3000)
     rows[1, 2999] = torch.inf
     rows[2, 0] = torch.nan
-    assert np.isfinite(gram(rows, last).diagonal()).tolist() == [True, False, False, True]
+    assert np.isfinite(gram_matrix(rows, last).diagonal()).tolist() == [True, False, False, True]

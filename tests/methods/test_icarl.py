@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import ICaRL, LwF, Replay
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.prototypes import herd
+from lightning_fcl.methods.prototypes import herding_selection
 from lightning_fcl.models import MLP
 
 
@@ -27,9 +27,9 @@ def test_herding_is_greedy(seed):
     for _ in range(6):
         rest = [i for i in range(9) if i not in chosen]
         chosen.append(min(rest, key=lambda i: np.linalg.norm(unit(rows[[*chosen, i]].mean(axis=0)) - target)))
-    assert herd(features, 6).tolist() == chosen
-    assert sorted(herd(features, 20).tolist()) == list(range(9))
-    assert herd(features[:0], 3).tolist() == herd(features, 0).tolist() == []
+    assert herding_selection(features, 6).tolist() == chosen
+    assert sorted(herding_selection(features, 20).tolist()) == list(range(9))
+    assert herding_selection(features[:0], 3).tolist() == herding_selection(features, 0).tolist() == []
 
 
 def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, samples, train):
@@ -41,7 +41,7 @@ def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, sam
     features = F.normalize(embeddings(task, task.state_dict(), x))
     for label in (0, 1):
         own = (y == label).nonzero()[:, 0]
-        assert torch.equal(first["x"][first["y"] == label], x[own[herd(features[own], 4)]])
+        assert torch.equal(first["x"][first["y"] == label], x[own[herding_selection(features[own], 4)]])
     train(task, [method], samples([2, 3], seed=1), epochs=1)
     assert torch.bincount(memory_of(method)["y"]).tolist() == [2, 2, 2, 2]
     for label in (0, 1):
@@ -66,11 +66,11 @@ def test_distils_nothing_before_the_second_experience(fit, make_stream, make_tas
 
 def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, assert_same):
     class Given(Replay):
-        def end_round(self, client, own, data):
+        def update_client_state(self, client, trained_state, data):
             return {name: exemplars[name] for name in ("x", "y")}
 
         @property
-        def section(self):
+        def section_name(self):
             return "ICaRL"  # what it recalls is drawn by the method's name
 
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
@@ -90,8 +90,8 @@ class Trained(Callback):
         self.states, self.rounds = {}, {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        self.states[client_round.client] = copy.deepcopy(pl_module.state_dict())
-        self.rounds[client_round.client] = client_round.round
+        self.states[client_round.client_id] = copy.deepcopy(pl_module.state_dict())
+        self.rounds[client_round.client_id] = client_round.round_idx
 
 
 @pytest.mark.parametrize("cohort_size", [1, 3])
@@ -100,14 +100,14 @@ def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, coh
     trainer = fit(task, stream, [ICaRL(12), trained], cohort_size=cohort_size)
     features, labels = [], []
     for client, state in trained.states.items():
-        memory = trainer.strategy.server.store.memory(client, "ICaRL")
+        memory = trainer.strategy.server.client_store.get_section(client, "ICaRL")
         features.append(F.normalize(embeddings(task, state, memory["x"])))
         labels.append(memory["y"])
     features, labels = torch.cat(features), torch.cat(labels)
-    sums = trainer.strategy.server.kept_for("ICaRL")["sums"]
+    sums = trainer.strategy.server.get_section("ICaRL")["sums"]
     assert torch.equal(sums[:, 0], torch.bincount(labels, minlength=4).float())
     means = [unit(features[labels == label].mean(dim=0).numpy()) for label in range(4)]
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     right = 0
     for sample, label in zip(task.embed(x).detach().numpy(), y.tolist(), strict=True):
         right += int(np.argmin([np.linalg.norm(unit(sample) - mean) for mean in means])) == label

@@ -18,10 +18,16 @@ from lightning_fcl.callbacks import EWC, MAS, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.errors import InvalidTypeError
-from lightning_fcl.methods import sample_gradients as module_under_test
-from lightning_fcl.methods.client import Client, Step, section
-from lightning_fcl.methods.functional import trainable
-from lightning_fcl.methods.sample_gradients import Outer, outer_gradients, over_samples, sample_gradients, squared_norms
+from lightning_fcl.methods import per_sample_gradients as module_under_test
+from lightning_fcl.methods.context import Client, Step, strip_prefix
+from lightning_fcl.methods.functional import trainable_parameters
+from lightning_fcl.methods.per_sample_gradients import (
+    OuterProduct,
+    outer_gradients,
+    over_samples,
+    per_sample_gradients,
+    squared_norms,
+)
 from lightning_fcl.models import MLP
 
 from .test_icarl import Trained
@@ -109,7 +115,7 @@ def by_loop(task, kind, x, y):
 
 def of(kind, task, x, y):
     method = EWC() if kind == "EWC" else MAS()
-    return method.importance(Client(module=task), task.state_dict(), [x, y], [*trainable(task)])
+    return method.importance(Client(module=task), task.state_dict(), [x, y], [*trainable_parameters(task)])
 
 
 def assert_close(left, right):
@@ -147,8 +153,8 @@ def test_gradients_of_linear_layers_are_outer_products(make_task, samples, model
 
     found = outer_gradients(objective, params, x, y)
     assert (found is not None) == (model in ("plain", "one layer"))
-    for name, value in sample_gradients(objective, params, x, y).items() if found else ():
-        outer = isinstance(found[name], Outer)
+    for name, value in per_sample_gradients(objective, params, x, y).items() if found else ():
+        outer = isinstance(found[name], OuterProduct)
         assert outer == (params[name].ndim == 2)
         stacked = torch.einsum("no,ni->noi", *found[name]) if outer else found[name]
         torch.testing.assert_close(stacked, value, rtol=1e-4, atol=1e-5)
@@ -195,7 +201,7 @@ def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, ass
         new = by_loop(copied, kind, *part)
         weights = {n: decay * weights[n] + value if i else value for n, value in new.items()}
         centers = {n: p.detach().clone() for n, p in copied.named_parameters()}
-        assert_close(section(memory_of(method), "importance"), weights)
+        assert_close(strip_prefix(memory_of(method), "importance"), weights)
     by_hand(plain, parts[-1])  # the penalty does something
     assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
 
@@ -207,11 +213,11 @@ def test_the_normalised_penalty_never_blows_up_below_its_rate(kind, greatest, ma
     torch.manual_seed(0)
     rate, strength = 0.1, 19.0  # their product is 1.9
     method, task = KINDS[kind](strength), make_task()
-    memory = method.on_download(Client({}, task.state_dict(), ClientRound("a", 0), task))
+    memory = method.prepare_client_state(Client({}, task.state_dict(), ClientRound("a", 0), task))
     for name, value in memory.items():
         if name.startswith("importance."):
             memory[name] = greatest * (10 ** (-6 * torch.rand_like(value)) + torch.rand_like(value))
-    memory = method.on_download(Client(memory, task.state_dict(), ClientRound("a", 1), task))
+    memory = method.prepare_client_state(Client(memory, task.state_dict(), ClientRound("a", 1), task))
     params = {name: (p + torch.randn_like(p)).detach().requires_grad_() for name, p in task.named_parameters()}
 
     def distance():
@@ -279,10 +285,10 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
     own = make_task()
     for client, state in trained.states.items():
         own.load_state_dict(state)
-        memory = trainer.strategy.server.store[client][kind]
-        x, y = stream.take(stream.plan.train[1][client])
-        assert_close(section(memory, "importance"), by_loop(own, kind, x, y))
-        assert_close(section(memory, "center"), {n: p.detach() for n, p in own.named_parameters()})
+        memory = trainer.strategy.server.client_store[client][kind]
+        x, y = stream.get_samples(stream.plan.train[1][client])
+        assert_close(strip_prefix(memory, "importance"), by_loop(own, kind, x, y))
+        assert_close(strip_prefix(memory, "center"), {n: p.detach() for n, p in own.named_parameters()})
 
 
 @pytest.mark.seconds
@@ -296,8 +302,8 @@ def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_
     own = make_task()
     for client, state in trained.states.items():
         own.load_state_dict(state)
-        found = section(trainer.strategy.server.store[client][kind], "importance")
-        assert_close(found, by_loop(own, kind, *stream.take(stream.plan.train[3][client])))
+        found = strip_prefix(trainer.strategy.server.client_store[client][kind], "importance")
+        assert_close(found, by_loop(own, kind, *stream.get_samples(stream.plan.train[3][client])))
         assert all(value.any() for value in found.values())
 
 

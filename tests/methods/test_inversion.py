@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.federation.aggregation import Aggregator
-from lightning_fcl.methods.glfc import Rows, encoder_of, gradient_at, invert
+from lightning_fcl.methods.glfc import ConcatNonzeroRows, input_gradient, invert, make_encoder
 
 pytestmark = pytest.mark.rounding
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.rounding
 def test_of_a_linear_layer_the_sample_is_a_quotient_of_gradients(seed):
     """The weight's is ``g x^T`` and the bias's g, whatever the loss."""
     torch.manual_seed(seed)
-    encoder, x = encoder_of((6,), 4, seed), torch.randn(1, 6)
-    sent = gradient_at(encoder, x, 2)
+    encoder, x = make_encoder((6,), 4, seed), torch.randn(1, 6)
+    sent = input_gradient(encoder, x, 2)
     of_weight, of_bias = sent[:24].view(4, 6), sent[24:]
     wanted = of_weight[2] / of_bias[2]
     torch.testing.assert_close(wanted[None], x, rtol=1e-4, atol=1e-5)
@@ -25,7 +25,7 @@ def test_of_a_linear_layer_the_sample_is_a_quotient_of_gradients(seed):
 
 def test_the_network_is_the_same_for_the_same_seed():
     one, same, other = (
-        nn.utils.parameters_to_vector(encoder_of((3, 8, 8), 5, seed).parameters()) for seed in (1, 1, 2)
+        nn.utils.parameters_to_vector(make_encoder((3, 8, 8), 5, seed).parameters()) for seed in (1, 1, 2)
     )
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert one.abs().max() <= 0.5
@@ -33,21 +33,21 @@ def test_the_network_is_the_same_for_the_same_seed():
 
 @pytest.mark.seconds
 def test_images_come_back_from_a_lenets_gradient():
-    digits, encoder = load_dataset("digits"), encoder_of((1, 8, 8), 10, seed=0)
+    digits, encoder = load_dataset("digits"), make_encoder((1, 8, 8), 10, seed=0)
     alike = []
     for i in range(5):
         x, label = torch.from_numpy(digits.x[i : i + 1]), int(digits.y[i])
-        found = invert(encoder, gradient_at(encoder, x, label), label, torch.randn(1, 1, 8, 8))
+        found = invert(encoder, input_gradient(encoder, x, label), label, torch.randn(1, 1, 8, 8))
         alike.append(float(torch.corrcoef(torch.stack([found.flatten(), x.flatten()]))[0, 1]))
     assert sorted(alike)[2] > 0.9, alike
 
 
 def test_rows_of_all_clients_are_taken_in_but_zeros():
-    server, rows = {"r": torch.zeros(3, 2)}, Rows()
+    server, rows = {"r": torch.zeros(3, 2)}, ConcatNonzeroRows()
     sent = torch.zeros(2, 3, 2)
     sent[0, 1], sent[1, 0], sent[1, 2] = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
     aggregator = Aggregator({"r": rows})
-    aggregator.add_all({"r": sent}, weights=[1.0, 1.0], numbers=[0, 1])
-    assert aggregator.result(server)["r"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert [rows.wire_bytes(each) for each in sent] == [8, 16]
-    assert rows.start(torch.ones(3, 2)).tolist() == [[0, 0]] * 3
+    aggregator.accumulate({"r": sent}, weights=[1.0, 1.0], client_indices=[0, 1])
+    assert aggregator.compute(server)["r"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert [rows.upload_nbytes(each) for each in sent] == [8, 16]
+    assert rows.initial_value(torch.ones(3, 2)).tolist() == [[0, 0]] * 3

@@ -24,7 +24,7 @@ from lightning_fcl.callbacks import AGEM, EWC, GEM, LwF, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocols import find_federation
 from lightning_fcl.methods.projection import project
 from lightning_fcl.models import MLP
 
@@ -70,8 +70,8 @@ class Watch(Callback):
         self.batches = {}
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        federation = federation_of(trainer)
-        number = self.fit if federation is None else federation.round.client_round.experience
+        federation = find_federation(trainer)
+        number = self.fit if federation is None else federation.current_round.client_round.experience_idx
         self.batches.setdefault(number, []).append([in_double(part) for part in batch])
 
 
@@ -104,7 +104,7 @@ def in_a_federation(method, quiet, fit):
         task, stream, [*([method] if method else []), watch], trainer_args=DOUBLE, local_epochs=EPOCHS, seed=0
     )
     assert sorted(watch.batches) == [0, 1, 2]
-    memory = method and trainer.strategy.server.store["0"][type(method).__name__]
+    memory = method and trainer.strategy.server.client_store["0"][type(method).__name__]
     return Ours(task.model, [watch.batches[number] for number in range(3)], method, memory)
 
 
@@ -179,12 +179,12 @@ class KeptAGEM(AGEM):
         super().__init__(*args, **kwargs)
         self.references = []
 
-    def project(self, client, gradient, gradient_of):
+    def project_gradient(self, client, gradient, gradient_fn):
         def kept(x, y):
             self.references.append((x, y))
-            return gradient_of(x, y)
+            return gradient_fn(x, y)
 
-        return super().project(client, gradient, kept)
+        return super().project_gradient(client, gradient, kept)
 
 
 def with_ridge(gradient, constraints, margin):

@@ -50,7 +50,7 @@ class Counts(Callback):
         self.kept = []
 
     def on_round_end(self, trainer, pl_module):
-        self.kept.append(trainer.strategy.server.kept_for("LogitAdjustment")["counts"].tolist())
+        self.kept.append(trainer.strategy.server.get_section("LogitAdjustment")["counts"].tolist())
 
 
 @pytest.mark.parametrize("cohort_size", [1, 3])

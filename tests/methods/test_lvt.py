@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, FedRep, LVTMethod
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -201,7 +201,14 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
         def penalty(self, client, step):
             value = super().penalty(client, step)
             learnt = {name: p.detach().clone() for name, p in step.params.items()}
-            seen.append((client.module.trainer.strategy.round.local_epoch, learnt, dict(client.memory), float(value)))
+            seen.append(
+                (
+                    client.module.trainer.strategy.current_round.local_epoch,
+                    learnt,
+                    dict(client.method_state),
+                    float(value),
+                )
+            )
             return value
 
     seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
@@ -214,14 +221,14 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
         moved = {name: learnt[name] - memory[f"previous.{name}"] for name in KEYS if name in learnt}
         expected = 3 * sum(float((memory[f"gradient.{name}"] * by).abs().sum()) for name, by in moved.items())
         assert value == pytest.approx(expected, rel=1e-5)
-    assert all(f"gradient.{name}" in trainer.strategy.server.store["0"]["Look"] for name in KEYS)
+    assert all(f"gradient.{name}" in trainer.strategy.server.client_store["0"]["Look"] for name in KEYS)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
-    data = Arrays(x, np.arange(96) % 6, None, tuple("abcdef"))
+    data = ArrayDataset(x, np.arange(96) % 6, None, tuple("abcdef"))
     plan = {"tasks": 2, "clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3), "share": (0.5, 0.5)}
     stream = FederatedStream(data, scenario=FedViTScenario(**plan), split=Split(test=0.25), batch_size=4, seed=0)
     torch.manual_seed(0)
@@ -229,9 +236,9 @@ def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit
     task = Classifier(lvt, 6, lambda params: torch.optim.AdamW(params, 1e-3), task_incremental=True)
     trainer = fit(task, stream, [LVTMethod(rho=0.5)], participation=participation)
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
-    drawn = trainer.strategy.federation.participation.drawn
+    drawn = trainer.strategy.federation.participation.expected_clients
     for client in "01":
-        memory = trainer.strategy.server.store.memory(client, "LVTMethod")
+        memory = trainer.strategy.server.client_store.get_section(client, "LVTMethod")
         rounds = [round for round in range(4) if client in drawn(stream.plan, round)]
         tasks = sorted({stream.plan.experiences[client][round] for round in rounds})
         if not tasks:

@@ -12,7 +12,7 @@ from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.methods.class_losses import mean_output_loss
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.models import DSICNet
 from lightning_fcl.models.quantization import fold_batchnorm
 
@@ -97,7 +97,7 @@ def steps_by_hand(task, stream, loss):
     task.train()
     for current in stream.plan.train:
         server = {name: value.detach().clone() for name, value in task.named_parameters()}
-        x, y = stream.take(current[client])
+        x, y = stream.get_samples(current[client])
         labels = set(y.tolist())
         for xs, ys in zip(x.split(stream.batch_size), y.split(stream.batch_size), strict=True):
             optimizer.zero_grad()
@@ -191,7 +191,7 @@ def test_replay_in_a_federation(fit, make_stream, make_task, assert_same):
     replay = Replay(1000, "class-balanced", "experience")
     fit(task, stream, [replay, MeanOutputLoss(2.0)], cohort_size=1)
     optimizer = copied.configure_optimizers()
-    first, second = (stream.take(current["0"]) for current in stream.plan.train)
+    first, second = (stream.get_samples(current["0"]) for current in stream.plan.train)
     batches = [(first, [0, 1], []), ([torch.cat(pair) for pair in zip(second, first, strict=True)], [2, 3], [0, 1])]
     for (x, y), new, old in batches:
         optimizer.zero_grad()

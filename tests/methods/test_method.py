@@ -133,8 +133,8 @@ def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, n
     trainer = fit(tasks[1], make_stream(rounds_per_experience=2), [WITHOUT_WEIGHT[name]()], **options)
     assert_same(*tasks, 0 if cohort_size == 1 else 1e-6)
     if name in ("FedDyn", "LVT", "MOON"):
-        kept = {name for name, memory in trainer.strategy.server.store["0"].items() if memory}
-        assert kept <= {"progress"} and not trainer.strategy.server.extra
+        kept = {name for name, memory in trainer.strategy.server.client_store["0"].items() if memory}
+        assert kept <= {"progress"} and not trainer.strategy.server.extra_tensors
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -246,19 +246,33 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
     assert ("1" in rounds[2][1]) == (participation == 1.0)
     assert all("1" in rounds[round][round in poisoned] for round in (0, 1))
     assert sum("1" in trained for trained, _ in rounds[3:]) >= 2 and not any(dropped for _, dropped in rounds[3:])
-    memory = trainer.strategy.server.store["1"][type(method).__name__]
+    memory = trainer.strategy.server.client_store["1"][type(method).__name__]
     assert all(value.isfinite().all() for value in memory.values())
 
 
 def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
     class Turns(Method):
-        def on_download(self, client):
-            client_rounds.append(("begin", client.part.round, client.part.experience, client.part.last_round))
-            return client.memory
+        def prepare_client_state(self, client):
+            client_rounds.append(
+                (
+                    "begin",
+                    client.client_round.round_idx,
+                    client.client_round.experience_idx,
+                    client.client_round.is_last_round,
+                )
+            )
+            return client.method_state
 
-        def end_round(self, client, own, data):
-            client_rounds.append(("end", client.part.round, client.part.experience, client.part.last_round))
-            return client.memory
+        def update_client_state(self, client, trained_state, data):
+            client_rounds.append(
+                (
+                    "end",
+                    client.client_round.round_idx,
+                    client.client_round.experience_idx,
+                    client.client_round.is_last_round,
+                )
+            )
+            return client.method_state
 
     expected = [(r, r // 2, r % 2 == 1) for r in range(4)]
     for strategy in (None, "auto"):
@@ -269,11 +283,11 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
 
 def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
     class Look(Method):
-        def project(self, client, gradient, gradient_of):
+        def project_gradient(self, client, gradient, gradient_fn):
             before = {name: value.clone() for name, value in task.state_dict().items()}
-            seen.append(gradient_of(x, y, state))
+            seen.append(gradient_fn(x, y, state))
             expected.append(by_hand(state, torch.nn.functional.cross_entropy))
-            seen.append(gradient_of(x, target, loss=lambda output, y: (output - y).square().sum(dim=1)))
+            seen.append(gradient_fn(x, target, loss=lambda output, y: (output - y).square().sum(dim=1)))
             expected.append(by_hand(before, lambda output, y: (output - target).square().sum(dim=1).mean()))
             torch.testing.assert_close(dict(task.state_dict()), before, rtol=0, atol=0)
             return gradient
@@ -295,7 +309,7 @@ def test_gradients_at_another_state_and_of_another_loss(make_task, samples, trai
 def test_the_loss_on_other_samples_is_part_of_the_graph(make_task, samples, train, by_hand, assert_same):
     class Rehearsal(Method):
         def penalty(self, client, step):
-            return 0.5 * step.loss_of(x, y) + 0.1 * step.loss_of(x, y, {n: 2 * p for n, p in step.params.items()})
+            return 0.5 * step.loss_fn(x, y) + 0.1 * step.loss_fn(x, y, {n: 2 * p for n, p in step.params.items()})
 
     def loss(output, inputs, targets):
         doubled = torch.func.functional_call(task, {n: 2 * p for n, p in task.named_parameters()}, (x,))

@@ -37,7 +37,7 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
     for current in stream.plan.train:
         uploads = []
         for client, rows in current.items():
-            model, (x, y) = copy.deepcopy(w), stream.take(rows)
+            model, (x, y) = copy.deepcopy(w), stream.get_samples(rows)
             optimizer, far = model.configure_optimizers(), previous.get(client, w)
             for indices in [*torch.arange(len(y)).split(8)] * 2:
                 inputs = x[indices]
@@ -55,5 +55,5 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
         trainer = fit(own, make_stream(rounds_per_experience=2, shuffle=False), [MOON(2.0)], cohort_size=size,
                       local_epochs=2, seed=0)  # fmt: skip
         assert_same(own, w, 1e-5)
-        kept = {name[4:]: value for name, value in trainer.strategy.server.store["1"]["MOON"].items()}
+        kept = {name[4:]: value for name, value in trainer.strategy.server.client_store["1"]["MOON"].items()}
         torch.testing.assert_close(kept, dict(previous["1"].state_dict()), rtol=0, atol=1e-5)

@@ -18,16 +18,16 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods import EWC, GEM, FedProto, FedProx, LwF, Method, Replay
-from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.base import overrides_hook
 from lightning_fcl.models import MLP, DyTox
-from lightning_fcl.randomness import start_randomness
+from lightning_fcl.rng import seed_all
 
 from .test_dytox import TINY
 from .test_lvt import Net
 
 PUBLIC = {name: kind for name in dir(library) if isinstance(kind := getattr(library, name), type)}
 METHODS = {name: kind for name, kind in PUBLIC.items() if issubclass(kind, Method) and kind is not Method}
-FEDERATED = sorted(name for name, kind in METHODS.items() if kind.needs.federation)
+FEDERATED = sorted(name for name, kind in METHODS.items() if kind.needs.federation_reason)
 LOCAL = sorted(set(METHODS) - set(FEDERATED))
 
 ARGUMENTS = {
@@ -54,7 +54,7 @@ class SameDraws(Callback):
     """Seeds the global generator as a federation does for each client. A plain Trainer leaves it to the user."""
 
     def on_train_epoch_start(self, trainer, pl_module):
-        start_randomness(0, "0", trainer.current_epoch)
+        seed_all(0, "0", trainer.current_epoch)
 
 
 class Local(Method):
@@ -62,26 +62,31 @@ class Local(Method):
 
     reductions: ClassVar = {"sums": "sum", "kept": "fixed"}
 
-    def server_state(self, module):
+    def init_server_state(self, module):
         return {"mean": torch.zeros(2), "sums": torch.zeros(3), "kept": torch.zeros(())}
 
     def local_epochs(self, client):
         return 2
 
-    def upload(self, client, own):
-        return {name: 0.5 * (value + client.server[name]) for name, value in own.items() if value.is_floating_point()}
-
-    def contribute(self, client, own, data):
+    def transform_upload(self, client, trained_state):
         return {
-            "mean": torch.tensor([client.part.round + 1.0, client.steps]) + torch.randn(2, generator=client.generator)
+            name: 0.5 * (value + client.received_state[name])
+            for name, value in trained_state.items()
+            if value.is_floating_point()
+        }
+
+    def upload_statistics(self, client, trained_state, data):
+        return {
+            "mean": torch.tensor([client.client_round.round_idx + 1.0, client.steps])
+            + torch.randn(2, generator=client.generator)
         }
 
     def contribute_experience(self, client, own, data):
         return {"sums": torch.stack([value.abs().sum() for value in own.values()])[:3]}
 
-    def server_turn(self, server):
-        server.kept["kept"] = server.kept["kept"] + server.share + server.ends
-        return {name: value + 0.01 * server.kept["sums"].sum() for name, value in server.state.items()}
+    def process_aggregate(self, server):
+        server.server_state["kept"] = server.server_state["kept"] + server.participation_rate + server.ends
+        return {name: value + 0.01 * server.server_state["sums"].sum() for name, value in server.state.items()}
 
 
 def net(name):
@@ -114,11 +119,13 @@ def make_case(make_task, make_stream, make_reservoir_task, make_series):
 
 def assert_equal(method, server, tolerance):
     """The client and the server of the plain Trainer have what those of the federation have."""
-    left, right = method.local.server.store["0"], server.store["0"]
+    left, right = method.local.server.client_store["0"], server.client_store["0"]
     assert left.keys() == right.keys()
     for section, memory in right.items():
         torch.testing.assert_close(left[section], memory, rtol=0, atol=tolerance)
-    torch.testing.assert_close(dict(entries_of(method)), server.kept_for(method.section), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        dict(entries_of(method)), server.get_section(method.section_name), rtol=0, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize(("name", "arguments"), [*CASES, ("Local", {})])
@@ -138,7 +145,7 @@ def test_plain_trainer_equals_federation_of_one_client(fit, make_case, name, arg
     states = [{n: v for n, v in task.state_dict().items() if n != "readout.tag"} for task in tasks]  # a checksum
     torch.testing.assert_close(*states, rtol=0, atol=tolerance)
     assert_equal(plain, trainer.strategy.server, tolerance)
-    keeps = any(overrides(kind, one) for one in ("end_round", "end_experience"))
+    keeps = any(overrides_hook(kind, one) for one in ("update_client_state", "end_experience"))
     assert bool(memory_of(plain)) == keeps or name == "LogitAdjustment"
 
 
@@ -200,14 +207,14 @@ def test_federation_of_one_client_on_loaders_of_the_user(make_task, fit, quiet, 
     )
     stream.setup("fit")
     (rows, _) = (stream.plan.train[number]["0"] for number in range(2))
-    loader = DataLoader(TensorDataset(*stream.take(rows)), batch_size=8)
+    loader = DataLoader(TensorDataset(*stream.get_samples(rows)), batch_size=8)
     options = {**quiet, "accumulate_grad_batches": accumulate}
     trainer = L.Trainer(max_epochs=2, callbacks=[methods[0]], **options)
     trainer.fit(tasks[0], loader)
     federated = fit(tasks[1], stream, [methods[1]], cohort_size=1, trainer_args=options)
     # A federation divides the sum of the gradients, Lightning each loss.
     assert_same(*tasks, 0 if accumulate == 1 else 1e-8)
-    kept = federated.strategy.server.store.memory("0", "EWC")
+    kept = federated.strategy.server.client_store.get_section("0", "EWC")
     torch.testing.assert_close(dict(memory_of(methods[0])), dict(kept), rtol=0, atol=0 if accumulate == 1 else 1e-7)
 
 
@@ -235,8 +242,8 @@ class ByHand(Classifier):
 class Counting(Method):
     """Counts the rounds of the client."""
 
-    def end_round(self, client, own, data):
-        return {"rounds": client.memory.get("rounds", torch.tensor(0)) + 1, "steps": torch.tensor(client.steps)}
+    def update_client_state(self, client, trained_state, data):
+        return {"rounds": client.method_state.get("rounds", torch.tensor(0)) + 1, "steps": torch.tensor(client.steps)}
 
 
 @pytest.mark.parametrize("make", [lambda: FedProx(0.5), lambda: EWC(5.0), Counting])
@@ -265,7 +272,7 @@ def test_resumed_on_a_stream_is_uninterrupted(fit, make_case, assert_same, tmp_p
         fit(task, stream, [method, *saving], strategy="auto", ckpt_path=path, trainer_args=options)
         tasks.append(task)
     assert_same(*tasks, 0)
-    for left, right in zip(*(method.local.server.store["0"].items() for method in methods), strict=True):
+    for left, right in zip(*(method.local.server.client_store["0"].items() for method in methods), strict=True):
         assert left[0] == right[0]
         torch.testing.assert_close(left[1], right[1], rtol=0, atol=0)
     torch.testing.assert_close(dict(entries_of(methods[0])), dict(entries_of(methods[1])), rtol=0, atol=0)

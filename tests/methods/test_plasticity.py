@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.wire import TopK
+from lightning_fcl.federation.compression import TopK
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 
@@ -48,12 +48,12 @@ def fedip(adapt):
         for round in rounds:
             states, weights = [], []
             for client, own_rows in stream.plan.train[round].items():
-                x, y = stream.take(own_rows)
+                x, y = stream.get_samples(own_rows)
                 remembered = (buffers or {}).get(client, x[:0])
                 plan = plan_batches(
                     len(y),
                     method.epochs,
-                    Batching(8, stream.shuffle),
+                    BatchPlan(8, stream.shuffle),
                     order_keys(0, [client], round),
                     len(remembered),
                 )
@@ -75,7 +75,7 @@ class Watch(Callback):
         self.rounds = []
 
     def on_round_end(self, trainer, pl_module):
-        store = trainer.strategy.server.store
+        store = trainer.strategy.server.client_store
         self.rounds.append(
             {
                 "gain": pl_module.reservoir.gain.detach().clone(),
@@ -105,7 +105,7 @@ def test_federated_plasticity_is_written_by_hand(
     fit(task, stream, [method], cohort_size=cohort_size)
     expected = fedip(start, stream, method, rounds=[0, 1])  # the last round leaves the reservoir alone
     assert_plasticity(task.reservoir, expected)
-    x, y = stream.take(np.concatenate(list(stream.plan.train[2].values())))
+    x, y = stream.get_samples(np.concatenate(list(stream.plan.train[2].values())))
     weight = by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, *expected), 1e-2)
     np.testing.assert_allclose(task.readout.weight.numpy(), weight, rtol=0, atol=1e-7)
     assert int(task.readout.n) == len(y) * (9 - start.washout)
@@ -155,7 +155,7 @@ def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make
     fit(task, stream, [method, watch])
     gain, bias = fedip(start, stream, method, [0])
     gain, bias = fedip(start, stream, method, [2], gain, bias)
-    parts = [stream.take(rows) for rows in stream.plan.train[3].values()]
+    parts = [stream.get_samples(rows) for rows in stream.plan.train[3].values()]
     # Only of this experience: what clients had added up before is another reservoir's.
     own = [by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, gain, bias), 1e-2) for x, y in parts]
     expected = np.average(own, axis=0, weights=[len(y) for _, y in parts])
@@ -188,9 +188,9 @@ def test_experiences_follow_each_other(
             assert torch.equal(buffers[unchanged][client]["x"], buffers[2][client]["x"])
         for after, experiences in ((2, 1), (5, 2)):
             rows = np.concatenate([stream.plan.train[3 * e][client] for e in range(experiences)])
-            x, y = stream.take(rows)
+            x, y = stream.get_samples(rows)
             kept = buffers[after][client]
-            size = round(share * stream.plan.samples_of(client))
+            size = round(share * stream.plan.num_client_samples(client))
             assert len(kept["y"]) == min(size, len(rows)) > 1
             for sample, label in zip(kept["x"], kept["y"], strict=True):
                 assert any(torch.equal(sample, other) and label == said for other, said in zip(x, y, strict=True))
@@ -205,7 +205,7 @@ def test_experiences_follow_each_other(
         assert np.abs(expected[0] - fedip(start, stream, method, [3, 4], None, None, remembered)[0]).max() > 1e-3
 
     for last, (g, b), extra in ((2, (gain, bias), {}), (5, expected, buffers[2])):
-        parts = [stream.take(rows) for rows in stream.plan.train[last].values()]
+        parts = [stream.get_samples(rows) for rows in stream.plan.train[last].values()]
         parts += [[kept["x"], kept["y"]] for kept in extra.values()]
         x, y = (torch.cat(column) for column in zip(*parts, strict=True))
         assert watch.rounds[last]["n"] == 9 * len(y)
@@ -228,7 +228,7 @@ def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, 
             task, stream, callbacks + saving, ckpt_path=ckpt_path, participation=0.7, client_store="disk",
             trainer_args={"enable_checkpointing": folder is not None},
         )  # fmt: skip
-        kept = trainer.strategy.server.store
+        kept = trainer.strategy.server.client_store
         return task, [entry["correct"] for entry in metrics.record["rounds"]], {client: kept[client] for client in kept}
 
     whole, record, kept = run(tmp_path)

@@ -14,7 +14,7 @@ from scipy.spatial.distance import cosine
 from scipy.stats import wasserstein_distance
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.projection import agem, distance, flatten, most_dissimilar, project, unflatten
+from lightning_fcl.methods.projection import agem, flatten, gradient_distance, most_dissimilar, project, unflatten
 
 pytestmark = pytest.mark.rounding
 
@@ -201,7 +201,7 @@ def test_what_is_not_finite_is_named(value):
         ([2], ["row 2 of the others"]),
         ([-1, 0, 3], ["the gradient", "row 0 of the others", "row 3 of the others"]),
     ):
-        for function in (project, distance, lambda g, others: distance(g, others, "cosine")):
+        for function in (project, gradient_distance, lambda g, others: gradient_distance(g, others, "cosine")):
             with raises(InvalidValueError, "gradient", value=names):
                 function(*poisoned(rows))
     with raises(InvalidValueError, "gradient"):
@@ -267,24 +267,26 @@ def test_agem_is_the_projection_on_one_reference():
 def test_distances_are_those_of_scipy():
     gradient, others = problem(0, k=5, p=40)
     expected = [wasserstein_distance(gradient, other) for other in others]
-    np.testing.assert_allclose(distance(gradient, others), expected, rtol=1e-12)
-    np.testing.assert_allclose(distance(gradient.float(), others.float()), expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient_distance(gradient, others), expected, rtol=1e-12)
+    np.testing.assert_allclose(gradient_distance(gradient.float(), others.float()), expected, rtol=1e-6)
     expected = [cosine(gradient, other) for other in others]
-    np.testing.assert_allclose(distance(gradient, others, "cosine"), expected, rtol=1e-12)
+    np.testing.assert_allclose(gradient_distance(gradient, others, "cosine"), expected, rtol=1e-12)
 
 
 def test_wasserstein_does_not_see_directions():
     gradient, others = problem(0, k=1, p=40)
     permuted = gradient[torch.randperm(40)]
-    assert distance(gradient, permuted[None]) == 0 < 0.1 < distance(gradient, permuted[None], "cosine")
-    assert distance(gradient, torch.zeros(1, 40), "cosine") == 1
-    assert distance(gradient, others[:0]).shape == (0,)
+    assert (
+        gradient_distance(gradient, permuted[None]) == 0 < 0.1 < gradient_distance(gradient, permuted[None], "cosine")
+    )
+    assert gradient_distance(gradient, torch.zeros(1, 40), "cosine") == 1
+    assert gradient_distance(gradient, others[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("kind", ["wasserstein", "cosine"])
 def test_the_most_dissimilar_come_first(kind):
     gradient, others = problem(1, k=6, p=30)
-    values = distance(gradient, others, kind)
+    values = gradient_distance(gradient, others, kind)
     chosen = most_dissimilar(gradient, others, 3, kind)
     assert chosen.tolist() == sorted(range(6), key=lambda i: -values[i])[:3]
     assert sorted(most_dissimilar(gradient, others, 10, kind).tolist()) == list(range(6))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
 
-from lightning_fcl.methods.random_layers import KeyedRandomness, uniform, without_advancing
+from lightning_fcl.methods.keyed_dropout import KeyedRandomness, preserve_rng_state, uniform
 
 KEY = torch.tensor(-(2**40) + 7)
 
@@ -103,6 +103,6 @@ def test_other_ways_to_draw():
 def test_a_look_aside_changes_no_draw():
     x = torch.ones(50)
     with KeyedRandomness(KEY):
-        with without_advancing():
+        with preserve_rng_state():
             aside = F.dropout(x)
         assert torch.equal(F.dropout(x), aside) and not torch.equal(F.dropout(x), aside)

@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks import ContinualMetrics, ReFed
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.rehearsal import sample_importance
+from lightning_fcl.methods.context import Client
+from lightning_fcl.methods.selective_replay import sample_importance
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
@@ -70,12 +70,12 @@ class Memories(Callback):
         self.models, self.kept, self.rehearsed = [], [], []
 
     def on_client_end(self, trainer, pl_module, client_round):
-        self.rehearsed.append((client_round.round, client_round.rehearsed))
+        self.rehearsed.append((client_round.round_idx, client_round.num_replay_samples))
 
     def on_round_end(self, trainer, pl_module):
         self.models.append({name: value.clone() for name, value in pl_module.state_dict().items()})
-        store = trainer.strategy.server.store
-        self.kept.append({client: dict(store.memory(client, "ReFed")) for client in store})
+        store = trainer.strategy.server.client_store
+        self.kept.append({client: dict(store.get_section(client, "ReFed")) for client in store})
 
 
 def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, linear):
@@ -87,7 +87,7 @@ def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, line
     for number, before in ((1, {}), (3, memories.kept[1])):
         w = memories.models[number - 1]
         for client, rows in stream.plan.train[number].items():
-            x, y = stream.take(rows)
+            x, y = stream.get_samples(rows)
             memory, old = memories.kept[number][client], before.get(client)
             v = layer_of(task, w)
             if old is not None:
@@ -104,10 +104,13 @@ def test_what_is_no_number_is_not_kept(make_task, samples):
     task, (x, y) = make_task(), samples()
     w = dict(task.state_dict())
     x[3], method = float("nan"), ReFed(100)
-    memory = method.end_experience(Client(server=w, part=ClientRound("a", 0), module=task), w, (x, y))
+    memory = method.end_experience(Client(received_state=w, client_round=ClientRound("a", 0), module=task), w, (x, y))
     assert len(memory["y"]) == len(y) - 1 and all(torch.isfinite(value).all() for value in memory.values())
     for nothing in ((x[3:4], y[3:4]), (x[:0], y[:0])):
-        assert method.end_experience(Client(server=w, part=ClientRound("a", 0), module=task), w, nothing) == {}
+        assert (
+            method.end_experience(Client(received_state=w, client_round=ClientRound("a", 0), module=task), w, nothing)
+            == {}
+        )
     again = method.end_experience(Client(memory, w, ClientRound("a", 1), task), w, (x[3:4], y[3:4]))
     assert torch.equal(again["x"], memory["x"]) and torch.equal(again["y"], memory["y"])
 

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl.callbacks import ContinualMetrics, LoRM, RegMean
-from lightning_fcl.methods.client import Server
+from lightning_fcl.methods.context import Server
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix
-from lightning_fcl.methods.regmean import answers, regmean
+from lightning_fcl.methods.regmean import gram_product, merge_regression
 from lightning_fcl.models import MLP, LoRA
 
 pytestmark = pytest.mark.rounding
@@ -28,13 +28,13 @@ class Uploads(Callback):
         self.names = averaged_layers(pl_module)
 
     def on_client_end(self, trainer, pl_module, client_round):
-        x, _ = trainer.datamodule.client_samples(client_round.client, client_round.round, trainer.strategy.seed)
+        x, _ = trainer.datamodule.client_samples(client_round.client_id, client_round.round_idx, trainer.strategy.seed)
         state = {name: value.clone() for name, value in pl_module.state_dict().items()}
         rows = {name: [] for name in self.names}
         for name, part in layer_inputs(pl_module, self.names, state, x):
             rows[name].append(part)
         own = {name: (torch.cat(rows[name]), weight_matrix(state, name)) for name in self.names}
-        self.clients.append((client_round.round, own))
+        self.clients.append((client_round.round_idx, own))
 
     def on_round_end(self, trainer, pl_module):
         self.server.append({name: value.clone() for name, value in pl_module.state_dict().items()})
@@ -89,11 +89,11 @@ def test_equal_grams_are_fedavg_and_others_least_squares(diagonal):
         weights = [torch.randn(4, 6, generator=generator).double() for _ in range(3)]
         grams = [rows.square().sum(0) if diagonal else rows.T @ rows for rows in x]
         mean = sum(weights) / 3
-        same = regmean(mean, sum(answers(weight, grams[0]) for weight in weights), 3 * grams[0])
+        same = merge_regression(mean, sum(gram_product(weight, grams[0]) for weight in weights), 3 * grams[0])
         torch.testing.assert_close(same, mean)
-        found = regmean(mean, sum(map(answers, weights, grams)), sum(grams))
+        found = merge_regression(mean, sum(map(gram_product, weights, grams)), sum(grams))
         wanted = (
-            sum(map(answers, weights, grams)) / sum(grams)
+            sum(map(gram_product, weights, grams)) / sum(grams)
             if diagonal
             else least_squares([*zip(x, weights, strict=True)])
         )
@@ -106,7 +106,7 @@ def test_directions_without_inputs_keep_the_mean():
     x = [torch.randn(30, 2, generator=generator).double() @ basis[:, :2].T for _ in range(2)]
     weights = [torch.randn(4, 6, generator=generator).double() for _ in range(2)]
     mean = sum(weights) / 2
-    found = regmean(mean, sum(w @ r.T @ r for w, r in zip(weights, x, strict=True)), sum(r.T @ r for r in x))
+    found = merge_regression(mean, sum(w @ r.T @ r for w, r in zip(weights, x, strict=True)), sum(r.T @ r for r in x))
     torch.testing.assert_close(found @ basis[:, 2:], mean @ basis[:, 2:])
     wanted = least_squares([*zip(x, weights, strict=True)])
     torch.testing.assert_close(found @ basis[:, :2], wanted @ basis[:, :2])
@@ -157,10 +157,10 @@ def whole(state, scale=1 / 2):
 class Merging(LoRM):
     """It notes the adapted layer as the server has it before tasks come together."""
 
-    def server_turn(self, server):
-        alone = RegMean.server_turn(self, dataclasses.replace(server, kept=dict(server.kept)))
+    def process_aggregate(self, server):
+        alone = RegMean.process_aggregate(self, dataclasses.replace(server, server_state=dict(server.server_state)))
         self.layers = [*vars(self).get("layers", []), whole({**server.state, **alone})]
-        return super().server_turn(server)
+        return super().process_aggregate(server)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -193,7 +193,7 @@ def test_of_equal_grams_tasks_come_to_the_mean_of_their_layers(make_task, alpha)
             state[f"{name}.{part}.weight"].normal_(generator=draws)
         layers.append(whole(state))
         kept[f"task.{name}"] = gram
-        state |= method.server_turn(Server({}, state, kept, 1.0, task, draws))
+        state |= method.process_aggregate(Server({}, state, kept, 1.0, task, draws))
         torch.testing.assert_close(state[f"{name}.layer.weight"].double(), sum(layers) / len(layers))
         assert not state[f"{name}.b.weight"].any() and not kept[f"task.{name}"].any() and kept["turn"] == 0
 
@@ -217,7 +217,7 @@ def test_rounding_makes_no_directions_in_single_precision():
         inputs = [torch.randn(8, 100, generator=generator) for _ in range(3)]
         weights = [torch.randn(4, 100, generator=generator) for _ in range(3)]
         grams, mean = [x.T @ x for x in inputs], sum(weights) / 3
-        found = regmean(mean, sum(map(answers, weights, grams)), sum(grams))
+        found = merge_regression(mean, sum(map(gram_product, weights, grams)), sum(grams))
         _, _, directions = torch.linalg.svd(torch.cat(inputs))
         nowhere = directions[24:].T
         torch.testing.assert_close(found @ nowhere, mean @ nowhere, rtol=0, atol=1e-3)

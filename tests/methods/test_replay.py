@@ -6,13 +6,13 @@ import torch
 from kept import memory_of
 from raising import raises
 
-from lightning_fcl import FederatedStream, randomness
+from lightning_fcl import FederatedStream, rng
 from lightning_fcl.callbacks import FedProx, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.context import Client
 
 
 def generator(seed=0):
@@ -34,8 +34,8 @@ def learn(method, parts, seed=0, experiences=None):
     memory, rng, module = {}, generator(seed), Reader()
     for round, part in enumerate(parts):
         experience = round if experiences is None else experiences[round]
-        client = Client(memory, part=ClientRound("a", round, experience), module=module, generator=rng)
-        ends = method.end_round if method.update == "round" else method.end_experience
+        client = Client(memory, client_round=ClientRound("a", round, experience), module=module, generator=rng)
+        ends = method.update_client_state if method.update == "round" else method.end_experience
         memory = ends(client, module.state_dict(), part)
     return memory
 
@@ -52,7 +52,9 @@ def test_refresh_replaces_its_tasks_exemplars_only():
     memory = learn(method, [first, second, third], experiences=[0, 0, 1])
     assert memory["task"].tolist() == [0, 0, 0, 1, 1, 1] and memory["y"].tolist() == [1, 1, 1, 2, 2, 2]
     assert set(numbers(memory)[:3]) <= set(range(8, 16)) and set(numbers(memory)[3:]) <= set(range(16, 24))
-    again = method.end_round(Client(memory, part=ClientRound("a", 3, 1), generator=generator()), {}, data([2] * 8, 24))
+    again = method.update_client_state(
+        Client(memory, client_round=ClientRound("a", 3, 1), generator=generator()), {}, data([2] * 8, 24)
+    )
     assert numbers(again)[:3] == numbers(memory)[:3] and set(numbers(again)[3:]) <= set(range(24, 32))
     assert_consistent(again, [first, second, third, data([2] * 8, 24)])
 
@@ -97,9 +99,9 @@ def test_reservoir_is_uniform_over_all_that_passed(policy):
 def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
     method, memory = Replay(share, policy, "round"), {}
     for round in range(4):
-        client_round = ClientRound("a", round, 0, samples=10, stream_samples=40)
-        memory = method.end_round(
-            Client(memory, part=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round)
+        client_round = ClientRound("a", round, 0, samples=10, num_stream_samples=40)
+        memory = method.update_client_state(
+            Client(memory, client_round=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round)
         )
     assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
 
@@ -113,10 +115,10 @@ def test_update_joins_samples_after_the_round_or_the_experience():
     for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
         method, memory = Replay(100, "reservoir", update), {}
         for round, size in enumerate(sizes):
-            client_round = ClientRound("a", round, round // 2, last_round=round % 2 == 1)
-            client, samples = Client(memory, part=client_round, generator=generator()), data([0] * 4, 4 * round)
-            client.memory = memory = method.end_round(client, {}, samples)
-            if client_round.last_round:
+            client_round = ClientRound("a", round, round // 2, is_last_round=round % 2 == 1)
+            client, samples = Client(memory, client_round=client_round, generator=generator()), data([0] * 4, 4 * round)
+            client.method_state = memory = method.update_client_state(client, {}, samples)
+            if client_round.is_last_round:
                 memory = method.end_experience(client, {}, samples)
             assert len(memory.get("y", [])) == size
 
@@ -139,9 +141,9 @@ def replayed(memory, fit=0):
         if not memory:
             return x, y
         number = len(memory["y"])
-        size, key = min(number, len(y)), randomness.keys_of(0, ["local"], fit, epoch, "Replay", "rehearse")
+        size, key = min(number, len(y)), rng.make_client_keys(0, ["local"], fit, epoch, "Replay", "rehearse")
         places = range(i * size, (i + 1) * size)
-        orders = {p // number: randomness.numbers(key, number, (p // number) << 32)[0].argsort() for p in places}
+        orders = {p // number: rng.random_uint64(key, number, (p // number) << 32)[0].argsort() for p in places}
         window = torch.tensor([int(orders[p // number][p % number]) for p in places])
         return torch.cat([x, memory["x"][window]]), torch.cat([y, memory["y"][window]])
 
@@ -161,7 +163,7 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
 
         def penalty(self, client, step):
             joined.append(step.x[len(step.x) - 8 :, 0].int().tolist())
-            return super().penalty(Client(client.memory), step)
+            return super().penalty(Client(client.method_state), step)
 
     train(make_task(), [Remembering()], (x, y), epochs=2)
     assert len(joined) == 8
@@ -288,7 +290,7 @@ def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_tas
         stream = make_stream(rounds_per_experience=2)
         method = Replay(buffer=policies.ParametricBuffer(8, "class", Nearest()))
         trainer = fit(task, stream, [method], cohort_size=size, seed=0)
-        store = trainer.strategy.server.store
+        store = trainer.strategy.server.client_store
         results.append([store[client]["Replay"]["x"] for client in stream.plan.clients])
         assert all(store[client]["Replay"]["y"].bincount().tolist() == [2] * 4 for client in stream.plan.clients)
     for one, other in zip(*results, strict=True):
@@ -300,7 +302,7 @@ def test_herding_with_the_task_s_own_network(fit, make_stream, make_task):
     policies, task = avalanche(), make_task()
     herding = policies.HerdingSelectionStrategy(task.model, "3")
     trainer = fit(task, make_stream(), [Replay(buffer=policies.ParametricBuffer(8, "class", herding))], seed=0)
-    assert all(len(trainer.strategy.server.store[client]["Replay"]["y"]) == 8 for client in "012")
+    assert all(len(trainer.strategy.server.client_store[client]["Replay"]["y"]) == 8 for client in "012")
     assert task.training
 
 
@@ -357,7 +359,7 @@ def test_dicts_are_remembered(fit, policy):
     own = [len(stream.plan.train[round][client]) for round in (0, 1) for client in "01"]
     assert [size for _, size in task.sizes] == [own[0], own[1], own[2] + 6, own[3] + 6]
     for client in "01":
-        memory = trainer.strategy.server.store[client]["Replay"]
+        memory = trainer.strategy.server.client_store[client]["Replay"]
         assert (memory["sample.ids"][:, 0] // 3 % 4 == memory["class"]).all()
         if policy == "class-balanced":
             assert memory["class"].bincount().max() == 2

@@ -13,14 +13,14 @@ from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fcl import FederatedStream, randomness
+from lightning_fcl import FederatedStream, rng
 from lightning_fcl.callbacks import FLwF2T, ICaRL, Method, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
-from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.vectorized import VectorizedTrainer
+from lightning_fcl.local_training.sequential import SequentialTrainer
+from lightning_fcl.local_training.vectorized import VectorizedTrainer
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
 
 GLOBAL = np.random.default_rng(5)
 
@@ -112,8 +112,8 @@ class Batches(Callback):
         self.seen = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        current = trainer.strategy.round
-        self.seen.append((current.client_round.client, current.number, [part.clone() for part in batch]))
+        current = trainer.strategy.current_round
+        self.seen.append((current.client_round.client_id, current.round_idx, [part.clone() for part in batch]))
 
 
 def bits(samples):
@@ -126,8 +126,8 @@ def drawing_stream(**options):
 
 
 def with_noise(seed, *key):
-    """Return a function that adds the noise of one request, which `seed_of` seeds, to its samples."""
-    generator = torch.Generator().manual_seed(randomness.seed_of(seed, "replay transform", "Replay", *key))
+    """Return a function that adds the noise of one request, which `derive_seed` seeds, to its samples."""
+    generator = torch.Generator().manual_seed(rng.derive_seed(seed, "replay transform", "Replay", *key))
     return lambda x: x + 0.5 * torch.stack([torch.randn(x.shape[1:], generator=generator) for _ in x])
 
 
@@ -165,9 +165,9 @@ def test_plain_trainer_equals_a_hand_loop(make_task, samples, train, by_hand, as
     train(task, [method], second)
 
     def mix(epoch, i, x, y):
-        key = randomness.keys_of(0, ["local"], 1, epoch, "Replay", "rehearse")
+        key = rng.make_client_keys(0, ["local"], 1, epoch, "Replay", "rehearse")
         size = min(11, len(y))
-        orders = [randomness.numbers(key, 11, number << 32)[0].argsort() for number in range(i * size // 11 + 2)]
+        orders = [rng.random_uint64(key, 11, number << 32)[0].argsort() for number in range(i * size // 11 + 2)]
         rows = torch.from_numpy(np.concatenate(orders)[i * size : (i + 1) * size].astype(np.int64))
         augmented = with_noise(0, "local", 1, epoch, i)(kept_x[rows])
         return torch.cat([x, augmented]), torch.cat([y, kept_y[rows]])
@@ -273,7 +273,7 @@ def test_stored_samples_do_not_change(fit, make_stream, make_task):
     stores = []
     for transform in (None, in_place):
         trainer = fit(make_task(), make_stream(), [Replay(9, transform=transform)], seed=0)
-        stores.append([trainer.strategy.server.store[client]["Replay"]["x"] for client in "012"])
+        stores.append([trainer.strategy.server.client_store[client]["Replay"]["x"] for client in "012"])
     assert all(torch.equal(one, other) for one, other in zip(*stores, strict=True))
 
 
@@ -285,7 +285,7 @@ def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
     raw = Drawn().x
     joined = 0
     for client in stream.plan.clients:
-        kept = trainer.strategy.server.store[client]
+        kept = trainer.strategy.server.client_store[client]
         stored = kept.get("Replay/within", kept["Replay"])["x"]  # what the last round replayed
         assert not any(torch.equal(one, other) for one in stored for other in raw)
         rows = [x[8:] for own, number, (x, _) in batches.seen if (own, number) == (client, 2) and len(x) > 8]
@@ -358,14 +358,14 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
             return self.transform
 
         def replay_samples(self, client):
-            return client.memory or None
+            return client.method_state or None
 
         def penalty(self, client, step):
             if not step.replay_samples:
                 return 0.0
-            return step.replay_weight * step.outputs(step.replay_samples["x"]).square().mean()
+            return step.replay_weight * step.forward_fn(step.replay_samples["x"]).square().mean()
 
-        def end_round(self, client, own, data):
+        def update_client_state(self, client, trained_state, data):
             return {"x": data[0][:5], "y": data[1][:5]}
 
     class OfLastRound(Callback):
@@ -387,8 +387,8 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
     plain, same, other = run(None), run(dict), run(noisy)
     assert all(torch.equal(value, same[name]) for name, value in plain.items())
     assert any(not torch.equal(value, other[name]) for name, value in plain.items())
-    key = randomness.keys_of(0, ["0"], 1, "recall", "Pulls")
-    torch.manual_seed(randomness.seed_of(int(key[0]), "replay transform", "Pulls", 0))
+    key = rng.make_client_keys(0, ["0"], 1, "recall", "Pulls")
+    torch.manual_seed(rng.derive_seed(int(key[0]), "replay transform", "Pulls", 0))
     noise = torch.randn(6)
     assert any(torch.equal(after, before + noise) for before, after in made)  # the first sample of client 0
     assert len({after.numpy().tobytes() for _, after in made}) == len(made) > 12

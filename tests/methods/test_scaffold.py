@@ -11,8 +11,8 @@ from raising import raises
 from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.methods.averaging import gradient_weight
-from lightning_fcl.methods.client import section
+from lightning_fcl.methods.context import strip_prefix
+from lightning_fcl.methods.drift_correction import local_gradient_weight
 
 from .quadratics import clients, minimum, quadratic, value
 
@@ -28,8 +28,10 @@ class Variates(Callback):
 
     def on_round_end(self, trainer, module):
         server = trainer.strategy.server
-        own = {client: dict(server.store[client].get("SCAFFOLD", {})) for client in trainer.datamodule.plan.clients}
-        self.rounds.append((dict(server.kept_for("SCAFFOLD")), own, {*server.record.trained}))
+        own = {
+            client: dict(server.client_store[client].get("SCAFFOLD", {})) for client in trainer.datamodule.plan.clients
+        }
+        self.rounds.append((dict(server.get_section("SCAFFOLD")), own, {*server.record.trained}))
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
@@ -42,7 +44,7 @@ def by_hand(task, stream, drawn, every=1, momentum=0.0):
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended, change = [], dict.fromkeys(names, 0.0)
         for client in drawn(round):
-            x, y = stream.take(stream.plan.train[round][client])
+            x, y = stream.get_samples(stream.plan.train[round][client])
             model = copy.deepcopy(task)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
             batches = [rows for _ in range(2) for rows in torch.arange(len(y)).split(8)]
@@ -76,9 +78,9 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
     options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [SCAFFOLD()], trainer_args={"accumulate_grad_batches": every}, **options)
     plan, who = stream.plan, trainer.strategy.federation.participation
-    c, own = by_hand(hand, stream, lambda round: who.drawn(plan, round), every, momentum)
+    c, own = by_hand(hand, stream, lambda round: who.expected_clients(plan, round), every, momentum)
     assert_same(task, hand, 1e-5)
-    kept, store = trainer.strategy.server.kept_for("SCAFFOLD"), trainer.strategy.server.store
+    kept, store = trainer.strategy.server.get_section("SCAFFOLD"), trainer.strategy.server.client_store
     for name, expected in c.items():
         torch.testing.assert_close(kept[f"c.{name}"], expected, rtol=0, atol=1e-4)
         for client in plan.clients:
@@ -97,7 +99,7 @@ def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
     assert len({*itertools.chain(*trained)}) > min(map(len, trained))  # somebody has no samples of an experience
     by_hand(hand, stream, lambda round: trained[round])
     assert_same(task, hand, 1e-5)
-    variates = section(trainer.strategy.server.kept_for("SCAFFOLD"), "c")
+    variates = strip_prefix(trainer.strategy.server.get_section("SCAFFOLD"), "c")
     assert max(float(c.norm()) for c in variates.values()) > 1e-3
 
 
@@ -136,7 +138,7 @@ def test_parameters_that_stay_with_clients_have_no_variates_and_the_rest_costs_t
                       **UNIFORM)  # fmt: skip
         bytes_of.append(metrics.record["rounds"][-1])
         if methods:
-            assert trainer.strategy.server.kept_for("SCAFFOLD").keys() == {
+            assert trainer.strategy.server.get_section("SCAFFOLD").keys() == {
                 "clients",
                 "c.model.1.weight",
                 "c.model.1.bias",
@@ -153,7 +155,7 @@ def test_the_weight_of_gradients_is_how_far_sgd_goes(options):
     for _ in range(5):
         p.grad = -torch.ones(1)
         optimizer.step()
-    assert gradient_weight(optimizer.param_groups[0], 5) == pytest.approx(float(p), rel=1e-6)
+    assert local_gradient_weight(optimizer.param_groups[0], 5) == pytest.approx(float(p), rel=1e-6)
 
 
 def split(params):

@@ -24,7 +24,7 @@ def test_of_a_quadratic_it_is_half_the_curvature_wherever_it_begins(fit, start):
     torch.nn.init.constant_(task.model.weight, start)
     trainer = fit(task, clients(rounds=1), [SI(damping=1e-6)], local_epochs=300)
     for client, curvature in zip("0123", CURVATURES, strict=True):
-        kept = importance(trainer.strategy.server.store[client]["SI"])
+        kept = importance(trainer.strategy.server.client_store[client]["SI"])
         assert kept == pytest.approx(curvature / (2 - lr * curvature), rel=5e-3)
 
 
@@ -65,7 +65,7 @@ def test_what_the_server_moves_counts_for_nothing(fit):
     """Of a client whose loss has no gradient, whatever others do to the model."""
     curvatures = CURVATURES * [1, 0, 1, 1]
     task, stream = quadratic(lr=0.05), clients(rounds=4, curvatures=curvatures)
-    store = fit(task, stream, [SI()], local_epochs=2).strategy.server.store
+    store = fit(task, stream, [SI()], local_epochs=2).strategy.server.client_store
     assert importance(store["1"]["SI"]) == 0 and importance(store["2"]["SI"]) > 0.01
     assert abs(value(task) - 2.0) > 0.1
 
@@ -74,7 +74,7 @@ def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task
     class Stops(Callback):
         def on_round_end(self, trainer, module):
             self.server = trainer.strategy.server
-            self.kept = copy.deepcopy(dict(self.server.store["0"]["SI"]))
+            self.kept = copy.deepcopy(dict(self.server.client_store["0"]["SI"]))
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 2:
@@ -83,5 +83,5 @@ def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task
     stops = Stops()
     with pytest.raises(KeyError, match="second round"):
         fit(make_task(), make_stream(rounds_per_experience=3), [SI(), stops], cohort_size=1)
-    torch.testing.assert_close(dict(stops.server.store["0"]["SI"]), stops.kept, rtol=0, atol=0)
+    torch.testing.assert_close(dict(stops.server.client_store["0"]["SI"]), stops.kept, rtol=0, atol=0)
     assert float(stops.kept["fall.model.1.weight"].abs().max()) > 0

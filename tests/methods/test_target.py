@@ -17,7 +17,7 @@ from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.models.generator import with_statistics_distance
 
 
@@ -60,7 +60,7 @@ class Kept(Callback):
         self.kept, self.states = [], []
 
     def on_round_end(self, trainer, pl_module):
-        self.kept.append({n: v.clone() for n, v in trainer.strategy.server.kept_for("TARGET").items()})
+        self.kept.append({n: v.clone() for n, v in trainer.strategy.server.get_section("TARGET").items()})
         self.states.append({n: v.clone() for n, v in pl_module.state_dict().items()})
 
 
@@ -111,10 +111,12 @@ def test_old_classes_alone_are_distilled_softened():
     torch.manual_seed(0)
     own, said, old = torch.randn(5, 4), torch.randn(5, 4), [0, 2]
     shared = {"images": torch.randn(5, 1, 8, 8), "logits": said}
-    client = Client(part=ClientRound("0", 1, 1, num_classes=4, new_classes=(3,), old_classes=(0, 2)))
+    client = Client(client_round=ClientRound("0", 1, 1, num_classes=4, new_classes=(3,), old_classes=(0, 2)))
     method = TARGET(kd=3.0)
-    client.memory = method.on_download(client)
-    step = Step({}, {}, None, own, lambda state, x: x, outputs=lambda x: own, replay_samples=shared, replay_weight=1.0)
+    client.method_state = method.prepare_client_state(client)
+    step = Step(
+        {}, {}, None, own, lambda state, x: x, forward_fn=lambda x: own, replay_samples=shared, replay_weight=1.0
+    )
     wanted = -3 * (F.softmax(said[:, old] / 2, 1) * F.log_softmax(own[:, old] / 2, 1)).sum(1).mean()
     torch.testing.assert_close(method.penalty(client, step), wanted)
 

@@ -7,9 +7,9 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import GLFC, ContinualMetrics, LwF
 from lightning_fcl.data.scenarios import ClassIncremental, Staggered
+from lightning_fcl.federation.client_speeds import Speeds
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.methods.client import section
+from lightning_fcl.methods.context import strip_prefix
 
 METHODS = {"LwF": lambda: LwF(teacher="server"), "GLFC": GLFC}
 
@@ -19,15 +19,15 @@ class Watch(Callback):
 
     def __init__(self, method):
         self.method, self.models, self.taught = method, [], []
-        begin = method.begin
+        begin = method.start_client
 
         def watched(client):
-            teacher = {**client.server, **section(client.memory, "teacher")}
+            teacher = {**client.received_state, **strip_prefix(client.method_state, "teacher")}
             names = client.module.state_dict()
-            self.taught.append((client.part, {name: teacher[name].clone() for name in names}))
+            self.taught.append((client.client_round, {name: teacher[name].clone() for name in names}))
             begin(client)
 
-        method.begin = watched
+        method.start_client = watched
 
     def on_train_epoch_start(self, trainer, module):
         if len(self.models) == trainer.current_epoch:
@@ -51,10 +51,10 @@ def test_a_client_is_taught_by_the_model_before_the_experience(fit, make_stream,
     fit(make_task(), stream, [method, watch], participation=participation, cohort_size=1, seed=1)
     late = 0
     for part, teacher in watch.taught:
-        if part.experience:
+        if part.experience_idx:
             assert same(teacher, watch.models[4])
-            assert part.round == 4 or not same(teacher, watch.models[part.round])
-            late += part.round > 4
+            assert part.round_idx == 4 or not same(teacher, watch.models[part.round_idx])
+            late += part.round_idx > 4
     assert late
 
 
@@ -66,12 +66,12 @@ def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, 
     trainer = fit(make_task(), stream, [method, watch], participation=0.5, cohort_size=1, seed=0)
     plan, server, copies = stream.plan, trainer.strategy.server, set()
     for part, teacher in watch.taught:
-        of = plan.present(part.round)[-1] if name == "GLFC" else part.experience
-        copies.add(len(plan.present(part.round)))
+        of = plan.present(part.round_idx)[-1] if name == "GLFC" else part.experience_idx
+        copies.add(len(plan.present(part.round_idx)))
         if of:
             assert same(teacher, watch.models[first_round(plan, of)])
     assert max(copies) > 1
-    present = {name.split(".")[1] for name in server.kept_for(name) if name.startswith("before.")}
+    present = {name.split(".")[1] for name in server.get_section(name) if name.startswith("before.")}
     assert present == {str(number) for number in plan.present(plan.rounds - 1) if number}
 
 
@@ -81,7 +81,7 @@ def test_client_local_entries_of_the_teacher_are_the_clients_own(fit, make_strea
     watch, stream = Watch(method), make_stream(clients=3, rounds_per_experience=3)
     fit(make_task(), stream, [method, watch], cohort_size=1, reductions={"model.3.*": "none"})
     for client in stream.plan.clients:
-        teachers = [teacher for part, teacher in watch.taught if part.client == client and part.experience]
+        teachers = [teacher for part, teacher in watch.taught if part.client_id == client and part.experience_idx]
         assert all(same(teacher, teachers[0]) for teacher in teachers[1:])
         assert same({n: v for n, v in teachers[0].items() if "model.1" in n}, watch.models[3])
         assert not torch.equal(teachers[0]["model.3.weight"], watch.models[3]["model.3.weight"])
@@ -108,8 +108,8 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
                 of_teacher.setdefault(client, []).append(more)
             assert not (more and number < 5)
     assert sorted(map(tuple, of_teacher.values())) == [(0,), (0,), (size,), (size,)]
-    assert sum(value.nbytes for n, value in server.kept_for(name).items() if n.startswith("before.")) == size
-    stored = {client: server.store.nbytes(client) for client in server.store}
+    assert sum(value.nbytes for n, value in server.get_section(name).items() if n.startswith("before.")) == size
+    stored = {client: server.client_store.nbytes(client) for client in server.client_store}
     assert max(stored.values()) < size  # no client has a copy in the simulation, and yet each one counts it
     for client, count in records[0]["kept_bytes"].items():
         assert count == stored.get(client, 0) + size * (client in of_teacher)
@@ -120,7 +120,7 @@ def test_a_stale_client_is_taught_by_the_same_model(fit, make_stream, make_task)
     watch, stream = Watch(method), make_stream(clients=4, rounds_per_experience=4)
     schedule = FedBuff(Speeds(0.01, spread=1.5), buffer_size=2)
     trainer = fit(make_task(), stream, [method, watch, metrics := ContinualMetrics()], schedule=schedule, cohort_size=1)
-    later = [teacher for part, teacher in watch.taught if part.experience]
+    later = [teacher for part, teacher in watch.taught if part.experience_idx]
     assert all(same(teacher, watch.models[4]) for teacher in later) and len(later) == 8
     assert any(each["staleness"] for each in metrics.record["rounds"]) and trainer.current_epoch == 8
 
@@ -147,7 +147,7 @@ def test_in_a_plain_trainer_the_teacher_is_the_model_before_the_fit(train, make_
     train(task, [method], samples((0, 1)), epochs=2)
     before = {name: value.clone() for name, value in task.state_dict().items()}
     train(task, [method], samples((2, 3)), epochs=3)
-    later = [teacher for part, teacher in watch.taught if part.experience == 1]
+    later = [teacher for part, teacher in watch.taught if part.experience_idx == 1]
     assert len(later) == 3 and all(same(teacher, before) for teacher in later)
 
 
@@ -155,5 +155,5 @@ def test_in_a_plain_trainer_with_a_stream_it_is_that_before_the_experience(quiet
     method, stream = LwF(teacher="server"), make_stream(clients=1, rounds_per_experience=3)
     watch = Watch(method)
     L.Trainer(max_epochs=6, callbacks=[method, watch], **quiet).fit(make_task(), datamodule=stream)
-    later = [teacher for part, teacher in watch.taught if part.experience == 1]
+    later = [teacher for part, teacher in watch.taught if part.experience_idx == 1]
     assert len(later) == 3 and all(same(teacher, watch.models[3]) for teacher in later)

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 from lightning_fcl import methods
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods import Method, Needs, flatten, remember, section
+from lightning_fcl.methods import Method, Needs, flatten, strip_prefix, with_prefix
 
 
 class Prox(Method):
@@ -22,41 +22,41 @@ class Prox(Method):
         self.mu = mu
 
     def penalty(self, client, step):
-        received = {name: step.server[name] for name in step.params}
+        received = {name: step.received_state[name] for name in step.params}
         return self.mu / 2 * (flatten(step.params) - flatten(received)).square().sum()
 
 
 class Consolidation(Method):
     """EWC: the Fisher information of all earlier experiences holds what they have learnt."""
 
-    needs = Needs(samples=True, loss=True)
+    needs = Needs(round_samples=True, sample_loss=True)
 
     def __init__(self, strength=1.0):
         super().__init__()
         self.strength = strength
 
-    def on_download(self, client):
-        learnt = {name: client.server[name] for name, p in client.module.named_parameters() if p.requires_grad}
+    def prepare_client_state(self, client):
+        learnt = {name: client.received_state[name] for name, p in client.module.named_parameters() if p.requires_grad}
         nothing = {name: torch.zeros_like(value) for name, value in learnt.items()}
-        return client.memory or remember(learnt, "center") | remember(nothing, "fisher")
+        return client.method_state or with_prefix(learnt, "center") | with_prefix(nothing, "fisher")
 
     def penalty(self, client, step):
-        center, fisher = section(client.memory, "center"), section(client.memory, "fisher")
+        center, fisher = strip_prefix(client.method_state, "center"), strip_prefix(client.method_state, "fisher")
         gone = {name: fisher[name] * (value - center[name]).square() for name, value in step.params.items()}
         return self.strength / 2 * flatten(gone).sum()
 
-    def end_round(self, client, own, data):
-        if not client.part.last_round:
-            return client.memory
-        earlier, module = section(client.memory, "fisher"), client.module
-        params = {name: own[name] for name in earlier}
+    def update_client_state(self, client, trained_state, data):
+        if not client.client_round.is_last_round:
+            return client.method_state
+        earlier, module = strip_prefix(client.method_state, "fisher"), client.module
+        params = {name: trained_state[name] for name in earlier}
 
         def loss(params, x, y):
-            return module.sample_loss(functional_call(module, {**own, **params}, (x[None],)), y[None]).sum()
+            return module.sample_loss(functional_call(module, {**trained_state, **params}, (x[None],)), y[None]).sum()
 
         of_samples = vmap(grad(loss), in_dims=(None, 0, 0))(params, *data)
         fisher = {name: value + of_samples[name].square().mean(dim=0) for name, value in earlier.items()}
-        return remember(params, "center") | remember(fisher, "fisher")
+        return with_prefix(params, "center") | with_prefix(fisher, "fisher")
 
 
 class Scaffold(Method):
@@ -64,44 +64,48 @@ class Scaffold(Method):
 
     reductions = {"c.*": "mean"}  # noqa: RUF012
 
-    def server_state(self, module):
-        return remember({n: torch.zeros_like(p) for n, p in module.named_parameters() if p.requires_grad}, "c")
+    def init_server_state(self, module):
+        return with_prefix({n: torch.zeros_like(p) for n, p in module.named_parameters() if p.requires_grad}, "c")
 
-    def on_download(self, client):
-        return client.memory or {name: torch.zeros_like(value) for name, value in client.shared.items()}
+    def prepare_client_state(self, client):
+        return client.method_state or {name: torch.zeros_like(value) for name, value in client.server_state.items()}
 
     def penalty(self, client, step):
-        lacking = {n: (client.shared[f"c.{n}"] - client.memory[f"c.{n}"]) * p for n, p in step.params.items()}
+        lacking = {
+            n: (client.server_state[f"c.{n}"] - client.method_state[f"c.{n}"]) * p for n, p in step.params.items()
+        }
         return flatten(lacking).sum()
 
-    def contribute(self, client, own, data):
+    def upload_statistics(self, client, trained_state, data):
         rate = client.module.optimizers().param_groups[0]["lr"]
-        moved = {f"c.{n}": value - own[n] for n, value in client.server.items() if n in own}
-        return {n: v - client.shared[n] + moved[n] / (client.steps * rate) for n, v in client.memory.items()}
+        moved = {f"c.{n}": value - trained_state[n] for n, value in client.received_state.items() if n in trained_state}
+        return {
+            n: v - client.server_state[n] + moved[n] / (client.steps * rate) for n, v in client.method_state.items()
+        }
 
-    def end_round(self, client, own, data):
-        return self.contribute(client, own, data)
+    def update_client_state(self, client, trained_state, data):
+        return self.upload_statistics(client, trained_state, data)
 
 
 class Momentum(Method):
     """FedAvgM, Hsu et al. 2019: the server goes on where it was going."""
 
-    needs, reductions = Needs(federation="it has no server"), {"*": "fixed"}
+    needs, reductions = Needs(federation_reason="it has no server"), {"*": "fixed"}
 
-    def server_state(self, module):
+    def init_server_state(self, module):
         return {name: torch.zeros_like(value) for name, value in module.named_parameters()}
 
-    def server_turn(self, server):
-        for name, velocity in server.kept.items():
-            server.kept[name] = 0.9 * velocity + server.begun[name] - server.state[name]
-        return {name: server.begun[name] - 0.5 * velocity for name, velocity in server.kept.items()}
+    def process_aggregate(self, server):
+        for name, velocity in server.server_state.items():
+            server.server_state[name] = 0.9 * velocity + server.previous_state[name] - server.state[name]
+        return {name: server.previous_state[name] - 0.5 * velocity for name, velocity in server.server_state.items()}
 
 
 @pytest.mark.parametrize("kind", [Prox, Consolidation, Scaffold, Momentum])
 def test_it_is_short_and_needs_nothing_else(kind):
     lines = [line for line in inspect.getsource(kind).splitlines() if line.strip()]
     assert len(lines) <= 30
-    assert {"Method", "Step", "Client", "Server", "Needs", "section", "remember", "flatten"} <= {*dir(methods)}
+    assert {"Method", "Step", "Client", "Server", "Needs", "strip_prefix", "with_prefix", "flatten"} <= {*dir(methods)}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -126,10 +130,10 @@ def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, th
 def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, make_stream, make_task):
     class Later(Method):
         def penalty(self, client, step):
-            return sum(value.sum() for value in section(client.memory, "own").values())
+            return sum(value.sum() for value in strip_prefix(client.method_state, "own").values())
 
-        def end_round(self, client, own, data):
-            return remember(own, "own") if client.part.client == "1" else {}
+        def update_client_state(self, client, trained_state, data):
+            return with_prefix(trained_state, "own") if client.client_round.client_id == "1" else {}
 
     with raises(InvalidValueError, "Later"):
         fit(make_task(), make_stream(), [Later()], cohort_size=3)
@@ -154,7 +158,7 @@ def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_s
             seen.append(next(pl_module.parameters()).detach().clone())
 
     class First(Method):
-        def server_turn(self, server):
+        def process_aggregate(self, server):
             turns.append(type(self).__name__)
             self.given = next(iter(server.state.values())).detach().clone()
             return {next(iter(server.state)): self.given + 1}

@@ -32,7 +32,7 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
         y[chosen],
         scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds, samples_per_round=steps),
         split=Split(test=0.0),
-        client=owner[chosen],
+        client_ids=owner[chosen],
         seed=0,
     )
     # Every client's samples of a round are drawn from its own alone, so that the others do not depend on who is there.
@@ -59,7 +59,7 @@ def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
 
 def test_a_trainer_with_it_tests_too(fit, quiet):
     task, _ = run(fit, callbacks=[Unlearning({1: 0})])
-    stream = FederatedStream.from_arrays(*arrays()[:2], scenario=ClassIncremental(1), client=arrays()[2], seed=0)
+    stream = FederatedStream.from_arrays(*arrays()[:2], scenario=ClassIncremental(1), client_ids=arrays()[2], seed=0)
     trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
     assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
 
@@ -80,8 +80,8 @@ def test_who_has_left_takes_no_part_and_keeps_nothing(fit):
 
     _, trainer = run(fit, callbacks=[unlearning, Watch()])
     assert uploads == [["0", "1", "2", "3"], ["0", "1", "3"], ["0", "1", "3"]]
-    assert trainer.strategy.server.store["2"] == {}
-    assert unlearning.forgotten == ["2"]
+    assert trainer.strategy.server.client_store["2"] == {}
+    assert unlearning.unlearned_clients == ["2"]
 
 
 def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
@@ -105,18 +105,18 @@ def test_continued_run_remembers_who_has_left(fit, tmp_path):
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     unlearning = Unlearning({"1": 0})
     continued, _ = run(fit, callbacks=[unlearning], ckpt_path=tmp_path / "two.ckpt")
-    assert unlearning.forgotten == ["1"]
+    assert unlearning.unlearned_clients == ["1"]
     assert torch.equal(continued.readout.weight, whole.readout.weight)
 
 
 def test_metrics_after_it_are_those_of_the_rest(fit):
     x, y, owner = arrays()
     metrics = ContinualMetrics()
-    stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(1), client=owner, seed=0)
+    stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(1), client_ids=owner, seed=0)
     task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3).double()
     fit(task, stream, [Unlearning({"0": 0}), metrics], seed=0)
     with torch.no_grad():
-        tx, ty = stream.take(stream.plan.test)
+        tx, ty = stream.get_samples(stream.plan.test)
         right = (task(tx).argmax(dim=-1) == ty[:, None]).sum()
     assert sum(metrics.record["rounds"][-1]["correct"]["server"]) == int(right)
 
@@ -141,4 +141,4 @@ def test_bad_requests(fit):
         run(fit, callbacks=[Absent(), Unlearning({"1": 0})])
     with raises(InvalidValueError, "module"):
         run(fit, callbacks=[Unlearning({"1": 0})], share="weights")
-    assert not FederatedStrategy().federation.participation.withdrawn
+    assert not FederatedStrategy().federation.participation.withdrawn_clients

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import CvTBody
-from lightning_fcl.models.hierarchical import ConvolutionalBlock, ConvolutionalProjection
+from lightning_fcl.models.t2t_cvt import ConvolutionalBlock, ConvolutionalProjection
 
 
 def shaken(module: nn.Module) -> nn.Module:

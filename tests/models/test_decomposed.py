@@ -22,14 +22,14 @@ def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
     model = Decomposed(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):
-        model.begin(torch.tensor([2 * task, 2 * task + 1]), adaptives[task])
+        model.start_task(torch.tensor([2 * task, 2 * task + 1]), adaptives[task])
         others.append([torch.randn(model.size) * 0.1 for _ in range(adaptives[task])])
-        model.receive(others[-1])
+        model.set_adaptives(others[-1])
         with torch.no_grad():
             model.tasks[task].adaptive.add_(torch.randn(model.size) * 0.05)
             model.net.head.weight.normal_()
             model.net.body.norm.weight.add_(0.1)
-        model.settle()
+        model.update_buffers_()
     return model, others
 
 
@@ -66,17 +66,17 @@ def test_weights_are_those_of_the_equation(train):
 def test_a_past_task_has_the_weights_and_all_else_that_it_had():
     model = Decomposed(small(), 3).eval()
     x = torch.randn(4, 3, 8, 8)
-    model.begin(torch.tensor([0, 1]), 1)
-    model.receive([torch.randn(model.size) * 0.1])
-    model.settle()
+    model.start_task(torch.tensor([0, 1]), 1)
+    model.set_adaptives([torch.randn(model.size) * 0.1])
+    model.update_buffers_()
     before = model(x)[:, :2]
-    model.begin(torch.tensor([2, 3]), 2)
-    model.receive([torch.randn(model.size), torch.randn(model.size)])
+    model.start_task(torch.tensor([2, 3]), 2)
+    model.set_adaptives([torch.randn(model.size), torch.randn(model.size)])
     with torch.no_grad():
         for name, parameter in model.net.named_parameters():
             if name not in model.names:
                 parameter.add_(torch.randn_like(parameter))
-    model.settle()
+    model.update_buffers_()
     assert torch.equal(model(x)[:, :2], before)
     assert torch.equal(model.outputs_by_task(x, torch.tensor([0, 1, 1, 0]))[:, :2], before)
     with torch.no_grad():
@@ -114,8 +114,8 @@ def test_without_a_task_it_is_the_network():
 
 def test_where_a_task_begins():
     model = Decomposed(small(), 2)
-    base = model.base().clone()
-    model.begin(torch.tensor([0]), 3)
+    base = model.base_vector().clone()
+    model.start_task(torch.tensor([0]), 3)
     own = model.tasks[0]
     torch.testing.assert_close(own.adaptive.data, base / 3)
     assert own.mask.shape == (sum(model.units),) and own.attention.shape == (len(model.names), 3)
@@ -131,7 +131,7 @@ def test_other_transformers(name):
     net(x).sum().backward()
     learn = [name for name in Decomposed(net, 2).names if net.get_parameter(name).grad.any()]
     model = Decomposed(net, 2)
-    model.begin(torch.tensor([0, 1]))
+    model.start_task(torch.tensor([0, 1]))
     model(x).sum().backward()
     pieces = model.tasks[0].adaptive.grad.split(model.sizes)
     assert learn == [n for n, g in zip(model.names, pieces, strict=True) if g.any()]
@@ -150,6 +150,6 @@ def test_what_it_refuses():
     with raises(InvalidValueError, "layers"):
         Decomposed(nn.Sequential(nn.LayerNorm(3)), 1)
     model = Decomposed(small(), 1)
-    model.begin(torch.tensor([0]))
+    model.start_task(torch.tensor([0]))
     with raises(InvalidValueError, "tasks", value=1):
-        model.begin(torch.tensor([1]))
+        model.start_task(torch.tensor([1]))

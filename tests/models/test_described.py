@@ -14,7 +14,7 @@ from torch import nn
 import lightning_fcl.models
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, decomposed_vit, fcl_vit
-from lightning_fcl.models.described import Described, cast_arguments, plain_description, rebuild
+from lightning_fcl.models.serialization import Serializable, build_from_config, to_plain_config, validate_arguments
 
 NETWORKS = lightning_fcl.models.__all__
 NEEDED = {
@@ -47,24 +47,24 @@ NEEDED = {
 def test_every_network_is_made_again_from_its_description(name):
     make = getattr(lightning_fcl.models, name)
     network = make(**NEEDED.get(name, {}))
-    told = json.loads(json.dumps(network.described))  # plain data
-    again = rebuild(told, "model")
-    assert type(again) is type(network) and again.described == network.described
+    told = json.loads(json.dumps(network.init_config))  # plain data
+    again = build_from_config(told, "model")
+    assert type(again) is type(network) and again.init_config == network.init_config
     shapes = {key: value.shape for key, value in network.state_dict().items()}
     assert {key: value.shape for key, value in again.state_dict().items()} == shapes
-    assert copy.deepcopy(network).described == network.described
+    assert copy.deepcopy(network).init_config == network.init_config
     assert get_type_hints(make.__init__ if isinstance(make, type) else make)  # else no type could be checked
 
 
 def test_a_function_is_told_in_place_of_what_it_makes():
-    assert fcl_vit("deit", depth=1).described["init_args"] == {
+    assert fcl_vit("deit", depth=1).init_config["init_args"] == {
         "name": "deit",
         "image_size": 32,
         "num_classes": 100,
         "channels": 3,
         "depth": 1,
     }
-    assert decomposed_vit(2, depth=1).described["class_path"] == "lightning_fcl.models.decomposed_vit"
+    assert decomposed_vit(2, depth=1).init_config["class_path"] == "lightning_fcl.models.decomposed_vit"
 
 
 def test_parsers_see_the_signature_of_init():
@@ -72,14 +72,14 @@ def test_parsers_see_the_signature_of_init():
     parser.add_subclass_arguments(nn.Module, "model")
     told = {"class_path": "lightning_fcl.models.EchoStateNetwork", "init_args": {"in_features": 3}}
     made = parser.instantiate(parser.parse_object({"model": told})).model
-    assert isinstance(made, EchoStateNetwork) and made.described["init_args"]["units"] == 100
+    assert isinstance(made, EchoStateNetwork) and made.init_config["init_args"]["units"] == 100
     with pytest.raises(TypeError, match="sizes"):
         MLP()
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, partial(torch.optim.Adam, lr=0.5, betas=(0.8, 0.9))])
 def test_optimizers_of_torch_are_made_again(make):
-    again = rebuild(plain_description(make), "optimizer")([torch.zeros(1, requires_grad=True)])
+    again = build_from_config(to_plain_config(make), "optimizer")([torch.zeros(1, requires_grad=True)])
     expected = make([torch.zeros(1, requires_grad=True)])
     assert type(again) is torch.optim.Adam
     assert again.defaults == {**expected.defaults, "betas": type(again.defaults["betas"])(expected.defaults["betas"])}
@@ -90,7 +90,10 @@ def test_optimizers_of_torch_are_made_again(make):
     [
         ({"class_path": "os.system", "init_args": {"command": "touch marker"}}, (InvalidValueError, "model")),
         ({"class_path": "lightning_fcl.models.os.system", "init_args": {}}, (InvalidValueError, "model")),
-        ({"class_path": "lightning_fcl.models.described.import_module", "init_args": {}}, (InvalidValueError, "model")),
+        (
+            {"class_path": "lightning_fcl.models.serialization.import_module", "init_args": {}},
+            (InvalidValueError, "model"),
+        ),
         ({"class_path": "torch.optim.os", "init_args": {}}, (InvalidValueError, "model")),
         ({"class_path": "torch.optim.Adafactor.load", "init_args": {}}, (InvalidValueError, "model")),
         ({"class_path": ["lightning_fcl.models.MLP"], "init_args": {}}, (InvalidValueError, "model")),
@@ -125,25 +128,25 @@ def test_optimizers_of_torch_are_made_again(make):
 )
 def test_what_is_not_ours_or_does_not_fit_is_refused(described, expected):
     with raises(*expected):
-        rebuild(described, "model")
+        build_from_config(described, "model")
 
 
 def test_what_is_not_ours_is_told_by_its_class():
     class Own(nn.Module):
         pass
 
-    assert plain_description(Own())["class_path"].endswith("Own") and "init_args" not in plain_description(Own())
-    assert "init_args" not in plain_description(lambda parameters: None)
-    body = SplitViT(Own(), features=3, image_size=2).described
+    assert to_plain_config(Own())["class_path"].endswith("Own") and "init_args" not in to_plain_config(Own())
+    assert "init_args" not in to_plain_config(lambda parameters: None)
+    body = SplitViT(Own(), features=3, image_size=2).init_config
     with raises(InvalidValueError, "model"):
-        rebuild(body, "model")
+        build_from_config(body, "model")
 
 
 def test_a_users_own_subclass_is_not_taken_for_ours():
     class MLP(lightning_fcl.models.MLP):
         pass
 
-    assert "lightning_fcl" not in MLP([2, 3]).described["class_path"]
-    assert issubclass(MLP, Described) and DSICNet().described != DyTox([[0, 1]], 2, depth=1).described
+    assert "lightning_fcl" not in MLP([2, 3]).init_config["class_path"]
+    assert issubclass(MLP, Serializable) and DSICNet().init_config != DyTox([[0, 1]], 2, depth=1).init_config
     assert T2TBody.__signature__.parameters["width"].default == 256
-    assert cast_arguments(DSICNet, {"image_size": [32, 32]}, "model") == {"image_size": (32, 32)}
+    assert validate_arguments(DSICNet, {"image_size": [32, 32]}, "model") == {"image_size": (32, 32)}

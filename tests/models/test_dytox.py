@@ -11,7 +11,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import DyTox
-from lightning_fcl.models.continual import TaskAttention
+from lightning_fcl.models.lifelong_vit import TaskAttention
 
 TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "heads": 2}
 
@@ -95,7 +95,7 @@ def test_logits_written_out():
         expected[:, block] = linear(norm(by_hand(model.decoder, token, patches)))
     torch.testing.assert_close(model(x), expected)
     assert model.blocks == ((4, 1), (0,), (3, 5, 2))
-    assert model.task_of(torch.arange(6)).tolist() == [1, 0, 2, 2, 0, 2]
+    assert model.task_index(torch.arange(6)).tolist() == [1, 0, 2, 2, 0, 2]
 
 
 def test_only_tasks_in_use_have_logits_and_gradients():
@@ -118,14 +118,14 @@ def test_only_tasks_in_use_have_logits_and_gradients():
 def test_a_stream_tells_the_classes():
     model, x = tiny(), torch.randn(2, 3, 8, 8)
     before = model(x)
-    model.assign([(1, 4), (0, 5), (2, 3)])
+    model.assign_classes([(1, 4), (0, 5), (2, 3)])
     assert model.blocks == ((1, 4), (0, 5), (2, 3))
     assert torch.equal(model(x)[:, [1, 4, 0, 5, 2, 3]], before)
     again = tiny()
     again.load_state_dict(model.state_dict())
     assert again.blocks == model.blocks
     model.learnt[1] = 1
-    model.assign([(2, 3), (5, 0), (1, 4)])  # the same tasks
+    model.assign_classes([(2, 3), (5, 0), (1, 4)])  # the same tasks
     assert model.blocks == ((1, 4), (0, 5), (2, 3))
     for changed, blocks in (
         (model, [(0, 1), (2, 3), (4, 5)]),
@@ -133,9 +133,9 @@ def test_a_stream_tells_the_classes():
         (tiny([[0, 1], [2, 3], [4, 5]]), [(1, 4), (0, 5), (2, 3)]),
     ):
         with raises(InvalidValueError, "tasks"):
-            changed.assign(blocks)
+            changed.assign_classes(blocks)
     with raises(InvalidValueError, "tasks"):
-        tiny().assign([(1, 7), (0, 5), (2, 3)])
+        tiny().assign_classes([(1, 7), (0, 5), (2, 3)])
 
 
 WRONG = {
@@ -181,6 +181,6 @@ def test_without_its_method_it_is_a_model_as_any(fit, cohort_size):
     position, token = model.position.clone(), model.tokens[0].detach().clone()
     task = Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=0.1), task_incremental=True)
     trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert trainer.strategy.federation.local_trainer.clients_at_once == cohort_size
+    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == cohort_size
     assert torch.equal(model.position, position) and not model.learnt.any()
     assert not torch.equal(model.tokens[0], token)

@@ -60,18 +60,18 @@ def test_single_precision_is_the_same_up_to_rounding(make_reservoir, by_numpy):
 @pytest.mark.parametrize("washout", [0, 4, 10])
 def test_states_do_not_depend_on_the_size_of_blocks(make_reservoir, monkeypatch, block, washout):
     reservoir, x = adapted(make_reservoir(layers=2, units=6, washout=washout)), inputs()
-    states, directions = reservoir(x), reservoir.plasticity(x, 0.1, 0.3)
+    states, directions = reservoir(x), reservoir.plasticity_gradients(x, 0.1, 0.3)
     monkeypatch.setattr(esn, "BLOCK", block)
-    blocks = list(reservoir.blocks(x))
+    blocks = list(reservoir.iter_states(x))
     assert max(map(len, blocks)) <= block and all(map(len, blocks))
     torch.testing.assert_close(torch.cat(blocks).transpose(0, 1), states, rtol=0, atol=1e-14)
-    torch.testing.assert_close(reservoir.plasticity(x, 0.1, 0.3), directions, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reservoir.plasticity_gradients(x, 0.1, 0.3), directions, rtol=1e-12, atol=1e-12)
 
 
 def test_yielded_blocks_are_not_written_over(make_reservoir, monkeypatch):
     monkeypatch.setattr(esn, "BLOCK", 2)
     reservoir, x, copies = make_reservoir(), inputs(), []
-    blocks = [(copies.append(block.clone()), block)[1] for block in reservoir.blocks(x)]
+    blocks = [(copies.append(block.clone()), block)[1] for block in reservoir.iter_states(x)]
     assert all(torch.equal(block, copy) for block, copy in zip(blocks, copies, strict=True))
 
 
@@ -131,13 +131,13 @@ def test_without_a_seed_the_global_generator_makes_them():
     two = EchoStateNetwork(3, 10)
     torch.manual_seed(1)
     again = EchoStateNetwork(3, 10)
-    assert one.tag() == again.tag() != two.tag()
+    assert one.weights_hash() == again.weights_hash() != two.weights_hash()
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 2, "washout": 2, "bias_scaling": 0.4}, {"leaking_rate": 1.0}])
 def test_baked_has_the_same_states(make_reservoir, options):
     reservoir, x = adapted(make_reservoir(**options)), inputs()
-    baked = reservoir.baked()
+    baked = reservoir.fold_plasticity()
     assert torch.equal(baked.gain, torch.ones_like(baked.gain)) and not baked.bias.any()
     torch.testing.assert_close(baked(x), reservoir(x), rtol=0, atol=1e-12)
     assert baked(x).dtype == torch.float64
@@ -145,32 +145,32 @@ def test_baked_has_the_same_states(make_reservoir, options):
 
 def test_tag_stands_for_the_reservoir(make_reservoir):
     reservoir = make_reservoir()
-    tag = reservoir.tag()
+    tag = reservoir.weights_hash()
     assert 0 <= tag < 2**63  # it is kept in a tensor of int64
     reservoir(inputs())
-    reservoir.plasticity(inputs(), 0.0, 0.1)
-    assert reservoir.tag() == tag == make_reservoir().tag()
+    reservoir.plasticity_gradients(inputs(), 0.0, 0.1)
+    assert reservoir.weights_hash() == tag == make_reservoir().weights_hash()
     for name in ("gain", "bias", "recurrent_bias", "input_weight_0", "recurrent_weight_0"):
         changed = make_reservoir()
         with torch.no_grad():
             changed.state_dict()[name].view(-1)[-1] += 1e-12
-        assert changed.tag() != tag, name
+        assert changed.weights_hash() != tag, name
     for option in ({"leaking_rate": 0.5}, {"washout": 1}, {"seed": 1}):
-        assert make_reservoir(**option).tag() != tag
+        assert make_reservoir(**option).weights_hash() != tag
     with torch.no_grad():
         reservoir.gain[0] += 1
-        assert reservoir.tag() != tag
+        assert reservoir.weights_hash() != tag
         reservoir.reset_plasticity()
-    assert reservoir.tag() == tag
+    assert reservoir.weights_hash() == tag
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tag_of_low_precision(make_reservoir, dtype):
     reservoir = make_reservoir().to(dtype)
-    tag = reservoir.tag()
+    tag = reservoir.weights_hash()
     with torch.no_grad():
         reservoir.gain[0] += 0.5
-    assert reservoir.tag() != tag
+    assert reservoir.weights_hash() != tag
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.3])
@@ -189,7 +189,7 @@ def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, 
     h = torch.tanh(g[:, None] * net + b[:, None])
     slope = g[:, None] * (1 - h**2)
     (-slope.abs().log() + (h - mu) ** 2 / (2 * sigma**2)).sum().backward()
-    dg, db = reservoir.plasticity(x, mu, sigma, *((gain, bias) if own else ()))
+    dg, db = reservoir.plasticity_gradients(x, mu, sigma, *((gain, bias) if own else ()))
     torch.testing.assert_close(dg, -g.grad, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(db, -b.grad, rtol=1e-9, atol=1e-9)
 
@@ -197,7 +197,7 @@ def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, 
 def test_no_graph_is_built(make_reservoir):
     reservoir = make_reservoir()
     assert not reservoir(inputs()).requires_grad
-    assert not any(direction.requires_grad for direction in reservoir.plasticity(inputs(), 0.0, 0.1))
+    assert not any(direction.requires_grad for direction in reservoir.plasticity_gradients(inputs(), 0.0, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_wrong_arguments(options, argument):
         EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
 
 
-@pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity(x, 0.0, 0.1)])
+@pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity_gradients(x, 0.0, 0.1)])
 def test_wrong_inputs(make_reservoir, call):
     reservoir = make_reservoir(washout=4)
     for shape in ((2, 9, 5), (9, 3)):

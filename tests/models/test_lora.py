@@ -28,7 +28,7 @@ class Uploads(Callback):
         self.states = []
 
     def on_client_end(self, trainer, pl_module, client_round):
-        weight = len(trainer.datamodule.plan.train[client_round.round][client_round.client])
+        weight = len(trainer.datamodule.plan.train[client_round.round_idx][client_round.client_id])
         self.states.append((weight, {name: value.clone() for name, value in pl_module.state_dict().items()}))
 
     def mean(self, of):
@@ -92,7 +92,7 @@ def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
     tasks = [make(make_task), make(make_task)]
     for task, size in zip(tasks, (1, 3), strict=True):
         trainer = fit(task, make_stream(partition="dirichlet"), cohort_size=size)
-        assert trainer.strategy.federation.local_trainer.clients_at_once == size
+        assert trainer.strategy.federation.local_trainer.num_vectorized_clients == size
     for name, value in tasks[0].state_dict().items():
         torch.testing.assert_close(tasks[1].state_dict()[name], value, rtol=0, atol=1e-5)
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import LVT, ViT
-from lightning_fcl.models._parts import attend
-from lightning_fcl.models.continual import InterTaskAttention, LVTBody, _offsets
+from lightning_fcl.models._layers import attend
+from lightning_fcl.models.lifelong_vit import InterTaskAttention, LVTBody, _offsets
 
 
 def tiny(**kwargs):

@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import LVT, DyTox, ViT, fcl_vit
-from lightning_fcl.models._parts import (
-    as_map,
+from lightning_fcl.models._layers import (
     attend,
     check_blocks,
+    compute_padding,
+    count_patches,
     fast_attention,
-    initialise,
-    margin,
-    patches,
+    init_weights,
+    to_map,
 )
 
 
@@ -90,7 +90,7 @@ def test_the_rule_is_of_a_cpu_under_autocast_alone():
 
 def test_a_map_is_its_tokens_row_by_row():
     tokens = torch.randn(2, 9, 4)
-    maps = as_map(tokens, 3)
+    maps = to_map(tokens, 3)
     assert all(torch.equal(maps[:, :, n // 3, n % 3], tokens[:, n]) for n in range(9))
     assert torch.equal(maps.flatten(2).transpose(1, 2), tokens)
 
@@ -100,10 +100,12 @@ def test_there_is_a_patch_for_each_stride_or_an_error():
     for side, stride, kernel in product(range(1, 17), range(1, 6), range(1, 8)):
         if side % stride or kernel < stride or kernel > side or (stride == 1 and kernel % 2 == 0):
             with raises(InvalidValueError, "image_size", value=64):
-                patches(side, kernel, stride, image_size=64)
+                count_patches(side, kernel, stride, image_size=64)
             continue
-        unfolded = F.unfold(torch.zeros(1, 1, side, side), kernel, padding=margin(kernel, stride), stride=stride)
-        assert unfolded.shape[2] == patches(side, kernel, stride, image_size=64) ** 2 == (side // stride) ** 2
+        unfolded = F.unfold(
+            torch.zeros(1, 1, side, side), kernel, padding=compute_padding(kernel, stride), stride=stride
+        )
+        assert unfolded.shape[2] == count_patches(side, kernel, stride, image_size=64) ** 2 == (side // stride) ** 2
         fitting += 1
     assert fitting > 100
 
@@ -111,7 +113,7 @@ def test_there_is_a_patch_for_each_stride_or_an_error():
 def test_linear_layers_are_initialised_and_no_other():
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(3, 3, bias=False), nn.LayerNorm(3))
     nn.init.ones_(model[2].bias)
-    model.apply(initialise)
+    model.apply(init_weights)
     assert model[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model[0].bias.abs().max() == 0 and model[2].bias.min() == 1
 

@@ -14,7 +14,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError, MissingPackageError, MissingValueError
-from lightning_fcl.local.trial import why_not_padded
+from lightning_fcl.local_training.vmap_check import find_padding_obstacle
 from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
 
@@ -243,7 +243,7 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
         before = copy.deepcopy(task.state_dict())
         stream = small_stream()
         trainer = fit(task, stream, cohort_size=size)
-        assert why_not_padded(task, [], trainer.strategy.federation.optimizers[0], stream) is None
+        assert find_padding_obstacle(task, [], trainer.strategy.federation.optimizers[0], stream) is None
         results.append(task.state_dict())
         for name, value in task.state_dict().items():
             assert torch.equal(value, before[name]) == ("backbone" in name)

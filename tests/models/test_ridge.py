@@ -9,7 +9,7 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import RidgeReadout, ridge
-from lightning_fcl.models.ridge import accumulate, solve, square
+from lightning_fcl.models.ridge import accumulate, solve, unpack_upper
 
 pytestmark = pytest.mark.rounding
 
@@ -38,7 +38,7 @@ def test_more_features_than_are_multiplied_at_once(symmetric):
     readout = fitted((states[:35], targets[:35]), (states[35:], targets[35:]), symmetric=symmetric, features=300)
     wide = states.double()
     torch.testing.assert_close(readout.A, targets.double().T @ wide, rtol=0, atol=1e-12)
-    torch.testing.assert_close(square(readout.B, 300), wide.T @ wide, rtol=0, atol=1e-12)
+    torch.testing.assert_close(unpack_upper(readout.B, 300), wide.T @ wide, rtol=0, atol=1e-12)
 
 
 def by_numpy(states, targets, beta):
@@ -63,7 +63,7 @@ def test_solution_is_numpys(symmetric, beta):
 def test_pieces_are_the_whole(monkeypatch, symmetric):
     states, targets = samples()
     whole = fitted((states, targets), symmetric=symmetric)
-    monkeypatch.setattr(ridge, "PIECE", 7)
+    monkeypatch.setattr(ridge, "CHUNK_SIZE", 7)
     parts = zip(states.split([1, 50, 0, 149]), targets.split([1, 50, 0, 149]), strict=True)
     same(fitted(*parts, symmetric=symmetric), whole)
     assert int(whole.n) == 200
@@ -87,7 +87,7 @@ def test_merged_is_pooled_in_any_order(symmetric):
     for order in ([0, 1, 2], [2, 0, 1]):
         merged = fitted(symmetric=symmetric, tag=5)
         for i in order:
-            merged.add(fitted(parts[i], symmetric=symmetric, tag=5))
+            merged.merge(fitted(parts[i], symmetric=symmetric, tag=5))
         merged.solve()
         same(merged, pooled, 1e-11)
 
@@ -101,7 +101,7 @@ def test_unlearned_is_never_seen(symmetric):
     readout.solve()
     never.solve()
     assert (readout.weight - never.weight).abs().max() > 1e-2
-    readout.remove(fitted(left, symmetric=symmetric))
+    readout.unlearn(fitted(left, symmetric=symmetric))
     readout.solve()
     same(readout, never, 1e-9)
 
@@ -109,20 +109,20 @@ def test_unlearned_is_never_seen(symmetric):
 def test_statistics_that_do_not_fit_are_refused():
     readout = fitted(samples(), tag=0xABC)
     before = {name: value.clone() for name, value in readout.state_dict().items()}
-    for change in (readout.add, readout.remove):
+    for change in (readout.merge, readout.unlearn):
         with raises(InvalidValueError, "tag"):
             change(fitted(samples(), tag=0xDEF))
     with raises(InvalidValueError, "A"):
-        readout.remove(fitted(samples(), tag=0xABC, symmetric=True))
+        readout.unlearn(fitted(samples(), tag=0xABC, symmetric=True))
     with raises(InvalidValueError, "A"):
-        readout.remove(fitted(samples(outputs=2), tag=0xABC, outputs=2))
+        readout.unlearn(fitted(samples(outputs=2), tag=0xABC, outputs=2))
     assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
 
 
 def test_more_samples_than_there_are_cannot_be_taken_away():
     with raises(InvalidValueError, "n"):
-        fitted(samples(100)).remove(fitted(samples()))
-    (readout := fitted(samples())).remove(fitted(samples()))
+        fitted(samples(100)).unlearn(fitted(samples()))
+    (readout := fitted(samples())).unlearn(fitted(samples()))
     assert readout.n == 0 and not readout.A.any()
 
 
@@ -132,7 +132,7 @@ def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
     merged = RidgeReadout(8, 3, 0.1, rank=rank)
     for rows, wanted in zip(states.split(100), targets.split(100), strict=True):
         (part := RidgeReadout(8, 3, 0.1, rank=rank)).partial_fit(rows, wanted)
-        merged.add(part)
+        merged.merge(part)
     cut = [of_rank(rows.double().numpy(), rank) for rows in states.split(100)]
     _, sizes, vectors = np.linalg.svd(of_rank(np.vstack(cut), rank), full_matrices=False)
     square, space = sizes[:rank] ** 2, vectors[:rank].T
@@ -143,7 +143,7 @@ def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
     if rank == 8:
         np.testing.assert_allclose(merged.weight.numpy(), by_numpy(states, targets, 0.1), rtol=0, atol=1e-9)
     with raises(InvalidValueError, "rank"):
-        merged.remove(part)
+        merged.unlearn(part)
 
 
 def of_rank(rows, rank):
@@ -164,7 +164,7 @@ def test_reset_forgets_statistics_but_not_the_solution():
 def test_several_solutions_are_those_one_by_one(symmetric):
     betas = [1e-5, 1e-2, 1.0, 30.0]
     readout = fitted(samples(), symmetric=symmetric)
-    together = readout.solutions(betas)
+    together = readout.solve_path(betas)
     assert together.shape == (4, 3, 8)
     for beta, weight in zip(betas, together, strict=True):
         np.testing.assert_allclose(weight.numpy(), by_numpy(*samples(), beta), rtol=0, atol=1e-12)
@@ -215,7 +215,7 @@ def test_an_ill_conditioned_solution_is_the_exact_one(values, beta):
     readout = RidgeReadout(10, 2)
     readout.A.copy_(torch.from_numpy(a))
     readout.B.copy_(torch.from_numpy(b))
-    weights.append(readout.solutions([beta])[0])
+    weights.append(readout.solve_path([beta])[0])
     for weight in weights:
         assert np.abs(weight.numpy() - exact).max() < tolerance < 1e-2 * np.abs(exact).max()
     # Single precision does not find it.
@@ -235,7 +235,7 @@ def test_without_a_regulariser_the_smallest_of_many_solutions_is_taken(seed, ran
     readout.partial_fit(torch.from_numpy(states), torch.from_numpy(targets))
     readout.solve()
     np.testing.assert_allclose(readout.weight.numpy(), expected, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(readout.solutions([0.0])[0].numpy(), expected, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(readout.solve_path([0.0])[0].numpy(), expected, rtol=0, atol=1e-8)
     assert "B + beta I is not positive definite (beta = 0)" in caplog.text
 
 
@@ -259,7 +259,7 @@ def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
 def test_statistics_that_are_not_finite_are_refused(value, where):
     readout = fitted(samples())
     getattr(readout, where)[0, 0] = value
-    for call in (readout.solve, lambda: readout.solutions([1.0])):
+    for call in (readout.solve, lambda: readout.solve_path([1.0])):
         with raises(InvalidValueError, "A"):
             call()
 
@@ -283,7 +283,7 @@ def test_accumulating_adds_to_what_is_there(packed):
     a, full = torch.ones(3, 8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
     b = full[tuple(torch.triu_indices(8, 8))] if packed else full.clone()
     accumulate(a, b, states, targets)
-    torch.testing.assert_close(square(b, 8), full + states.double().T @ states.double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(unpack_upper(b, 8), full + states.double().T @ states.double(), rtol=0, atol=1e-12)
     torch.testing.assert_close(a, 1 + targets.double().T @ states.double(), rtol=0, atol=1e-12)
 
 

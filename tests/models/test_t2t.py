@@ -9,7 +9,7 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import T2TBody
-from lightning_fcl.models.hierarchical import TokenTransformer, _sinusoids, _soft_split
+from lightning_fcl.models.t2t_cvt import TokenTransformer, _sinusoids, _soft_split
 
 
 def transformer(inputs, width=64):

@@ -15,9 +15,9 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.models import SplitViT, ViT, fcl_vit
-from lightning_fcl.models._bodies import FAMILIES, VARIANTS, LevitBody
+from lightning_fcl.models._backbones import FAMILIES, VARIANTS, LevitBody
 
 # The smallest of each family, with the positions of the whole: those depend on patches and strides alone.
 TINY = {
@@ -223,7 +223,7 @@ def test_state_is_body_and_head(name):
     model = tiny(name)
     parts = [{id(p) for p in part.parameters()} for part in (model.body, model.head)]
     assert not parts[0] & parts[1] and parts[0] | parts[1] == {id(p) for p in model.parameters()}
-    state = entries(model)
+    state = state_tensors(model)
     assert state.keys() == model.state_dict().keys()  # no two names for one tensor
     assert {key.split(".")[0] for key in state} == {"body", "head"}
     assert [key for key in state if key.startswith("head.")] == ["head.weight", "head.bias"]

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import yaml
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.figures import KINDS_OF_FIGURES
+from lightning_fcl.evaluation.paper_figures import FIGURE_KINDS
 from lightning_fcl.evaluation.table import Cell, Table, read_table, write_table
-from lightning_fcl.io.paths import inside
-from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.runs.paper_rows import expand_grids, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
 PAPERS = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
@@ -41,16 +41,16 @@ def test_each_table_is_whole(path):
     assert table.paper == home.name
     content = yaml.safe_load((home / "rows.yaml").read_text())
     asked = content.get("whole") if table.scale == "paper" else None
-    assert set(asked or paper_rows(home, None, table.scale)) <= set(table.rows) <= set(expanded(content))
+    assert set(asked or paper_rows(home, None, table.scale)) <= set(table.rows) <= set(expand_grids(content))
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/rows.yaml")), ids=lambda path: path.parent.name)
 def test_each_figure_can_be_drawn(path):
     content = yaml.safe_load(path.read_text())
-    rows = expanded(content)
+    rows = expand_grids(content)
     for figure in content.get("figures", []):
         assert {"file", "kind", "panels"} <= {*figure} <= {"file", "kind", "panels", "title", "experiences", "scales"}
-        assert figure["kind"] in KINDS_OF_FIGURES and inside(path.parent, figure["file"]).suffix == ".png"
+        assert figure["kind"] in FIGURE_KINDS and safe_join(path.parent, figure["file"]).suffix == ".png"
         assert figure["panels"]
         for lines in figure["panels"].values():
             assert lines and {*lines.values()} <= {*rows}
@@ -69,7 +69,7 @@ def toy(tmp_path, monkeypatch, make_pages):
     parts = ("verdict", "main", "mine", "written: small")
     (folder / "README.md").write_text("# toy\n" + "".join(f"\n<!-- {part} -->\nold\n<!-- end -->\n" for part in parts))
     (tmp_path / "recipes" / "README.md").write_text("<!-- papers -->\n<!-- end -->\n")
-    for module in ("lightning_fcl.running.rows", "make_pages"):
+    for module in ("lightning_fcl.runs.paper_rows", "make_pages"):
         monkeypatch.setattr(f"{module}.recipes_folder", lambda: folder.parent)
     return folder
 
@@ -113,7 +113,7 @@ def test_tables_that_are_not_finished_are_refused(make_pages, toy, tmp_path):
     (toy / "rows.yaml").write_text(yaml.safe_dump(rows))
     write(tmp_path / "out")
     refused("Expected table main of toy to be one that can be made. Expected rows among one, two but got three.")
-    assert set(expanded(rows)) == {"one", "two"}
+    assert set(expand_grids(rows)) == {"one", "two"}
 
 
 @pytest.mark.parametrize("scale", ["..", "../../victim", "/victim", "a/../..", "x\\y", "", " "])

@@ -21,9 +21,9 @@ from pathlib import Path
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.results import is_complete, read_results
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("fine", "raw traceback", "silent difference", "hang", "orphan", "left-over", "wrong ending")
@@ -247,7 +247,7 @@ def comes_to(folder: Path) -> dict[str, object]:
         if path.name == "results.json":
             results = read_results(path.parent)
             rounds = [{k: v for k, v in entry.items() if k != "seconds"} for entry in results["record"]["rounds"]]
-            found[name] = [results["metrics"], rounds, is_whole(path.parent)]
+            found[name] = [results["metrics"], rounds, is_complete(path.parent)]
         elif path.name == "table.json":
             found[name] = {
                 row: {m: dict(cell.values) for m, cell in of.items()} for row, of in read_table(path).rows.items()

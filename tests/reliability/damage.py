@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from campaign import Campaign, Outcome, call, comes_to, same, small_recipe
 
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.recipe import Recipe
 
 
 def change_byte(path: Path, rng: random.Random) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from campaign import ROOT, Campaign, Command, Outcome, comes_to, same, small_recipe
 
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.recipe import Recipe
 
 
 @dataclass(frozen=True)

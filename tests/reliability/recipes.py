@@ -15,7 +15,7 @@ import yaml
 from campaign import Campaign, Outcome, call
 from hypothesis import strategies as st
 
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
 
 
 def changed_recipe(callbacks: list[dict[str, Any]], **strategy: object) -> dict[str, Any]:

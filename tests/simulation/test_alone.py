@@ -45,9 +45,9 @@ class Uploads(Callback):
         self.of = {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        if client_round.round == 0:
+        if client_round.round_idx == 0:
             state = pl_module.state_dict().items()
-            self.of[client_round.client] = {name: value.detach().clone() for name, value in state}
+            self.of[client_round.client_id] = {name: value.detach().clone() for name, value in state}
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     def kept(keep):
         stream = stream_of("ab", rounds=2)
         trainer = fit(KeepsInGroups(), stream, keep_optimizer=keep, cohort_size=1, seed=0)
-        return {client: dict(trainer.strategy.server.store[client]).get("optimizer", {}) for client in "ab"}
+        return {client: dict(trainer.strategy.server.client_store[client]).get("optimizer", {}) for client in "ab"}
 
     for memory in kept(True).values():
         assert memory["0.number.0.step"].item() == 8  # four batches in each of two rounds
@@ -483,7 +483,7 @@ def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp
 def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
     class Stop(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if (trainer.strategy.client_round.client, batch_idx) == ("b", 2):
+            if (trainer.strategy.current_client_round.client_id, batch_idx) == ("b", 2):
                 raise ValueError("enough")
 
     task = Attributes()
@@ -633,7 +633,7 @@ def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_sid
         torch.manual_seed(0)
         watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))
         trainer = fit(task, stream_of(clients), [watch], seed=0, local_epochs=2, cohort_size=cohort_size)
-        return watch.of, trainer.strategy.federation.local_trainer.clients_at_once
+        return watch.of, trainer.strategy.federation.local_trainer.num_vectorized_clients
 
     (alone, _), (among, number) = uploads("b", 1), uploads("abc", "auto")
     torch.testing.assert_close(alone["b"], among["b"], rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]
 BEFORE = {"state_dict": {"weight": torch.arange(4.0)}}
@@ -18,7 +18,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 if sys.argv[2] == "while it is written":
     write = Path.write_bytes
     def half(path, data):
@@ -27,25 +27,25 @@ if sys.argv[2] == "while it is written":
     Path.write_bytes = half
 else:
     os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
-WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, sys.argv[1])
+AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, sys.argv[1])
 """
 
 
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "checkpoints" / "last.ckpt"
-    WholeCheckpointIO().save_checkpoint(BEFORE, path)
+    AtomicCheckpointIO().save_checkpoint(BEFORE, path)
     return path
 
 
 def is_as_before(path):
-    loaded = WholeCheckpointIO().load_checkpoint(path, weights_only=True)
+    loaded = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     return torch.equal(loaded["state_dict"]["weight"], BEFORE["state_dict"]["weight"])
 
 
 def test_a_federation_writes_so_and_another_can_be_asked_for(fit, make_stream, make_task, tmp_path):
     trainer = fit(make_task(), make_stream())
-    assert isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO)
+    assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
     trainer.save_checkpoint(tmp_path / "deep" / "er" / "a.ckpt")
     assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["a.ckpt"]
 
@@ -53,7 +53,7 @@ def test_a_federation_writes_so_and_another_can_be_asked_for(fit, make_stream, m
 def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
     message = f"bytes for {path} but the disk is full.*Make room, then go on from the"
     with full_disk(8192), pytest.raises(OSError, match=message):
-        WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
     assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
@@ -68,5 +68,5 @@ def test_a_kill_leaves_the_last_one_and_what_is_half_written_goes_with_the_next(
     assert is_as_before(path)
     assert [entry.name for entry in path.parent.glob("*.ckpt")] == ["last.ckpt"]
     assert len(list(path.parent.iterdir())) == 2
-    WholeCheckpointIO().save_checkpoint(BEFORE, path)
+    AtomicCheckpointIO().save_checkpoint(BEFORE, path)
     assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]

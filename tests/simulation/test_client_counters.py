@@ -151,11 +151,11 @@ class Uploads(Callback):
         self.of, self.counters = {}, {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        if client_round.round == 0:
+        if client_round.round_idx == 0:
             state = pl_module.state_dict().items()
-            self.of[client_round.client] = {name: value.detach().clone() for name, value in state}
+            self.of[client_round.client_id] = {name: value.detach().clone() for name, value in state}
             names = ("global_step", "num_training_batches", "is_last_batch", "total_batch_idx")
-            self.counters[client_round.client] = [COUNTERS[name](trainer) for name in names]
+            self.counters[client_round.client_id] = [COUNTERS[name](trainer) for name in names]
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_clients_of_one_step_share_the_counters_of_each(fit, uploads, make, accu
         torch.testing.assert_close(together[client], alone[client], rtol=1e-5, atol=1e-6)
     watch = Uploads()
     trainer = fit(make(), stream_of("abc"), [watch], seed=0)
-    assert trainer.strategy.clients_at_once > 1
+    assert trainer.strategy.num_vectorized_clients > 1
     assert watch.counters == {"a": [7, 7, True, 6], "b": [5, 5, True, 4], "c": [1, 1, True, 0]}
 
 
@@ -363,7 +363,7 @@ def test_clients_whose_training_depends_on_their_number_of_batches_train_one_at_
             return F.cross_entropy(output, y, reduction="none") / factor(self)
 
     make = InStep if base is CountsInStep else InLoss
-    assert fit(make(), stream_of("abc")).strategy.clients_at_once == 1
+    assert fit(make(), stream_of("abc")).strategy.num_vectorized_clients == 1
     alone, after = (uploads(make, clients, cohort_size="auto")["b"] for clients in ("b", "ab"))
     assert same(alone, after)
 
@@ -371,9 +371,12 @@ def test_clients_whose_training_depends_on_their_number_of_batches_train_one_at_
 def test_a_lambda_callback_trains_like_a_callback(fit, uploads):
     """Its hooks are a user's, which in a vectorized step would see several clients' gradients."""
     made = LambdaCallback(on_after_backward=EndsGently().on_after_backward)
-    assert fit(CountsInStep(), stream_of("ab"), [made]).strategy.clients_at_once == 1
+    assert fit(CountsInStep(), stream_of("ab"), [made]).strategy.num_vectorized_clients == 1
     assert (
-        fit(CountsInStep(), stream_of("ab"), [LambdaCallback(on_fit_end=lambda *_: None)]).strategy.clients_at_once > 1
+        fit(
+            CountsInStep(), stream_of("ab"), [LambdaCallback(on_fit_end=lambda *_: None)]
+        ).strategy.num_vectorized_clients
+        > 1
     )
 
 
@@ -423,7 +426,7 @@ def test_lightning_counts_over_all_clients(fit, tmp_path):
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_client_end"])
 def test_an_error_in_a_client_s_hook_leaves_the_counters_of_the_round_before(fit, quiet, hook):
     def fail(self, trainer, *_):
-        if trainer.current_epoch == 1 and trainer.strategy.round.cohort.clients.clients[0] == "b":
+        if trainer.current_epoch == 1 and trainer.strategy.current_round.client_group.clients.client_ids[0] == "b":
             raise RuntimeError("enough")
 
     stops = type("Stops", (Callback,), {hook: fail})()

@@ -12,7 +12,7 @@ from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import EWC, Replay
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.wire import TopK
+from lightning_fcl.federation.compression import TopK
 
 STREAM = {"clients": 4, "rounds_per_experience": 2}
 OPTIONS = {
@@ -162,14 +162,14 @@ def test_a_plateau_of_validation_wants_validation_samples(fit, make_stream, make
 def test_what_clients_keep_is_undone_with_a_round(tmp_path, kind):
     store, one = ClientStore(kind, tmp_path / "store"), {"m": {"x": torch.ones(1)}}
     store["a"] = one
-    store.begin_round()
+    store.start_round()
     store["a"], store["b"] = {"m": {"x": torch.zeros(1)}}, one
-    store.remember("a", "more", {"y": torch.zeros(1)})
-    store.undo_round()
+    store.set_section("a", "more", {"y": torch.zeros(1)})
+    store.roll_back_round()
     assert list(store) == ["a"] and store["a"]["m"]["x"] == 1 and list(store["a"]) == ["m"]
-    store.begin_round()
+    store.start_round()
     store["a"] = {"m": {"x": torch.zeros(1)}}
-    store.end_round()
-    store.undo_round()
+    store.commit_round()
+    store.roll_back_round()
     assert store["a"]["m"]["x"] == 0
     assert kind == "memory" or [path.suffix for path in (tmp_path / "store").iterdir()] == [".safetensors"]

@@ -112,7 +112,7 @@ class Clients(Callback):
 
     def on_client_end(self, trainer, pl_module, client_round):
         self.clients += 1
-        self.names.append(client_round.client)
+        self.names.append(client_round.client_id)
 
     def on_round_end(self, trainer, pl_module):
         self.rounds += 1
@@ -260,7 +260,7 @@ def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, call
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
         everywhere, trainer = seen(number, kind(), stream, callback, cohort_size=cohort_size, local_epochs=2)
-        assert trainer.strategy.clients_at_once == cohort_size or number > 1
+        assert trainer.strategy.num_vectorized_clients == cohort_size or number > 1
         for other in everywhere[1:]:
             check_close(other, everywhere[0])
         check_by_hand(everywhere[0], stream, epochs=2)
@@ -342,7 +342,7 @@ class Strange(Clients):
         self.count = 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.strategy.round.cohort.step == 1:
+        if trainer.strategy.current_round.client_group.step == 1:
             self.resets.reset()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -28,7 +28,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Online, Staggered
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.methods.client import section
+from lightning_fcl.methods.context import strip_prefix
 from lightning_fcl.methods.functional import embeddings
 
 ROUNDS = 4
@@ -84,13 +84,13 @@ def numbers(memory):
 def numbers_in(stream, client, rounds):
     """Return the numbers of the samples that a client trained on in some rounds, each once, ascending."""
     rows = [stream.plan.train[round].get(client, np.zeros(0, dtype=np.int64)) for round in rounds]
-    taken = stream.take(np.unique(np.concatenate([*rows, np.zeros(0, dtype=np.int64)])))
+    taken = stream.get_samples(np.unique(np.concatenate([*rows, np.zeros(0, dtype=np.int64)])))
     return sorted(taken[0][:, 0].int().tolist())
 
 
 def rounds_of(trainer, stream, client):
     """Return the rounds in which a client was sampled."""
-    drawn = trainer.strategy.federation.participation.drawn
+    drawn = trainer.strategy.federation.participation.expected_clients
     return [round for round in range(stream.plan.rounds) if client in drawn(stream.plan, round)]
 
 
@@ -104,7 +104,7 @@ def test_client_keeps_each_sample_that_it_trained_on_once(fit, make, make_task, 
     stream = make(**STREAMS[kind])
     trainer = fit(small(make_task), stream, [SAMPLES[name]()], participation=participation, local_epochs=1)
     kept = {
-        client: numbers(trainer.strategy.server.store.memory(client, name.split(",")[0]))
+        client: numbers(trainer.strategy.server.client_store.get_section(client, name.split(",")[0]))
         for client in stream.plan.clients
     }
     for client, found in kept.items():
@@ -120,7 +120,9 @@ def test_client_has_importance_of_each_experience_that_it_trained_in(fit, make, 
     stream = make()
     trainer = fit(small(make_task), stream, [method()], participation=participation, local_epochs=1)
     for client in stream.plan.clients:
-        importance = section(trainer.strategy.server.store.memory(client, method.__name__), "importance")
+        importance = strip_prefix(
+            trainer.strategy.server.client_store.get_section(client, method.__name__), "importance"
+        )
         trained = bool(rounds_of(trainer, stream, client))
         assert any(value.any() for value in importance.values()) is trained
 
@@ -132,7 +134,7 @@ def test_result_computed_after_each_round_equals_the_result_computed_once(fit, m
         if not looks_ahead:
             monkeypatch.setattr("lightning_fcl.methods.method_round.returns", lambda *given, **more: False)
         trainers.append(fit(small(make_task), make(), [method()], local_epochs=1))
-    once, each = (trainer.strategy.server.store for trainer in trainers)
+    once, each = (trainer.strategy.server.client_store for trainer in trainers)
     for client in once:
         assert once[client].keys() == each[client].keys()
         for name, memory in once[client].items():
@@ -144,7 +146,7 @@ def test_result_computed_after_each_round_equals_the_result_computed_once(fit, m
 def test_results_are_computed_once_with_full_participation(fit, make, make_task):
     class Counts(EWC):
         def end_experience(self, client, own, data):
-            seen.append((client.part.client, client.part.round))
+            seen.append((client.client_round.client_id, client.client_round.round_idx))
             return super().end_experience(client, own, data)
 
     for participation, expected in ((1.0, 8), (0.5, 16)):
@@ -169,9 +171,9 @@ def test_fit_that_is_stopped_within_an_experience_ends_it(fit, make, make_task):
         stream = make()
         trainer = fit(small(make_task), stream, [Replay(1000), EWC(), Stop(stop)], local_epochs=1)
         for client in stream.plan.clients:
-            store = trainer.strategy.server.store
-            assert numbers(store.memory(client, "Replay")) == numbers_in(stream, client, range(expected))
-            assert any(value.any() for value in section(store.memory(client, "EWC"), "importance").values())
+            store = trainer.strategy.server.client_store
+            assert numbers(store.get_section(client, "Replay")) == numbers_in(stream, client, range(expected))
+            assert any(value.any() for value in strip_prefix(store.get_section(client, "EWC"), "importance").values())
 
 
 class Diverge(Callback):
@@ -181,8 +183,8 @@ class Diverge(Callback):
         self.rounds = rounds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        part = trainer.strategy.round.client_round
-        if part.client == trainer.datamodule.plan.clients[1] and part.round in self.rounds:
+        part = trainer.strategy.current_round.client_round
+        if part.client_id == trainer.datamodule.plan.clients[1] and part.round_idx in self.rounds:
             next(pl_module.parameters()).data.fill_(torch.nan)
 
 
@@ -200,7 +202,7 @@ def test_client_whose_last_upload_is_dropped_keeps_the_experience(fit, make, mak
         participation=participation,
         local_epochs=1,
     )
-    kept = numbers(trainer.strategy.server.store.memory(client, "Replay"))
+    kept = numbers(trainer.strategy.server.client_store.get_section(client, "Replay"))
     assert kept == (numbers_in(stream, client, [0]) if len(rounds) < ROUNDS else [])
 
 
@@ -208,7 +210,7 @@ def moments(stream, task, states):
     """Return the number of samples and the sum of their features of each class, from the clients' own states."""
     sums = torch.zeros(4, 6, dtype=torch.float64)
     for (client, round), state in states.items():
-        x, y = stream.take(stream.plan.train[round][client])
+        x, y = stream.get_samples(stream.plan.train[round][client])
         features = embeddings(task, state, x).double()
         for label in range(4):
             chosen = features[y == label]
@@ -224,7 +226,7 @@ class Own(Callback):
 
     def on_client_end(self, trainer, pl_module, client_round):
         state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-        self.states[client_round.client, client_round.round] = state
+        self.states[client_round.client_id, client_round.round_idx] = state
 
 
 @pytest.mark.parametrize("kind", ["same samples", "Online"])
@@ -238,7 +240,7 @@ def test_server_has_the_moments_of_all_samples_that_clients_trained_on(fit, make
         key = (client, round) if kind == "Online" else (client, stream.plan.experiences[client][round])
         latest[key] = (client, round), state
     expected = moments(stream, task, dict(latest.values()))
-    found = trainer.strategy.server.kept_for("CCVR")["sums"]
+    found = trainer.strategy.server.get_section("CCVR")["sums"]
     assert torch.equal(found[:, 0], expected[:, 0]) and found[:, 0].sum() > 0
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -254,13 +256,13 @@ def test_sums_and_counts_have_each_sample_once(fit, make, make_task, kind, parti
     trainer = fit(small(make_task), stream, methods, participation=participation, local_epochs=1)
     taken = [numbers_in(stream, c, rounds_of(trainer, stream, c)) for c in stream.plan.clients]
     labels = torch.tensor([number % 4 for own in taken for number in own])
-    order = stream.plan.order
-    counted = trainer.strategy.server.kept_for("LogitAdjustment")["counts"]
+    order = stream.plan.class_order
+    counted = trainer.strategy.server.get_section("LogitAdjustment")["counts"]
     wanted = torch.bincount(labels, minlength=4)
     wanted = wanted if order is None else wanted[torch.as_tensor(order)]
     assert counted.long().tolist() == wanted.tolist()
     if kind != "seen":
-        sums = trainer.strategy.server.kept_for("Fed3R")
+        sums = trainer.strategy.server.get_section("Fed3R")
         assert sums["B"][-1] == len(labels) and sums["A"][:, -1].long().tolist() == wanted.tolist()
 
 
@@ -285,8 +287,8 @@ def test_resumed_fit_has_the_same_results(fit, make, make_task, tmp_path, method
     resumed = fit(rest, make(), [method()], ckpt_path=tmp_path / "first.ckpt", max_epochs=2 * ROUNDS, **options)
     for left, right in zip(whole.state_dict().values(), rest.state_dict().values(), strict=True):
         assert torch.equal(left, right)
-    for client in trainer.strategy.server.store:
-        kept, again = (one.strategy.server.store[client] for one in (trainer, resumed))
+    for client in trainer.strategy.server.client_store:
+        kept, again = (one.strategy.server.client_store[client] for one in (trainer, resumed))
         assert kept.keys() == again.keys()
         for name in kept:
             for entry in kept[name]:

@@ -129,7 +129,7 @@ def test_sums_in_buffers_give_what_gathered_values_give(fit):
     gathered, summed, stream = Gaussian(), Sums(), stream_of()
     fit(gathered, stream_of(1), cohort_size=1, seed=0)
     trainer = fit(summed, stream, cohort_size=1, seed=0)
-    expected = gathered.body(stream.take(np.arange(48))[0]).mean(0)
+    expected = gathered.body(stream.get_samples(np.arange(48))[0]).mean(0)
     torch.testing.assert_close(gathered.mean, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(summed.mean, expected, rtol=1e-5, atol=1e-6)
     uploaded = sum(value.nbytes for name, value in summed.state_dict().items() if not name.startswith("body"))

@@ -104,10 +104,10 @@ def test_validate_test_and_predict(fit, stream, task, quiet):
     trainer = fit(task, stream)
     (validated,), (tested,) = (run(task, datamodule=stream, verbose=False) for run in (trainer.validate, trainer.test))
     predicted = torch.cat(trainer.predict(task, datamodule=stream))
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     assert predicted.shape == (len(y), 10)
     assert tested["test/accuracy"] == pytest.approx(float((predicted.argmax(1) == y).float().mean()))
-    x, y = stream.take(stream.plan.validation)
+    x, y = stream.get_samples(stream.plan.validation)
     assert validated["val/accuracy"] == pytest.approx(float((task.eval()(x).argmax(1) == y).float().mean()))
     (before,) = L.Trainer(strategy=FederatedStrategy(), **quiet).test(task, datamodule=stream, verbose=False)
     assert before == tested  # a Trainer that never fits
@@ -145,7 +145,7 @@ def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
 def test_a_fit_stops_early_after_a_round(fit, stream, task):
     stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
     trainer = fit(task, stream, [ContinualMetrics(), stop])
-    assert trainer.current_epoch == 2 and trainer.strategy.round.settled
+    assert trainer.current_epoch == 2 and trainer.strategy.current_round.settled
 
 
 @pytest.mark.parametrize("groups", ["head", "head first"])
@@ -219,8 +219,8 @@ class Steps(L.Callback):
         self.by_client = {}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        part = trainer.strategy.client_round
-        self.by_client.setdefault((part.round, part.client), []).append(batch[0].flatten(1).sum(1).tolist())
+        part = trainer.strategy.current_client_round
+        self.by_client.setdefault((part.round_idx, part.client_id), []).append(batch[0].flatten(1).sum(1).tolist())
 
 
 LIMITS = [
@@ -344,7 +344,7 @@ def test_weights_and_biases_offline(fit, stream, task, tmp_path, monkeypatch):
     class Histograms(L.Callback):
         def on_client_end(self, trainer, pl_module, client_round):
             weight = wandb.Histogram(pl_module.model[1].weight.detach().numpy())
-            trainer.logger.experiment.log({f"{client_round.client}/weight": weight})
+            trainer.logger.experiment.log({f"{client_round.client_id}/weight": weight})
 
     logger = WandbLogger("digits", save_dir=tmp_path, offline=True)
     trainer = fit(task, stream, [ContinualMetrics(), Histograms()], trainer_args={"logger": logger})

@@ -178,7 +178,7 @@ class Diverges(Callback):
         self.clients = clients
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        if trainer.strategy.client_round.client in self.clients and trainer.current_epoch == 1:
+        if trainer.strategy.current_client_round.client_id in self.clients and trainer.current_epoch == 1:
             pl_module.model[0].weight.data.fill_(torch.inf)
 
 

@@ -51,7 +51,7 @@ class Uploads(Callback):
 
     def on_client_end(self, trainer, pl_module, client_round):
         state = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
-        self.of[client_round.client, client_round.round] = state
+        self.of[client_round.client_id, client_round.round_idx] = state
 
 
 class Base(L.LightningModule):
@@ -204,7 +204,7 @@ class EndsClients(Callback):
 
     def on_after_backward(self, trainer, pl_module):
         for p in pl_module.parameters():
-            p.grad *= self.scale * (1 if trainer.strategy.client_round.client else 0)
+            p.grad *= self.scale * (1 if trainer.strategy.current_client_round.client_id else 0)
 
     def on_client_end(self, trainer, pl_module, client_round):
         self.scale *= 0.5
@@ -237,7 +237,7 @@ class Hooked(Callback):
 
 
 class Penalizes(Method):
-    """A method that counts its steps, although `begin` should forget them."""
+    """A method that counts its steps, although `start_client` should forget them."""
 
     def __init__(self):
         super().__init__()
@@ -453,7 +453,7 @@ class Watches(Noise):
         self.outputs.append(outputs["loss"])
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.by_client.setdefault(trainer.strategy.client_round.client, []).append(batch_idx)
+        self.by_client.setdefault(trainer.strategy.current_client_round.client_id, []).append(batch_idx)
 
 
 class Measures(Base):

@@ -37,10 +37,10 @@ from lightning_fcl.callbacks import (
     Replay,
     Unlearning,
 )
+from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.wire import TopK
 from lightning_fcl.models import MLP
 
 
@@ -69,7 +69,7 @@ class WhoTrains(Callback):
         self.folder = Path(folder)
 
     def on_client_end(self, trainer, pl_module, client_round):
-        (self.folder / f"{client_round.round}-{client_round.client}-{trainer.global_rank}").touch()
+        (self.folder / f"{client_round.round_idx}-{client_round.client_id}-{trainer.global_rank}").touch()
 
 
 @pytest.fixture
@@ -364,8 +364,8 @@ class Stays(Reduction):
 
     name = "stays"
 
-    def accumulator(self):
-        return SimpleNamespace(add=lambda values, weights: None, result=dict)
+    def make_accumulator(self):
+        return SimpleNamespace(update=lambda values, weights: None, compute=dict)
 
 
 @pytest.mark.seconds

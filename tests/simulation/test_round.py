@@ -107,13 +107,13 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
 
     class Watch(Callback):
         def on_client_end(self, trainer, pl_module, client_round):
-            seen.append(("end", client_round.client))
+            seen.append(("end", client_round.client_id))
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(("start", trainer.strategy.client_round.client))
+            seen.append(("start", trainer.strategy.current_client_round.client_id))
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(("hook", trainer.strategy.client_round.client))
+            seen.append(("hook", trainer.strategy.current_client_round.client_id))
 
     fit(make_task(), make_stream(experiences=1), [Watch()], cohort_size=1, local_epochs=2)
     order = {"start": {"hook"}, "hook": {"start", "end"}, "end": {"start"}}
@@ -128,12 +128,12 @@ def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_loo
         def __init__(self):
             self.rounds, self.seen = [], []
 
-        def looks_at_clients(self, pl_module):
+        def needs_client_state(self, pl_module):
             self.rounds.append(pl_module.trainer.current_epoch)
             return looks
 
         def on_client_end(self, trainer, pl_module, client_round):
-            self.seen.append((client_round.round, torch.cat([p.flatten() for p in pl_module.parameters()]).clone()))
+            self.seen.append((client_round.round_idx, torch.cat([p.flatten() for p in pl_module.parameters()]).clone()))
 
     listens, task = Listens(), make_task()
     before = torch.cat([p.flatten() for p in task.parameters()]).clone()

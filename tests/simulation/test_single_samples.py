@@ -14,11 +14,11 @@ from torch import nn
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import FedProto, Replay
-from lightning_fcl.data.batches import Batching, plan_batches
+from lightning_fcl.data.batching import BatchPlan, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError, MissingValueError
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.rng import make_client_keys
 
 SIZES = {"a": 9, "b": 1, "c": 5, "d": 2, "e": 8}
 
@@ -239,18 +239,20 @@ def test_skipped_last_round_of_an_experience_keeps_the_result_of_the_earlier_rou
     first, second, *others = stream.plan.train
     stream.plan = replace(stream.plan, train=(first, {**second, "b": second["b"][:1]}, *others))
     trainer = fit(BatchNorm(), stream, [Replay(9)], participation=participation, max_epochs=3, seed=1)
-    drawn = [trainer.strategy.federation.participation.draw(stream.plan, round)[0] for round in range(2)]
+    drawn = [
+        trainer.strategy.federation.participation.sample_on_time_clients(stream.plan, round)[0] for round in range(2)
+    ]
     assert "b" not in drawn[1]
     for client in sizes:
-        assert ("Replay" in trainer.strategy.server.store[client]) == (client in {*drawn[0], *drawn[1]})
+        assert ("Replay" in trainer.strategy.server.client_store[client]) == (client in {*drawn[0], *drawn[1]})
     assert "b" in drawn[0] or participation < 1
 
 
 def test_replay_samples_that_join_a_last_batch_of_one_sample_keep_it():
-    batching, keys = Batching(4, shuffle=False, min_size=2), keys_of(0, ["a"], 0, "batches")
+    batching, keys = BatchPlan(4, shuffle=False, min_size=2), make_client_keys(0, ["a"], 0, "batches")
     assert [len(rows) for rows in plan_batches(9, 1, batching, keys)] == [4, 5]
-    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, remembered=2)] == [5, 6]
-    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, remembered=3)] == [5, 5, 2]
+    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, num_replay_samples=2)] == [5, 6]
+    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, num_replay_samples=3)] == [5, 5, 2]
 
 
 def test_batches_of_at_least_two_samples_property():
@@ -259,9 +261,9 @@ def test_batches_of_at_least_two_samples_property():
     for _ in range(200):
         size, batch_size, replayed = (int(rng.integers(low, 40)) for low in (1, 2, 0))
         epochs, shuffle = int(rng.integers(1, 3)), bool(rng.integers(2))
-        keys = keys_of(0, ["a"], 0, "batches")
-        with_one = plan_batches(size, epochs, Batching(batch_size, shuffle), keys, replayed)
-        found = plan_batches(size, epochs, Batching(batch_size, shuffle, min_size=2), keys, replayed)
+        keys = make_client_keys(0, ["a"], 0, "batches")
+        with_one = plan_batches(size, epochs, BatchPlan(batch_size, shuffle), keys, replayed)
+        found = plan_batches(size, epochs, BatchPlan(batch_size, shuffle, min_size=2), keys, replayed)
         everything = np.sort(np.concatenate(found))
         assert np.array_equal(everything, np.repeat(np.arange(size + replayed), epochs))
         lengths = [len(rows) for rows in found]

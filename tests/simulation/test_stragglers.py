@@ -38,7 +38,7 @@ class Watch(Callback):
         self.trained, self.rounds = [], []
 
     def on_client_end(self, trainer, pl_module, client_round):
-        self.trained.append((client_round.round, client_round.client))
+        self.trained.append((client_round.round_idx, client_round.client_id))
 
     def on_round_end(self, trainer, pl_module):
         self.rounds.append(copy.deepcopy(trainer.strategy.server.record))
@@ -116,7 +116,7 @@ def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
         local_epochs=3,
         cohort_size=cohort_size,
     )
-    data = {client: [stream.take(stream.plan.train[0][client])] * 3 for client in seconds}
+    data = {client: [stream.get_samples(stream.plan.train[0][client])] * 3 for client in seconds}
     weights, told = fedbuff_by_hand(net, data, seconds, 2, rounds, (0.1, server_rate), exponent, mu)
     for ours, theirs in zip(task.model.parameters(), weights, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, atol=1e-6, rtol=0)
@@ -193,7 +193,9 @@ def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_t
     trainer = fit(task, stream, [watch], schedule=FedBuff(Speeds(**SPREAD), 2), **options)
     first = make_task().state_dict()["model.3.weight"]
     assert torch.equal(task.state_dict()["model.3.weight"], first)
-    heads = [trainer.strategy.server.store[client]["model"]["model.3.weight"] for _, client in set(watch.trained)]
+    heads = [
+        trainer.strategy.server.client_store[client]["model"]["model.3.weight"] for _, client in set(watch.trained)
+    ]
     assert any(one.staleness for one in watch.rounds)
     assert all(not torch.equal(head, first) for head in heads)
 
@@ -244,7 +246,7 @@ def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, cohort
     for task, watch, words in zip(tasks, watches, ({"schedule": Deadline(slow, 30)}, {"swarm": gone}), strict=True):
         stream = make_stream(clients=5, rounds_per_experience=2)
         trainer = fit(task, stream, [*methods(), watch], cohort_size=cohort_size, **OWN, **ADAM, **words)
-        stores.append({client: trainer.strategy.server.store[client] for client in stream.plan.clients})
+        stores.append({client: trainer.strategy.server.client_store[client] for client in stream.plan.clients})
     assert equal(tasks[0].state_dict(), tasks[1].state_dict())
     assert watches[0].trained == watches[1].trained  # nobody trains in vain
     for client in stores[0]:

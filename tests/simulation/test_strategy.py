@@ -13,11 +13,11 @@ from torch import nn
 
 from lightning_fcl import FederatedStrategy, FederatedStream, client_model
 from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto, FedProx, FedViT, Method
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.synchronization import Participation
 
 
 def close(left, right, tolerance=1e-6):
@@ -34,11 +34,11 @@ def snapshot(module):
 
 def local_training(task, stream, client, round, epochs, seed=0):
     """A client's local training, written by hand."""
-    x, y = stream.take(stream.plan.train[round][client])
+    x, y = stream.get_samples(stream.plan.train[round][client])
     optimizer = task.configure_optimizers()
     task.train()
     for indices in plan_batches(
-        len(y), epochs, Batching(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+        len(y), epochs, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
     ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(task.model(x[indices]), y[indices]).backward()
@@ -105,7 +105,7 @@ def test_participants_alone_are_averaged(fit, make_stream, make_task):
     stream, task = make_stream(clients=6), make_task()
     start = copy.deepcopy(task)
     fit(task, stream, participation=0.5, cohort_size=1, seed=7)
-    chosen = partial(Participation(0.5, 7).chosen, stream.plan)
+    chosen = partial(Participation(0.5, 7).sample_clients, stream.plan)
     assert equal(task.state_dict(), fedavg(start, stream, 1, 2, choose=lambda round: chosen(round)[0], seed=7))
 
 
@@ -123,7 +123,7 @@ def test_client_weights(fit, make_stream, make_task, weights, weight):
 def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_task):
     owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
     records = Records()
-    fit(make_task(), make_stream(client=owners, class_order=[0, 1, 2, 3]), [records])
+    fit(make_task(), make_stream(client_ids=owners, class_order=[0, 1, 2, 3]), [records])
     assert [record.skipped for record in records.rounds] == [["b", "c"], ["a"]]
     assert [list(record.upload_bytes) for record in records.rounds] == [["a"], ["b", "c"]]
 
@@ -168,7 +168,7 @@ def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task
         alone = copy.deepcopy(start)
         for round in range(4):
             local_training(alone, stream, client, round, 1)
-        kept = trainer.strategy.server.store[client]["model"]
+        kept = trainer.strategy.server.client_store[client]["model"]
         assert kept.keys() == alone.state_dict().keys()
         assert close(kept, alone.state_dict(), 0 if cohort_size == 1 else 1e-5)
         assert not close(kept, start.state_dict(), 1e-2)
@@ -203,11 +203,11 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
     caplog.clear()
     loaded = []
     for client in "01230":  # one after the other, as from the server's each time
-        state = trainer.strategy.client_state(client)
+        state = trainer.strategy.client_state_dict(client)
         assert equal(task.state_dict(), server)
         with client_model(trainer, client):
             loaded.append(snapshot(task))
-            assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state(client, server))
+            assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state_dict(client, server))
             assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
     assert equal(task.state_dict(), server)
     assert equal(loaded[0], loaded[4]) and not equal(loaded[0], loaded[1])
@@ -217,12 +217,12 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
 
 def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
     with raises(InvalidValueError, "client", value="0"):
-        FederatedStrategy().client_state("0")
+        FederatedStrategy().client_state_dict("0")
     task = make_task()
     trainer = fit(task, make_stream(), reductions={"model.3.*": "none"})
     before = snapshot(task)
     with raises(InvalidValueError, "client", value="seven"):
-        trainer.strategy.client_state("seven")
+        trainer.strategy.client_state_dict("seven")
     with raises(InvalidValueError, "client", value="seven"), client_model(trainer, "seven"):
         pass
     with client_model(trainer, "1"), raises(InvalidValueError, "client", value="2"):
@@ -265,7 +265,7 @@ def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, 
 def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
     class Poison(Records):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
-            if trainer.strategy.client_round.client == "1":
+            if trainer.strategy.current_client_round.client_id == "1":
                 pl_module.model[1].weight.data[0, 0] = float("nan")
 
     task, stream, poison = make_task(), make_stream(), Poison()
@@ -382,7 +382,7 @@ def test_clients_may_be_numbers(fit, make_stream, make_task):
 
 def test_reserved_names_and_contradictions_in_streams(make_stream):
     with raises(InvalidValueError, "client"):
-        make_stream(client=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
+        make_stream(client_ids=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "class_order"):
         make_stream(class_order=[0, 1, 2, 3], order_per_client=True)
 
@@ -407,7 +407,7 @@ def test_batch_normalization_last_batch_of_one_sample_trains(fit, make_task, ass
         trained, alone = task(), task()
         trainer = fit(trained, stream(drop_last), cohort_size=cohort_size, seed=0)
         fit(alone, stream(drop_last), cohort_size=1, seed=0)
-        assert (trainer.strategy.clients_at_once > 1) == (cohort_size == "auto")
+        assert (trainer.strategy.num_vectorized_clients > 1) == (cohort_size == "auto")
         assert_same(trained, alone, 1e-6)
         assert not trainer.strategy.server.record.dropped
 

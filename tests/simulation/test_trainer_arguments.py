@@ -83,7 +83,7 @@ def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same
     fit(full, make_stream(clients=1))
     assert_same(federated, plain, 1e-9)
     assert not all(map(torch.equal, federated.double().parameters(), full.double().parameters()))
-    assert trainer.strategy.federation.local_trainer.clients_at_once == 1
+    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
 
 
 @pytest.mark.argument("min_epochs", "honoured: rounds before anything may end the fit")

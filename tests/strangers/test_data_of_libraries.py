@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, Replay
-from lightning_fcl.data.batches import Request
+from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
@@ -355,8 +355,8 @@ def test_random_transforms_of_library_depend_on_client_and_round_only(make):
         split = Split(test=0.0)
         stream = FederatedStream(data, Stationary(2), split=split, num_workers=num_workers, seed=0)
         stream.setup("fit")
-        request = Request.of(stream.plan.train[round]["1"], 0, "1", round, 0)
-        (batch,) = stream.read([request])
+        request = BatchRequest.keyed(stream.plan.train[round]["1"], 0, "1", round, 0)
+        (batch,) = stream.read_batches([request])
         return torch.as_tensor(batch["x"] if isinstance(batch, dict) else batch[0])
 
     first = read("1", round=0)

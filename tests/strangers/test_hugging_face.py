@@ -60,7 +60,7 @@ def test_a_dict_of_them_has_splits():
 def test_formats_and_transforms_hold(form):
     stream = FederatedStream(form(table(12)), ClassIncremental(3), IID(2), seed=0)
     stream.setup("fit")
-    batch = stream.take(np.arange(3))
+    batch = stream.get_samples(np.arange(3))
     assert batch["x"].shape == (3, 4) and batch["label"].tolist() == [0, 1, 2] and stream.classes == NAMES
 
 
@@ -71,7 +71,7 @@ def tensors(batch):
 def test_labels_that_are_strings_are_numbered():
     stream = FederatedStream(table(12, labels=["yes", "no", "maybe"]), ClassIncremental(3), IID(2), collate_fn=as_pairs)
     stream.setup("fit")
-    assert stream.classes == ("maybe", "no", "yes") and stream.take(np.arange(3))[1].tolist() == [2, 1, 0]
+    assert stream.classes == ("maybe", "no", "yes") and stream.get_samples(np.arange(3))[1].tolist() == [2, 1, 0]
 
 
 def test_what_has_no_length_is_refused():

@@ -51,7 +51,7 @@ class Stranger:
         owner = [str(i % clients) if i < number else "test" for i in range(len(self.samples))]
         return FederatedStream.from_arrays(
             self.samples,
-            client=owner,
+            client_ids=owner,
             classes=(),
             scenario=ClassIncremental(1, rounds),
             split=Split(test=["test"] if self.tests else 0.0),

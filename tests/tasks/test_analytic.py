@@ -80,7 +80,7 @@ def test_any_split_is_the_pooled_solution(fit, kind, partition, experiences):
     assert int(task.readout.n) == len(data[1])
     with torch.no_grad():
         assert_near(task(torch.from_numpy(data[0])), seen(task, data[0]) @ solution(task, *data).T, 1e-5)
-        assert_near(task.network()(torch.from_numpy(data[0])), seen(task, data[0]) @ solution(task, *data).T)
+        assert_near(task.to_network()(torch.from_numpy(data[0])), seen(task, data[0]) @ solution(task, *data).T)
 
 
 def law(first, second):
@@ -108,7 +108,7 @@ class Watched(L.Callback):
         self.entry, self.own = entry, {}
 
     def on_client_end(self, trainer, module, part):
-        self.own[part.client] = module.state_dict()[self.entry].clone()
+        self.own[part.client_id] = module.state_dict()[self.entry].clone()
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
@@ -119,7 +119,7 @@ def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, cohort_size)
     fit(task, stream, [watched], cohort_size=cohort_size)
     uploads = []
     for client, rows in stream.plan.train[0].items():
-        x, y = stream.take(rows)
+        x, y = stream.get_samples(rows)
         own = solution(task, x, y, beta=0.3)
         assert_near(watched.own[client], own)
         uploads.append((own.T, x.double().numpy().T @ x.double().numpy() + 0.3 * np.eye(FEATURES)))
@@ -150,9 +150,9 @@ def test_the_best_of_several_betas_on_validation_samples(fit, options):
     fit(task, stream)
     states, y = (torch.cat(part) for part in zip(*stream.val_dataloader(), strict=True))
     states = torch.from_numpy(seen(task, states))
-    right = [int((((states @ w.T).argmax(dim=1)) == y).sum()) for w in task.readout.solutions(betas)]
+    right = [int((((states @ w.T).argmax(dim=1)) == y).sum()) for w in task.readout.solve_path(betas)]
     assert task.readout.beta == betas[int(np.argmax(right))] and len({*right}) > 1
-    torch.testing.assert_close(task.readout.weight, task.readout.solutions([task.readout.beta])[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(task.readout.weight, task.readout.solve_path([task.readout.beta])[0], rtol=0, atol=1e-9)
 
 
 # Low rank.
@@ -187,7 +187,7 @@ def test_low_rank_sends_less_and_what_clients_cut_off_is_lost(fit):
     trainer = fit(task, stream)
     cut = []
     for rows in stream.plan.train[0].values():
-        vectors, squares = of_rank(seen(task, stream.take(rows)[0]), 9)
+        vectors, squares = of_rank(seen(task, stream.get_samples(rows)[0]), 9)
         cut.append(np.sqrt(squares)[:, None] * vectors.T)
     vectors, squares = of_rank(np.vstack(cut), 9)
     b = task.readout.B.numpy()
@@ -213,7 +213,7 @@ def test_moments_come_to_the_papers_estimate(fit, symmetric):
 
     class Moments(L.Callback):
         def on_client_end(self, trainer, module, part):
-            sent.append((part.round, module.moments.sums.numpy().copy(), module.moments.counts.numpy().copy()))
+            sent.append((part.round_idx, module.moments.sums.numpy().copy(), module.moments.counts.numpy().copy()))
 
     trainer = fit(task, stream, [Moments()])
     b = np.zeros((FEATURES, FEATURES))
@@ -264,7 +264,7 @@ def test_columns_of_classes_that_nobody_has_seen_are_zero(fit, kind):
     done = []
     for number, weight in enumerate(weights.after):
         done += [rows for rows in stream.plan.train[number].values()]
-        x, y = stream.take(np.concatenate(done))
+        x, y = stream.get_samples(np.concatenate(done))
         unseen = np.setdiff1d(np.arange(CLASSES), y)
         assert len(unseen) == 15 - 5 * number and not weight[unseen].any()
         assert_near(weight, solution(task, x, y))
@@ -305,7 +305,7 @@ def test_who_comes_late_or_drops_out_and_comes_back_counts_once(fit, kind):
     absent = Absent({"3": [0, 1], "4": [3, 4]})
     fit(task, stream, [absent], swarm=swarm)
     used = [rows for current in stream.plan.train for rows in current.values()]
-    assert_near(task.readout.weight, solution(task, *stream.take(np.concatenate(used))))
+    assert_near(task.readout.weight, solution(task, *stream.get_samples(np.concatenate(used))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -385,7 +385,7 @@ def test_a_client_whose_numbers_are_not_finite_is_left_out_by_name(fit, options)
     x[owner == 0] *= 1000
     for first in (0, 1):
         task, rows = RidgeClassifier(Overflows(), CLASSES, **{"beta": 0.5, **options}), owner >= first
-        stream = streamed((x[rows], y[rows]), client=owner[rows], partition=None)
+        stream = streamed((x[rows], y[rows]), client_ids=owner[rows], partition=None)
         dropped = fit(task, stream).strategy.server.record.dropped
         assert list(dropped) == ["0"] * (first == 0)
         weights.append(task.readout.weight)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream, MajorityClassifier
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -31,7 +31,7 @@ def make_tasks(clients=2, seed=0):
         "share": (0.5, 0.5),
         "rounds_per_task": 2,
     }
-    data = Arrays(x, y, None, tuple("abcdef"))
+    data = ArrayDataset(x, y, None, tuple("abcdef"))
     return FederatedStream(data, scenario=FedViTScenario(**arguments), split=Split(test=0.25), batch_size=4, seed=seed)
 
 
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_sliced_logits(fit):
 def test_it_is_measured_within_the_task(fit):
     task, stream, metrics = make_task(task_incremental=True), make_tasks(clients=1), ContinualMetrics()
     fit(task, stream, [metrics], max_epochs=1)
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     blocks = blocks_of(stream)
     with torch.no_grad():
         logits = task(x)
@@ -113,7 +113,7 @@ def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, 
 def test_predictions_are_the_logits(fit, quiet, task_incremental):
     task, stream = make_task(task_incremental=task_incremental), make_tasks()
     stream.setup("fit")
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     pairs, alone = DataLoader(TensorDataset(x, y), 7), DataLoader(x, 7)
     with torch.no_grad():
         expected = task(x)
@@ -133,7 +133,7 @@ def test_predictions_are_the_logits(fit, quiet, task_incremental):
 def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
     task, stream = make_task(task_incremental=True), make_tasks()
     trainer = fit(task, stream)
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     plain = L.Trainer(**quiet).test(task, DataLoader(TensorDataset(x, y), 7), verbose=False)
     (told,) = trainer.test(task, datamodule=stream, verbose=False)
     assert plain[0] == pytest.approx(told)

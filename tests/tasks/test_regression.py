@@ -14,8 +14,8 @@ from torchmetrics import MeanAbsoluteError
 
 from lightning_fcl import FederatedStream, ReservoirRegressor
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, FedProx, Replay
-from lightning_fcl.callbacks.tester import Tester
-from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.callbacks.evaluator import Evaluator
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -23,8 +23,8 @@ from lightning_fcl.evaluation.comparison import compare_page
 from lightning_fcl.evaluation.curves import curves, matrices, stream_accuracies
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.record import get_quantity
+from lightning_fcl.evaluation.report import render_report
 from lightning_fcl.evaluation.results import write_csv, write_results
-from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.classification import Regressor
 
@@ -61,10 +61,10 @@ def fedavg(task, stream):
             local = copy.deepcopy(task)
             local.load_state_dict(server)
             optimizer = local.configure_optimizers()
-            x, y = stream.take(rows)
+            x, y = stream.get_samples(rows)
             y = y[:, None] if y.dim() == 1 else y
             keys = order_keys(0, [client], round)
-            for chosen in plan_batches(len(y), 1, Batching(stream.batch_size, stream.shuffle), keys):
+            for chosen in plan_batches(len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), keys):
                 optimizer.zero_grad()
                 ((local.model(x[chosen]) - y[chosen]) ** 2).mean().backward()
                 optimizer.step()
@@ -81,14 +81,14 @@ def test_it_is_the_hand_written_fedavg(fit, outputs, cohort_size):
     stream, task = make(outputs), regressor(outputs)
     start = copy.deepcopy(task)
     trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert (trainer.strategy.federation.local_trainer.clients_at_once > 1) == (cohort_size == "auto")
+    assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (cohort_size == "auto")
     torch.testing.assert_close(dict(task.state_dict()), fedavg(start, stream), rtol=0, atol=1e-6)
 
 
 def by_hand(module, stream, groups):
     """MSE and R2 on the test samples of some groups, in NumPy."""
     rows = stream.plan.test[np.isin(stream.plan.groups[stream.plan.test], groups)]
-    x, y = (part.numpy() for part in stream.take(rows))
+    x, y = (part.numpy() for part in stream.get_samples(rows))
     with torch.no_grad():
         error = module(torch.from_numpy(x)).numpy().astype(np.float64) - y.reshape(len(y), -1)
     spread = ((y - y.mean(axis=0)) ** 2).reshape(len(y), -1)
@@ -141,7 +141,7 @@ def test_continual_metrics_are_those_of_numpy(fit, outputs):
 
 def test_a_task_chooses_its_measures(fit):
     class Absolute(Regressor):
-        def measures(self):
+        def configure_metrics(self):
             return {"MAE": MeanAbsoluteError()}
 
         def sample_loss(self, output, y):
@@ -153,7 +153,7 @@ def test_a_task_chooses_its_measures(fit):
     for rows, name in ((stream.plan.test, "final_MAE/server"), (None, "training_MAE/server")):
         if rows is None:
             rows = np.unique(np.concatenate([r for current in stream.plan.train for r in current.values()]))
-        x, y = stream.take(rows)
+        x, y = stream.get_samples(rows)
         with torch.no_grad():
             assert summary[name] == pytest.approx(float((task(x) - y).abs().mean()), rel=1e-5)
 
@@ -199,7 +199,7 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     results = {"recipe": None, "seed": 0, "metrics": summarize(record), "record": record, "expected": {}}
     results |= {"finished": True, "versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
     write_results(tmp_path, results)
-    page, comparison = run_page(results), compare_page({"a run": [results]})
+    page, comparison = render_report(results), compare_page({"a run": [results]})
     assert "<dt>final_R2</dt><dd>R2 on the whole test set after the last round; higher is better</dd>" in page
     assert "<dt>forgetting_MSE</dt><dd>loss of MSE on the earlier tasks since their best value" in page
     for text in (page, comparison):
@@ -216,8 +216,8 @@ def test_a_single_sample_has_an_error_but_no_r2(fit):
     task, stream = regressor(), make()
     fit(task, stream, max_epochs=1)  # a Trainer, with its precision
     x, y = torch.randn(3, 6), torch.randn(3, 2)
-    tester = Tester(stream, np.arange(3), torch.tensor([0, 1, 1]), 3, "test", (x, y))
-    values = tester.measured(task, [(0,), (1,), (2,), (0, 1)], ["MSE", "R2"])
+    tester = Evaluator(stream, np.arange(3), torch.tensor([0, 1, 1]), 3, "test", (x, y))
+    values = tester.evaluate(task, [(0,), (1,), (2,), (0, 1)], ["MSE", "R2"])
     assert values["R2"]["0"] is None and values["R2"]["1"] is not None and values["MSE"]["2"] is None
     with torch.no_grad():
         assert values["MSE"]["0"] == pytest.approx(float(((task(x[:1]) - y[:1]) ** 2).mean()), rel=1e-5)

@@ -34,7 +34,7 @@ def seen(stream, rounds=None, client=None):
     """All samples that were trained on, one row each time."""
     plan = stream.plan.train[:rounds]
     rows = [part for current in plan for name, part in current.items() if client in (None, name)]
-    return stream.take(np.concatenate(rows))
+    return stream.get_samples(np.concatenate(rows))
 
 
 def centralized(by_numpy, task, x, y, beta=1e-2):
@@ -82,8 +82,8 @@ def test_incremental_federated_is_centralized(
     assert_weight(task, centralized(by_numpy, task, x, y))
     assert task.readout.n == 9 * len(y)
     pooled = make_reservoir_task(symmetric=symmetric)
-    pooled.readout.reset(pooled.reservoir.tag())
-    pooled.add(pooled.readout.A[None], pooled.readout.B[None], x, y, [len(y)])
+    pooled.readout.reset(pooled.reservoir.weights_hash())
+    pooled.accumulate_samples(pooled.readout.A[None], pooled.readout.B[None], x, y, [len(y)])
     for name in ("A", "B"):
         torch.testing.assert_close(getattr(task.readout, name), getattr(pooled.readout, name), rtol=0, atol=1e-10)
 
@@ -161,14 +161,14 @@ def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
 
     fit(task, stream, [Change()])
     parts = stream.plan.train[1]
-    own = [centralized(by_numpy, task, *stream.take(rows)) for rows in parts.values()]
+    own = [centralized(by_numpy, task, *stream.get_samples(rows)) for rows in parts.values()]
     assert_weight(task, np.average(own, axis=0, weights=[len(rows) for rows in parts.values()]))
 
 
 def test_each_clients_readout_is_tested_where_there_is_one(fit, make_series_stream, make_reservoir_task, by_numpy):
     stream, task, metrics = make_series_stream(2), make_reservoir_task(share="weights"), ContinualMetrics()
     fit(task, stream, [metrics])
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     states = by_numpy.run(task.reservoir, x)[2]
     correct = metrics.record["rounds"][0]["correct"]
     for client in ("0", "1"):
@@ -348,7 +348,7 @@ def test_the_regulariser_that_is_best_on_validation_is_taken(
     stream = make_series_stream(3, 2, validation=0.3, samples=120)
     task = make_reservoir_task(beta=betas, symmetric=symmetric)
     fit(task, stream)
-    beta, weight = best_beta(by_numpy, task, betas, seen(stream), stream.take(stream.plan.validation))
+    beta, weight = best_beta(by_numpy, task, betas, seen(stream), stream.get_samples(stream.plan.validation))
     assert task.readout.beta == beta
     assert_weight(task, weight)
 
@@ -445,8 +445,8 @@ def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_re
 
 def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, by_numpy):
     class Doubled(ReservoirClassifier):
-        def pairs(self, x, y):
-            return ((states, 2 * wanted) for states, wanted in super().pairs(x, y))
+        def readout_pairs(self, x, y):
+            return ((states, 2 * wanted) for states, wanted in super().readout_pairs(x, y))
 
     stream, task = make_series_stream(), Doubled(make_reservoir(), 4, beta=1e-2)
     fit(task, stream)
@@ -518,7 +518,7 @@ def test_cohorts_hold_so_many_statistics():
     for units, size in ((10, 256), (1000, 16), (6000, 1)):
         task = ReservoirClassifier(EchoStateNetwork(1, 1, seed=0), 2)
         task.readout.B = torch.empty(units, units, dtype=torch.float64, device="meta")
-        assert ReservoirTrainer(task).clients_at_once == size
+        assert ReservoirTrainer(task).num_vectorized_clients == size
 
 
 MEMORY = """

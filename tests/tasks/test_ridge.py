@@ -82,9 +82,11 @@ def federated(fit, task, callbacks=(), **kwargs):
 def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
     task = RidgeClassifier(network(6), 6, beta=0.5)
     stream = federated(fit, task, swarm=swarm)
-    used = np.concatenate([stream.plan.base, *(part for current in stream.plan.train for part in current.values())])
+    used = np.concatenate(
+        [stream.plan.base_samples, *(part for current in stream.plan.train for part in current.values())]
+    )
     assert len(used) == 6 * 7
-    assert_solves(task, *stream.take(used), 6, 0.5)
+    assert_solves(task, *stream.get_samples(used), 6, 0.5)
 
 
 @pytest.mark.seconds
@@ -95,8 +97,10 @@ def test_a_body_that_the_base_session_trains_goes_with_all_arguments(fit, option
     """As in STSA."""
     task = RidgeClassifier(network(6), 6, beta=0.5, **options)
     stream = federated(fit, task)
-    used = np.concatenate([stream.plan.base, *(part for current in stream.plan.train for part in current.values())])
-    x, y = stream.take(used)
+    used = np.concatenate(
+        [stream.plan.base_samples, *(part for current in stream.plan.train for part in current.values())]
+    )
+    x, y = stream.get_samples(used)
     states = task.embed(x).numpy()
     expected = np.linalg.solve(states.T @ states + 0.5 * np.eye(states.shape[1]), states.T @ np.eye(6)[y]).T
     np.testing.assert_allclose(task.readout.weight, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
@@ -119,14 +123,14 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
 
     task, readouts = RidgeClassifier(network(6), 6), Readouts()
     stream = federated(fit, task, [readouts], swarm=Swarm(missing={"node1": [0]}))
-    base, (first, second) = stream.plan.base, stream.plan.train
+    base, (first, second) = stream.plan.base_samples, stream.plan.train
     used = [base, np.concatenate([base, first["node2"]])]
     used.append(np.concatenate([used[1], first["node1"], *second.values()]))
     for (weight, n), indices in zip(readouts.after, used, strict=True):
         assert n == len(indices)
-        expected = pooled(task, *stream.take(indices), 6, 1.0)[2]
+        expected = pooled(task, *stream.get_samples(indices), 6, 1.0)[2]
         np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         states = task.model.eval().embed(x).double()
     right = y[(states @ readouts.after[0][0].T).argmax(1) == y]
@@ -164,7 +168,7 @@ def test_the_network_is_the_same_in_training_and_afterwards(fit, make_stream, si
     fit(task, stream, cohort_size=size)
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
     used = [rows for current in stream.plan.train for rows in current.values()]
-    assert_solves(task, *stream.take(np.concatenate(used)), 4, 0.3)
+    assert_solves(task, *stream.get_samples(np.concatenate(used)), 4, 0.3)
 
 
 def test_it_solves_in_a_plain_trainer(quiet, samples):

@@ -5,9 +5,9 @@ import torch
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.recipe import Recipe
-from lightning_fcl.running.rows import recipes_folder
-from lightning_fcl.zoo.registry import collect, package_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.zoo.registry import copy_to_registry, package_folder
 
 NAME = "mlp.digits.flwf2t_replay"
 
@@ -16,7 +16,7 @@ NAME = "mlp.digits.flwf2t_replay"
 def small_zoo(tmp_path, monkeypatch):
     """A zoo of one network, which LIGHTNING_FCL_ZOO names; nothing is cached yet."""
     folder = tmp_path / "zoo"
-    collect(package_folder() / NAME, folder)
+    copy_to_registry(package_folder() / NAME, folder)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     return folder

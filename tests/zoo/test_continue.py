@@ -12,12 +12,12 @@ from sklearn.datasets import load_digits
 from lightning_fcl import FederatedStream, RidgeClassifier, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.running.parts import trained_checkpoint
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.loaded_recipe import load_newest_checkpoint
+from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.zoo import verifying as recipes
-from lightning_fcl.zoo.continued import read_continuation
-from lightning_fcl.zoo.entry import CONTINUE, WEIGHTS
+from lightning_fcl.zoo.continuation import read_continuation
 from lightning_fcl.zoo.loading import read_tensors
+from lightning_fcl.zoo.model_entry import CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import publish
 
 KEEPS_NOTHING = {"trainer": {"callbacks": []}}
@@ -73,7 +73,7 @@ def published(tmp_path, monkeypatch, as_packaged, fit, small):
         )
         recipe = as_packaged(run, of)
         monkeypatch.setattr("lightning_fcl.zoo.publishing.packaged_recipe", lambda run, results: recipe)
-        return publish(run, "mlp.part", tmp_path / "zoo"), run, trained_checkpoint(whole)["state_dict"]
+        return publish(run, "mlp.part", tmp_path / "zoo"), run, load_newest_checkpoint(whole)["state_dict"]
 
     return make
 
@@ -133,7 +133,7 @@ def test_each_paper_goes_on_with_what_its_clients_keep(data_folder, published, p
 @pytest.mark.seconds
 def test_nothing_that_clients_keep_is_published(published, tensors_of):
     folder, run, _ = published({}, 3)
-    kept = next(value for value in trained_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
+    kept = next(value for value in load_newest_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
     content = read_continuation(folder / CONTINUE)
     assert next(value for value in content["callbacks"].values() if "clients" in value)["clients"] == {}
     public = [value.flatten().double() for value in tensors_of(content) if value.is_floating_point()]
@@ -169,13 +169,13 @@ def test_a_readout_of_a_body_that_a_package_brings_learns_later_classes_to_the_s
     assert (
         read_continuation(folder / CONTINUE)["state_dict"].keys()
         == readout
-        < trained_checkpoint(run)["state_dict"].keys()
+        < load_newest_checkpoint(run)["state_dict"].keys()
     )
     later = zoo.continue_from("mlp.part")
     assert int(later.module.readout.A.any(dim=1).sum()) == 6
     later.fit()
     assert same(later.module, whole)
-    x, _ = later.stream.take(later.stream.plan.test[:5])
+    x, _ = later.stream.get_samples(later.stream.plan.test[:5])
     assert torch.equal(zoo.load("mlp.part").network.embed(x), later.module.embed(x))
 
 
@@ -189,7 +189,7 @@ def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
     stream = FederatedStream.from_arrays(
         x,
         y,
-        client=np.arange(len(y)) % 5,
+        client_ids=np.arange(len(y)) % 5,
         scenario=ClassIncremental(1),
         features=later.stream.features,
         classes=[f"{number}" for number in range(12)],
@@ -199,7 +199,9 @@ def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
     fit(task, datamodule=stream)
     at_once = RidgeClassifier(task.model, num_classes=12, beta=10.0)
     for part, rounds in ((later.stream, later.stream.plan.train), (stream, stream.plan.train)):
-        at_once.include(*part.take(np.concatenate([rows for clients in rounds for rows in clients.values()])))
+        at_once.add_samples(
+            *part.get_samples(np.concatenate([rows for clients in rounds for rows in clients.values()]))
+        )
     at_once.readout.solve()
     assert int(task.readout.n) == int(at_once.readout.n)
     for name in ("A", "B", "weight"):

@@ -12,8 +12,8 @@ import lightning_fcl
 from lightning_fcl import Classifier, create_model, zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.running.parts import read_parts
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.runs.loaded_recipe import load_recipe
+from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.zoo import list_models
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -92,15 +92,15 @@ def test_a_reservoir_of_others():
 def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "lightning_fcl.running.fit.run",
-        lambda command, recipe, kind: seen.update(recipe=recipe) or SimpleNamespace(leaves_results=False),
+        "lightning_fcl.runs.fit.run_cli",
+        lambda command, recipe, kind: seen.update(recipe=recipe) or SimpleNamespace(should_write_results=False),
     )
     monkeypatch.chdir(tmp_path)
     main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}"])
     (tmp_path / "recipe.yaml").write_text("model: {}")
     classes = {"model.num_classes": 4} if task == "ReservoirClassifier" else {}
     recipe = Recipe((tmp_path / "recipe.yaml",)).with_layers(*seen["recipe"].layers).with_values(classes)
-    model = read_parts(recipe).model
+    model = load_recipe(recipe).model
     published = zoo.load(name).network
     network = model.reservoir if task == "ReservoirClassifier" else model.model
     wanted = getattr(published, "reservoir", published).state_dict()

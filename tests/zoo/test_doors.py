@@ -11,11 +11,11 @@ from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import FileAccessError, FileConflictError, InvalidValueError, MissingFileError
 from lightning_fcl.io.checksums import sha256
-from lightning_fcl.running.recipe import Recipe, Setting
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.runs.paper_rows import recipes_folder
+from lightning_fcl.runs.recipe import Recipe, Setting
 from lightning_fcl.zoo import verifying as recipes
-from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
-from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder, register
+from lightning_fcl.zoo.model_entry import CARD, CHECKSUMS_FILE, CONFIG, WEIGHTS, write_entry_checksums
+from lightning_fcl.zoo.registry import REGISTRY, copy_to_registry, get_entry, package_folder, register
 from lightning_fcl.zoo.verifying import UnknownRecipeError
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -52,7 +52,7 @@ def test_nothing_that_a_registry_names_leads_elsewhere(alone, registry, tmp_path
         with pytest.raises((ValueError, FileNotFoundError), match=r"(?s)^(In .*: )?Expected .*\.$") as refused:
             zoo.load(NAME)
         assert len(str(refused.value)) < 1500
-        for name in (CONFIG, SUMS):
+        for name in (CONFIG, CHECKSUMS_FILE):
             (registry.parent / NAME / name).write_bytes(before[registry.parent / NAME / name])
         registry.write_bytes(before[registry])
     assert all_below(tmp_path) == before and zoo.load(NAME)
@@ -72,8 +72,8 @@ def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(
     with pytest.raises(ValueError, match=r"^Expected .*\.$"):
         zoo.load(NAME)
     cache = tmp_path / "cache" / "zoo"
-    assert {path.name for path in all_below(tmp_path).keys() - before.keys()} <= {REGISTRY, SUMS}
-    assert before.items() <= all_below(tmp_path).items() and {*asked} <= {f"/{REGISTRY}", f"/{NAME}/{SUMS}"}
+    assert {path.name for path in all_below(tmp_path).keys() - before.keys()} <= {REGISTRY, CHECKSUMS_FILE}
+    assert before.items() <= all_below(tmp_path).items() and {*asked} <= {f"/{REGISTRY}", f"/{NAME}/{CHECKSUMS_FILE}"}
     assert all(path.is_relative_to(cache) for path in all_below(tmp_path).keys() - before.keys())
 
 
@@ -83,7 +83,7 @@ def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, 
     zoo.load(NAME)
     whole = all_below(tmp_path / "cache")
     (registry.parent / NAME / WEIGHTS).write_bytes(b"another")
-    write_list(registry.parent / NAME)
+    write_entry_checksums(registry.parent / NAME)
     register(registry.parent / NAME)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     with pytest.raises(ValueError, match="to hold tensors but got"):
@@ -97,14 +97,14 @@ def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
         (own / file.name).rename(registry.parent / f"blob-{file.name}")
         file.symlink_to(f"../blob-{file.name}")
     assert zoo.load(NAME)
-    (url, _), digest = serve_folder(registry.parent), find(NAME).digest
+    (url, _), digest = serve_folder(registry.parent), get_entry(NAME).digest
     own.rename(elsewhere)
     own.symlink_to(elsewhere)
     before = all_below(elsewhere)
     with raises(InvalidValueError, "name"):
         zoo.load(NAME)
     with raises(InvalidValueError, "name"):
-        collect(package_folder() / NAME, registry.parent)
+        copy_to_registry(package_folder() / NAME, registry.parent)
     cache.mkdir(parents=True)
     (cache / digest).symlink_to(elsewhere)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
@@ -120,13 +120,13 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
     mine.mkdir(parents=True)
     (mine / CARD).write_text("of mine")
     with raises(MissingFileError, value=mine / CONFIG):
-        collect(registry.parent / NAME, mine.parent)
+        copy_to_registry(registry.parent / NAME, mine.parent)
     shutil.copy(package_folder() / "esn.ucihar.incfed" / CONFIG, mine)
     with raises(FileConflictError, value=mine):
-        collect(registry.parent / NAME, mine.parent)
+        copy_to_registry(registry.parent / NAME, mine.parent)
     assert (mine / CARD).read_text() == "of mine" and {path.name for path in mine.parent.iterdir()} == {NAME}
     with raises(FileAccessError, value=tmp_path / "victim" / NAME):
-        collect(registry.parent / NAME, tmp_path / "victim")
+        copy_to_registry(registry.parent / NAME, tmp_path / "victim")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
     ],
 )
 def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
-    own = find(NAME).entry.recipe
+    own = get_entry(NAME).entry.recipe
     agrees = {}
     if "words" in told and told["words"] != 3:
         option, value = told["words"]

@@ -13,12 +13,12 @@ from sklearn.datasets import load_digits
 import lightning_fcl
 from lightning_fcl import FederatedStream, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.device.export import export_onnx
+from lightning_fcl.edge.export import export_onnx
 from lightning_fcl.models.backbone import example_input
-from lightning_fcl.models.ridge import square
-from lightning_fcl.zoo.entry import CARD, CHECK, CONTINUE, WEIGHTS
-from lightning_fcl.zoo.publishing import card, spread_of
-from lightning_fcl.zoo.registry import find, folder_of, list_models, package_folder
+from lightning_fcl.models.ridge import unpack_upper
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CONTINUE, WEIGHTS
+from lightning_fcl.zoo.publishing import metric_spread, model_card
+from lightning_fcl.zoo.registry import get_entry, list_models, package_folder, resolve_folder
 
 NAMES = [path.name for path in sorted(package_folder().glob("*.*/"))]
 ROOT = Path(lightning_fcl.__file__).parents[1]
@@ -40,36 +40,36 @@ def test_all_are_listed():
 )
 def test_it_is_as_its_card_says(name):
     verdict = zoo.verify(name)
-    assert verdict.right
-    if verdict.measured is None and find(name).entry.classes:
-        pytest.skip(verdict.why)  # its data are not here
+    assert verdict.is_reproduced
+    if verdict.measured_accuracy is None and get_entry(name).entry.classes:
+        pytest.skip(verdict.reason)  # its data are not here
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_input_is_drawn_from_a_seed(name):
-    draw = torch.rand if "frozen_backbone" in str(find(name).entry.network) else torch.randn  # which takes pixels
-    sample = draw(2, *find(name).entry.shape, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(load_file(folder_of(name) / CHECK)["input"], sample, atol=1e-5)
+    draw = torch.rand if "frozen_backbone" in str(get_entry(name).entry.network) else torch.randn  # which takes pixels
+    sample = draw(2, *get_entry(name).entry.shape, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(load_file(resolve_folder(name) / CHECK)["input"], sample, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_licences_and_recipe_are_told(name):
-    entry = find(name).entry
+    entry = get_entry(name).entry
     assert entry.licence.keys() == {"weights", "data"} and all(entry.licence.values())
     assert entry.about and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_card_has_the_spread_of_todays_table(name):
-    entry, text = find(name).entry, (folder_of(name) / CARD).read_text()
-    state = load_file(folder_of(name) / WEIGHTS)
-    assert text == card(entry, spread_of(entry), state), "write it anew: python zoo/train.py --cards"
-    assert (" ± " in text) == bool(spread_of(entry))
+    entry, text = get_entry(name).entry, (resolve_folder(name) / CARD).read_text()
+    state = load_file(resolve_folder(name) / WEIGHTS)
+    assert text == model_card(entry, metric_spread(entry), state), "write it anew: python zoo/train.py --cards"
+    assert (" ± " in text) == bool(metric_spread(entry))
 
 
 @pytest.mark.parametrize("name", PERSONS)
 def test_persons_have_no_names(name):
-    assert all(label.startswith("person ") for label in find(name).entry.classes)
+    assert all(label.startswith("person ") for label in get_entry(name).entry.classes)
 
 
 def test_what_travels_in_the_wheel_is_small():
@@ -108,8 +108,8 @@ def sums_of(task, stream, clients):
     other = copy.deepcopy(task.readout)
     other.reset(int(task.readout.tag))
     for client in clients:
-        x, y = stream.take(stream.plan.train[0][client])
-        other.n += task.add(other.A[None], other.B[None], x, y, [len(x)])[0]
+        x, y = stream.get_samples(stream.plan.train[0][client])
+        other.n += task.accumulate_samples(other.A[None], other.B[None], x, y, [len(x)])[0]
     return other
 
 
@@ -133,12 +133,12 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
     wanted.solve()
     # What was published was summed on another machine, whose states of single precision are rounded otherwise.
     for readout, rounding in ((task.readout, 1e-6), (here, 1e-12)):
-        readout.remove(gone)
+        readout.unlearn(gone)
         for found, sums in ((readout.A, wanted.A), (readout.B, wanted.B)):
             assert (found - sums).abs().max() <= rounding * sums.abs().max()
         readout.solve()
     # What was published solves the others' regression now, but for what the sums differ by; before it did not.
-    squares = square(wanted.B, wanted.in_features)
+    squares = unpack_upper(wanted.B, wanted.in_features)
     for weight, solves in ((task.readout.weight, True), (before, False)):
         residual = weight @ squares + wanted.beta * weight - wanted.A
         allowed = 2e-6 * (squares.abs().max() * weight.abs().sum(1, keepdim=True) + wanted.A.abs().max())
@@ -160,7 +160,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeyp
     stream = FederatedStream.from_arrays(
         x,
         y,
-        client=np.arange(60) % 3,
+        client_ids=np.arange(60) % 3,
         scenario=ClassIncremental(1),
         features=task.model,
         classes=[*later.entry.classes, "a 0", "a 1"],
@@ -169,7 +169,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeyp
     fit(task, stream)
     rows = np.concatenate([*stream.plan.train[0].values()])
     wanted = copy.deepcopy(known)
-    wanted.partial_fit(stream.take(rows)[0], task.targets.encode(stream.take(rows)[1]))
+    wanted.partial_fit(stream.get_samples(rows)[0], task.targets.encode(stream.get_samples(rows)[1]))
     wanted.solve()
     assert n == 48_000 and int(task.readout.n) == n + len(rows)
     for found, sums in ((task.readout.A, wanted.A), (task.readout.B, wanted.B), (task.readout.weight, wanted.weight)):
@@ -186,10 +186,10 @@ def test_new_people_are_added_to_a_published_reservoir(fit, data_folder):
     later = zoo.continue_from("esn.wesad_wrist.incfed")
     task, stream = later.module, later.stream
     known, n = copy.deepcopy(task.readout), int(task.readout.n)
-    x, y = stream.take(stream.plan.test)
+    x, y = stream.get_samples(stream.plan.test)
     more = FederatedStream.from_arrays(x.numpy(), y.numpy(), np.arange(len(y)) % 2, scenario=ClassIncremental(1))
     fit(task, more)
     assert int(task.readout.n) > n
     added = copy.deepcopy(task.readout)
-    added.remove(known)
+    added.unlearn(known)
     assert added.n == sum(len(rows) for rows in more.plan.train[0].values()) * x.shape[1]

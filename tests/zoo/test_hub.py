@@ -15,7 +15,7 @@ from raising import raises
 
 from lightning_fcl import zoo
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CHECKSUMS_FILE, CONFIG, CONTINUE, WEIGHTS
 
 NAME = "mlp.digits.flwf2t_replay"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -178,7 +178,7 @@ def test_a_run_is_pushed_as_the_next_version(hub, commits, run):
     assert done.returncode == 0, done.stderr
     commit, files = [*commits.items()][-1]
     assert f"hf:our/models@{commit}" in done.stdout
-    assert sorted(files) == sorted([CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, "notes.txt"])
+    assert sorted(files) == sorted([CARD, CHECK, CONFIG, CONTINUE, CHECKSUMS_FILE, WEIGHTS, "notes.txt"])
     assert json.loads(files[CONFIG])["version"] == 2 and files[CONTINUE] != b"of the version before"
     assert hub("-c", LABEL.format(name=f"hf:our/models@{commit}")).stdout.strip().isdigit()
 
@@ -209,8 +209,8 @@ def test_a_push_is_refused_whole(hub, commits, run):
 
 LATE = """
 from pathlib import Path
-from lightning_fcl.zoo.registry import read_head, upload
-upload(Path({run!r}), read_head("hf:our/models")._replace(commit="0" * 40), "of an older head")
+from lightning_fcl.zoo.registry import get_repo_head, upload
+upload(Path({run!r}), get_repo_head("hf:our/models")._replace(commit="0" * 40), "of an older head")
 """
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fcl import zoo
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, write_list
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CHECKSUMS_FILE, CONFIG, WEIGHTS, write_entry_checksums
 from lightning_fcl.zoo.registry import REGISTRY, register
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -24,7 +24,7 @@ def relisted(folder, **changes):
     """A folder whose configuration is another's, and agrees with its files: what an attacker would make."""
     config = folder / CONFIG
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    write_list(folder)
+    write_entry_checksums(folder)
     return folder
 
 
@@ -67,7 +67,9 @@ def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, argument):
 def test_every_changed_byte_is_seen(small_zoo, folder, monkeypatch):
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: folder)  # which has none
     draw = random.Random(17)
-    files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD, SUMS, SUMS)] + [small_zoo / REGISTRY]
+    files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD, CHECKSUMS_FILE, CHECKSUMS_FILE)] + [
+        small_zoo / REGISTRY
+    ]
     for _ in range(500):
         file = draw.choice(files)
         before = file.read_bytes()
@@ -84,7 +86,7 @@ def test_every_changed_byte_is_seen(small_zoo, folder, monkeypatch):
     assert zoo.load(NAME).predict(DIGITS.images[:1, None])[0].label == "0"
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, CHECK, CARD, SUMS])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, CHECK, CARD, CHECKSUMS_FILE])
 def test_a_missing_file_is_named(small_zoo, folder, name):
     (folder / name).unlink()
     for where in (NAME, folder):

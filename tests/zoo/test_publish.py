@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidValueError, MissingFileError
-from lightning_fcl.running.parts import trained_parts
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files
+from lightning_fcl.runs.loaded_recipe import load_trained_recipe
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CHECKSUMS_FILE, CONFIG, CONTINUE, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.publishing import publish
 from lightning_fcl.zoo.registry import REGISTRY, package_folder, read_registry
 from lightning_fcl.zoo.verifying import packaged_recipe
@@ -46,10 +46,10 @@ def target(tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 def test_what_is_published_predicts_as_the_run_does(plain, target):
-    folder = publish(plain, "mlp.mine", target, "Mine.", LICENCE, half=False)
-    model, parts = zoo.load("mlp.mine"), trained_parts(plain)
+    folder = publish(plain, "mlp.mine", target, "Mine.", LICENCE, half_precision=False)
+    model, parts = zoo.load("mlp.mine"), load_trained_recipe(plain)
     parts.datamodule.setup("test")
-    x, _ = parts.datamodule.take(parts.datamodule.plan.test)
+    x, _ = parts.datamodule.get_samples(parts.datamodule.plan.test)
     with torch.no_grad():
         assert torch.equal(model(x), parts.model.eval()(x))
     raw = parts.datamodule.samples.x[parts.datamodule.plan.test].numpy() * 16
@@ -58,7 +58,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
     record = json.loads((plain / "results.json").read_text())["record"]
     told = sum(record["rounds"][-1]["correct"]["server"]) / sum(record["totals"])
     assert model.entry.metrics["test_accuracy"] == pytest.approx(told)
-    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, SUMS, WEIGHTS}
+    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, CHECKSUMS_FILE, WEIGHTS}
     assert {file.name for file in target.iterdir()} == {"mlp.mine", REGISTRY}
 
 
@@ -103,7 +103,7 @@ def _holds(numbers, row):
 
 @pytest.mark.seconds
 def test_persons_are_numbered(plain, target):
-    publish(plain, "mlp.faces", target, licence=LICENCE, numbers=True)
+    publish(plain, "mlp.faces", target, licence=LICENCE, numbered_classes=True)
     assert zoo.load("mlp.faces").classes == [f"person {number}" for number in range(1, 11)]
 
 
@@ -131,7 +131,9 @@ def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_pat
 def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
     publish(plain, "mlp.mine", target, licence=LICENCE)
     verdict = zoo.verify("mlp.mine")
-    assert verdict.right and verdict.measured is None and "of a recipe of this package" in verdict.why
+    assert (
+        verdict.is_reproduced and verdict.measured_accuracy is None and "of a recipe of this package" in verdict.reason
+    )
 
 
 @pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])
@@ -142,7 +144,7 @@ def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
 
 @pytest.mark.parametrize("to", ["hf:models", "hf:our/models@main", "https://example.org/zoo"])
 def test_what_is_no_folder_or_repository_is_refused(plain, to):
-    with raises(InvalidValueError, "name" if to.startswith("hf:") else "to", value=to):
+    with raises(InvalidValueError, "name" if to.startswith("hf:") else "destination", value=to):
         publish(plain, "mlp.mine", to)
 
 
@@ -159,7 +161,7 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
     folder, spread = small_zoo / name, {"final_accuracy/server": (0.77, 0.01, 5), "worst/server": (0.5, 0.1, 5)}
     weights, before = (folder / WEIGHTS).read_bytes(), read_entry(folder / CONFIG)
     assert not renew_card(folder)
-    monkeypatch.setattr(train, "spread_of", lambda entry: spread)
+    monkeypatch.setattr(train, "metric_spread", lambda entry: spread)
     with monkeypatch.context() as cut:
         cut.setattr(train, "register", None)
         with pytest.raises(TypeError):
@@ -178,7 +180,7 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
 def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
     monkeypatch.setattr("lightning_fcl.zoo.verifying.test_accuracy", lambda model, stream: 0.5)
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
-    assert not verdict.right and verdict.measured == 0.5
+    assert not verdict.is_reproduced and verdict.measured_accuracy == 0.5
 
 
 @pytest.mark.seconds
@@ -186,6 +188,6 @@ def test_what_is_no_entry_is_not_removed(plain, target):
     mine = target / "mlp.mine"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("of mine")
-    with raises(MissingFileError, value=mine / SUMS):
+    with raises(MissingFileError, value=mine / CHECKSUMS_FILE):
         publish(plain, "mlp.mine", target, licence=LICENCE)
     assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}

@@ -6,8 +6,8 @@ from raising import raises
 from lightning_fcl import zoo
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.io.checksums import sha256
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS
-from lightning_fcl.zoo.registry import REGISTRY, collect, package_folder
+from lightning_fcl.zoo.model_entry import CARD, CHECK, CHECKSUMS_FILE, CONFIG, WEIGHTS
+from lightning_fcl.zoo.registry import REGISTRY, copy_to_registry, package_folder
 
 NAME = "mlp.digits.flwf2t_replay"
 
@@ -27,14 +27,14 @@ def remote(small_zoo, serve_folder, monkeypatch):
 def test_from_a_url_once(remote, monkeypatch):
     found = label_of(NAME)
     assert sorted(remote) == sorted(
-        [f"/{REGISTRY}", *(f"/{NAME}/{file}" for file in (SUMS, CONFIG, WEIGHTS, CHECK, CARD))]
+        [f"/{REGISTRY}", *(f"/{NAME}/{file}" for file in (CHECKSUMS_FILE, CONFIG, WEIGHTS, CHECK, CARD))]
     )
     remote.clear()
     monkeypatch.setenv("LIGHTNING_FCL_OFFLINE", "1")
     assert label_of(NAME) == found and remote == []
 
 
-@pytest.mark.parametrize("name", [SUMS, WEIGHTS])
+@pytest.mark.parametrize("name", [CHECKSUMS_FILE, WEIGHTS])
 def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name):
     file = small_zoo / NAME / name
     data = bytearray(file.read_bytes())
@@ -47,7 +47,7 @@ def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name
 
 @pytest.mark.seconds
 def test_another_registry_than_the_setting_tells_is_refused(small_zoo, remote):
-    collect(package_folder() / "esn.ucihar.incfed", small_zoo)
+    copy_to_registry(package_folder() / "esn.ucihar.incfed", small_zoo)
     with raises(InvalidValueError, "sha256"):
         zoo.load(NAME)
 
@@ -66,7 +66,7 @@ def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(
 ):
     inside = tmp_path / "package"
     inside.mkdir()
-    collect(package_folder() / NAME, inside)
+    copy_to_registry(package_folder() / NAME, inside)
     (inside / NAME / WEIGHTS).unlink()
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: inside)
     monkeypatch.delenv("LIGHTNING_FCL_ZOO")

@@ -105,11 +105,11 @@ class Gradient:
         import lightning.pytorch as L
 
         from lightning_fcl import FederatedStrategy
-        from lightning_fcl.simulation.trainer_choice import automatic_size
+        from lightning_fcl.simulation.trainer_choice import choose_group_size
 
         cohort_size = "auto"
         if devices > 1:  # two cohorts for each rank, at least
-            cohort_size = min(automatic_size(self.task()), (self.drawn or self.clients) // (2 * devices))
+            cohort_size = min(choose_group_size(self.task()), (self.drawn or self.clients) // (2 * devices))
         return L.Trainer(
             strategy=FederatedStrategy(self.drawn or 1.0, cohort_size=cohort_size, seed=0),
             max_epochs=rounds,

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.arrays import ArrayDataset
 from lightning_fcl.data.datasets.digits import load_digits
 from lightning_fcl.data.datasets.faces import load_lfw, load_orl
-from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.data.datasets.hhar import load_hhar
 from lightning_fcl.data.datasets.photographs import (
     load_cifar100,
@@ -22,13 +21,14 @@ from lightning_fcl.data.datasets.photographs import (
     load_miniimagenet,
     load_tinyimagenet,
 )
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
 from lightning_fcl.errors import UnknownNameError, did_you_mean
 from lightning_fcl.io.download import Source, data_root
 
-__all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load_dataset"]
+__all__ = ["ArrayDataset", "data_root", "download", "list_datasets", "load_dataset", "verify"]
 
-_LOADERS: dict[str, Callable[..., Arrays]] = {
+_LOADERS: dict[str, Callable[..., ArrayDataset]] = {
     loader.__name__.removeprefix("load_"): loader
     for loader in (
         *(load_cifar100, load_core50, load_digits, load_fc100, load_hhar, load_lfw),
@@ -37,11 +37,11 @@ _LOADERS: dict[str, Callable[..., Arrays]] = {
 }
 
 
-def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
+def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> ArrayDataset:
     """Load all samples of a data set by name.
 
     Args:
-        name: One of the names that `describe` lists.
+        name: One of the names that `list_datasets` lists.
         root: Folder of the data sets, see `data_root`.
         **options: What the data set's own function takes besides `root`, of the types that it says.
 
@@ -54,47 +54,47 @@ def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> A
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
-    from lightning_fcl.models.described import cast_arguments  # with torch, which nothing else here needs
+    from lightning_fcl.models.serialization import validate_arguments  # with torch, which nothing else here needs
 
     loader = _LOADERS[_source(name).name]
-    return loader(data_root(root), **cast_arguments(loader, options, name))
+    return loader(data_root(root), **validate_arguments(loader, options, name))
 
 
-def describe() -> list[Source]:
+def list_datasets() -> list[Source]:
     """What each known data set is, its terms of use, where it comes from and how it lies on disk, by name.
 
     Example:
-        >>> [source.name for source in describe()][:6]
+        >>> [source.name for source in list_datasets()][:6]
         ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
     return [*SOURCES.values()]
 
 
-def check(name: str, root: str | Path | None = None) -> str:
+def verify(name: str, root: str | Path | None = None) -> str:
     """Read a data set, as `load_dataset` does, and say in one line what was found.
 
     Example:
-        >>> check("digits")  # doctest: +ELLIPSIS
+        >>> verify("digits")  # doctest: +ELLIPSIS
         'digits: bundled with scikit-learn ...; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
     """
     layout, place = _source(name).find(root)
     data = load_dataset(name, root)
     shape = " x ".join(str(size) for size in data.x.shape[1:])
-    clients = "no natural clients" if data.client is None else f"{len(np.unique(data.client))} clients"
+    clients = "no natural clients" if data.client_ids is None else f"{len(np.unique(data.client_ids))} clients"
     return f"{name}: {layout} {place}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
 
 
-def fetch(name: str, root: str | Path | None = None) -> Path:
+def download(name: str, root: str | Path | None = None) -> Path:
     """Download a data set, verify it, and keep it below the folder of the data sets; the path that will be read.
 
     Raises:
         ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.
 
     Example:
-        >>> fetch("digits").name
+        >>> download("digits").name
         'digits.csv.gz'
     """
-    return _source(name).fetch(root)
+    return _source(name).download(root)
 
 
 def _source(name: str) -> Source:

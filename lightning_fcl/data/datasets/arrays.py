@@ -13,13 +13,13 @@ from lightning_fcl.errors import InvalidValueError, MissingValueError, one_of
 
 _PIECE = 4096  # samples that are looked at together
 
-Reach = Literal["data", "sample", "person"]
+ScalingScope = Literal["data", "sample", "person"]
 Sensor = tuple[str, str, float, float]
 """What a channel measures: its name, its unit, and the least and the largest value that it can have."""
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays:
+class ArrayDataset:
     """A whole data set in memory, with the owner of each sample where the data have one.
 
     Images may stay as they are stored, a byte a pixel, with the `mean` and `std` that make them samples: `samples`
@@ -28,7 +28,7 @@ class Arrays:
     Args:
         x: Samples, shape ``(n, ...)``, float32, finite; or pixels, uint8, if there are `mean` and `std`.
         y: Labels, shape ``(n,)``, int64, from 0 to C - 1.
-        client: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
+        client_ids: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
         classes: The C names of the classes, in the order of the labels.
         official_test: True where the publishers put the sample in their test set, shape ``(n,)``, or None.
         group: Natural domain of each sample (a device, a place), shape ``(n,)``, or None.
@@ -43,14 +43,14 @@ class Arrays:
     Example:
         >>> scale = {"mean": np.zeros((1, 1, 1), np.float32), "std": np.full((1, 1, 1), 255, np.float32)}
         >>> pixels = np.full((2, 3, 8, 8), 51, np.uint8)
-        >>> data = Arrays(x=pixels, y=np.array([0, 1]), client=None, classes=("cat", "dog"), **scale)
+        >>> data = ArrayDataset(x=pixels, y=np.array([0, 1]), client_ids=None, classes=("cat", "dog"), **scale)
         >>> data.x.dtype.name, data.samples([1]).dtype.name, data.samples([1]).max().item()
         ('uint8', 'float32', 0.20000000298023224)
     """
 
     x: NDArray[Any]
     y: NDArray[np.int64]
-    client: NDArray[Any] | None
+    client_ids: NDArray[Any] | None
     classes: tuple[str, ...]
     official_test: NDArray[np.bool_] | None = None
     group: NDArray[Any] | None = None
@@ -67,7 +67,7 @@ class Arrays:
                 argument="x",
             )
         kinds = {"x": "uint8" if pixels else "float32", "y": "int64", "official_test": "bool"}
-        kinds |= {"mean": "float32", "std": "float32", "client": "integers or text", "group": "integers or text"}
+        kinds |= {"mean": "float32", "std": "float32", "client_ids": "integers or text", "group": "integers or text"}
         for name, kind in kinds.items():
             column = vars(self)[name]
             if column is None:
@@ -156,7 +156,7 @@ class Measurement:
     rate: float | None = None
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
-    scaled_over: Reach = "data"
+    scaled_over: ScalingScope = "data"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
@@ -180,13 +180,13 @@ class Measurement:
             )
 
     @classmethod
-    def of_sensors(
+    def from_sensors(
         cls,
         sensors: Sequence[Sensor],
         shape: tuple[int, ...],
         axes: tuple[str, ...],
         rate: float | None = None,
-        scaled_over: Reach = "data",
+        scaled_over: ScalingScope = "data",
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> Measurement:
@@ -194,7 +194,7 @@ class Measurement:
         scale = (None if values is None else tuple(values) for values in (mean, std))
         return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
 
-    def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
+    def preprocess(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
         """Samples as networks take them, shape (n, ...), from a device's own values.
 
         ``x`` is one sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person. Its
@@ -255,10 +255,10 @@ class Measurement:
                 )
         if self.scaled_over == "data":
             along = [-1 if axis == "channel" else 1 for axis in self.axes]
-            return scaled(values, np.array(self.mean).reshape(along), np.array(self.std).reshape(along))
+            return normalize_array(values, np.array(self.mean).reshape(along), np.array(self.std).reshape(along))
         others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
         if self.scaled_over == "sample":
-            return z_score(values.astype(np.float64), others)
+            return standardize(values.astype(np.float64), others)
         if len(values) < 2:
             raise InvalidValueError(
                 "Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
@@ -266,7 +266,7 @@ class Measurement:
                 hint="Pass all samples of the person together.",
                 argument="x",
             )
-        return z_score(values.astype(np.float32), (0, *others))
+        return standardize(values.astype(np.float32), (0, *others))
 
     def describe(self) -> str:
         size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
@@ -280,12 +280,12 @@ class Measurement:
         return f"{size}{at}: {names}; scaled {scale}"
 
 
-def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
+def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
     """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred."""
-    return scaled(x, *moments(x, axes))
+    return normalize_array(x, *mean_and_std(x, axes))
 
 
-def moments(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def mean_and_std(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and standard deviation over some axes, which stay with a length of 1; of what is constant, 1."""
     mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
     # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
@@ -293,6 +293,6 @@ def moments(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64]
     return mean, np.where(constant, 1.0, std)
 
 
-def scaled(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
+def normalize_array(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
     """Subtract a mean and divide by a standard deviation, whose shapes broadcast, in double precision."""
     return cast(NDArray[np.float32], ((x - mean) / std).astype(np.float32))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_fcl.data.datasets.arrays import Arrays, Measurement
-from lightning_fcl.data.datasets.files import SOURCES
-from lightning_fcl.errors import at_least, require
+from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement
+from lightning_fcl.data.datasets.readers import SOURCES
+from lightning_fcl.errors import at_least, require_package
 from lightning_fcl.io.download import Layout
-from lightning_fcl.io.reading import open_file, reading
+from lightning_fcl.io.reading import as_file_error, open_file
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
@@ -20,32 +20,32 @@ _LAYOUT = Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data
 _DIGITS = SOURCES["digits"] = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
-def load_digits(root: str | Path | None = None, permutations: int = 1) -> Arrays:
+def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayDataset:
     """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn.
 
-    With several ``permutations``, as in permuted MNIST, each digit comes once in each of these domains, ``"00"``,
+    With several ``keyed_permutations``, as in permuted MNIST, each digit comes once in each of these domains, ``"00"``,
     ``"01"`` and so on, its pixels in the domain's order: in the first as they are, in others as drawn once for all.
     Every fifth digit is then of the official test set, in all of them.
     """
     at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
-        require("sklearn", "brings the digits")
+        require_package("sklearn", "brings the digits")
     path = _DIGITS.find(root)[1]
-    with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
+    with as_file_error(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
         # Importing scikit-learn would take seconds.
         file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is collected
         table = np.loadtxt(file, delimiter=",")
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)
     if permutations == 1:
-        sensed = Measurement.of_sensors([ink], (1, 8, 8), axes, mean=[0.0], std=[16.0])
-        return Arrays(pixels.reshape(-1, 1, 8, 8), digits, None, tuple("0123456789"), measurement=sensed)
+        sensed = Measurement.from_sensors([ink], (1, 8, 8), axes, mean=[0.0], std=[16.0])
+        return ArrayDataset(pixels.reshape(-1, 1, 8, 8), digits, None, tuple("0123456789"), measurement=sensed)
     rng = np.random.default_rng(0)
     orders = [np.arange(64), *(rng.permutation(64) for _ in range(permutations - 1))]
-    return Arrays(
+    return ArrayDataset(
         x=np.concatenate([pixels[:, order] for order in orders]).reshape(-1, 1, 8, 8),
         y=np.tile(digits, permutations),
-        client=None,
+        client_ids=None,
         classes=tuple("0123456789"),
         official_test=np.tile(np.arange(len(digits)) % 5 == 4, permutations),
         group=np.repeat([f"{number:02}" for number in range(permutations)], len(digits)),

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import SOURCES, in_range, numbered_paths, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
+from lightning_fcl.data.datasets.arrays import ArrayDataset
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_dataset, read_image
+from lightning_fcl.data.datasets.readers import SOURCES, check_int_range, numbered_paths, read_npz
 from lightning_fcl.errors import InvalidValueError, at_least
 
 _ORL = SOURCES["orl"]
@@ -20,7 +20,7 @@ _PEOPLE = 40
 
 def load_orl(
     root: str | Path | None = None, size: Sequence[int] | None = (64, 48), normalize: FaceScale = "image"
-) -> Arrays:
+) -> ArrayDataset:
     """ORL (AT&T) faces: ten grey images each of 40 people, taken in a laboratory.
 
     Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification", WACV. Two layouts
@@ -39,7 +39,7 @@ def load_orl(
     layout, path = _ORL.find(root)
     if layout == "npz file":
         arrays = read_npz(path, {"X": ("pixels", ("images", *_ORL_SHAPE)), "y": ("iu", ("images",))})
-        pixels, number = arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
+        pixels, number = arrays["X"], check_int_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
     else:
         folders = {
             int(one.name[1:]): numbered_paths(one, r"([1-9]\d?)\.pgm") for one in numbered_paths(path, r"s([1-9]\d?)")
@@ -53,7 +53,7 @@ def load_orl(
         height, width = (max(1, round(scale * wanted)) for wanted in size)
         top, left = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
         pixels = pixels[:, top : top + height, left : left + width]
-    return faces(pixels, y, [f"s{person}" for person in people], size, normalize)
+    return face_dataset(pixels, y, [f"s{person}" for person in people], size, normalize)
 
 
 _NPZ_SHAPE = (64, 48)
@@ -66,7 +66,7 @@ _LFW = SOURCES["lfw"]
 
 def load_lfw(
     root: str | Path | None = None, min_faces: int = 35, size: Sequence[int] = (64, 48), normalize: FaceScale = "image"
-) -> Arrays:
+) -> ArrayDataset:
     """Labeled Faces in the Wild: press photographs of people, cut to the face, in grey.
 
     Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in unconstrained
@@ -102,7 +102,7 @@ def load_lfw(
             )
         wanted = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
         arrays = read_npz(path, wanted)
-        owner = arrays["names"][in_range(arrays["y"], len(arrays["names"]) - 1, f"`y` of {path}")]
+        owner = arrays["names"][check_int_range(arrays["y"], len(arrays["names"]) - 1, f"`y` of {path}")]
         names, kept = _with_enough(owner, min_faces, path)
         images = arrays["X"][kept]
     else:
@@ -113,7 +113,7 @@ def load_lfw(
         owner = np.repeat(list(people), list(map(len, people.values())))
         names, kept = _with_enough(owner, min_faces, path)
         images = (read_image(paths[n], "JPEG", "L", _LFW_SHAPE)[_FACE] for n in np.flatnonzero(kept))
-    return faces(images, np.searchsorted(names, owner[kept]), names.tolist(), size, normalize)
+    return face_dataset(images, np.searchsorted(names, owner[kept]), names.tolist(), size, normalize)
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:

@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays, Sensor
-from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
-from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
-from lightning_fcl.errors import InvalidValueError, at_least, require
-from lightning_fcl.io.reading import check_size, open_file, reading
+from lightning_fcl.data.datasets.arrays import ArrayDataset, Sensor
+from lightning_fcl.data.datasets.readers import SOURCES, check_int_range, check_subset
+from lightning_fcl.data.datasets.time_series import (
+    Recording,
+    Scale,
+    chunk_recordings,
+    label_ranges,
+    read_windows,
+    series_measurement,
+)
+from lightning_fcl.errors import InvalidValueError, at_least, require_package
+from lightning_fcl.io.reading import as_file_error, check_size, open_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +64,7 @@ def load_hhar(
     devices: Sequence[str] | None = None,
     features: Literal["raw", "statistics"] = "raw",
     normalize: Scale = "user",
-) -> Arrays:
+) -> ArrayDataset:
     """Load the labelled motion of the devices, cut into chunks that do not overlap.
 
     Accelerometer and gyroscope of a device are brought to one regular grid of 100 Hz by linear interpolation between
@@ -69,9 +76,10 @@ def load_hhar(
             ``windows.npz``. None is 200, and 128 there.
         devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
             nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
-        features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see `statistics`.
-        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.chunked`; the
-            paper's is ``"user"``.
+        features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see
+            `window_statistics`.
+        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.time_series.chunk_recordings`;
+            the paper's is ``"user"``.
 
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the user, "a" to "i"; `group` the place of the model in
@@ -94,25 +102,25 @@ def load_hhar(
                 )
         chunk = _WINDOW if chunk is None else chunk
         arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, _HHAR.remedy), _WINDOW // chunk
-        user = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", _HHAR.remedy)
-        with reading(path, "to hold windows of the six activities", _HHAR.remedy):
-            return Arrays(
+        user = check_int_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", _HHAR.remedy)
+        with as_file_error(path, "to hold windows of the six activities", _HHAR.remedy):
+            return ArrayDataset(
                 x=arrays["X"].reshape(-1, chunk, 3),
                 y=arrays["y"].astype(np.int64).repeat(chunks),
-                client=np.array(_USERS)[user].repeat(chunks),
+                client_ids=np.array(_USERS)[user].repeat(chunks),
                 classes=_CLASSES,
-                measurement=measured_series(chunk, "user", _MEASURED["accelerometer"], None),
+                measurement=series_measurement(chunk, "user", _MEASURED["accelerometer"], None),
             )
     chunk = 200 if chunk is None else chunk
     less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
     remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
     recordings = _recordings(path, models, features)
-    data = chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
+    data = chunk_recordings(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
     sensors = [axis for name in _SENSORS for axis in _MEASURED[name]] if features == "raw" else []
-    return replace(data, measurement=measured_series(chunk, normalize, sensors, _RATE))
+    return replace(data, measurement=series_measurement(chunk, normalize, sensors, _RATE))
 
 
-def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
+def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Describe each step of a stretch by 32 features, from its past only (Bacciu et al. 2021, IV.B).
 
     Windows of 200 steps start every 100. Each step takes the statistics of the newest window that is complete at that
@@ -141,14 +149,14 @@ def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[
         sensors = acc.pop(owner, None), gyro.pop(owner, None)
         found = _on_one_grid(sensors[0], sensors[1]) if sensors[0] and sensors[1] else []
         if features == "statistics":
-            found = [(statistics(part), label) for part, label in found]
+            found = [(window_statistics(part), label) for part, label in found]
         yield Recording(user, found, f"user {user} with {device}", models.index(model))
 
 
 def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
-    pd = require("pandas", "reads large CSV files in pieces")
+    pd = require_package("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Series]] = {}
-    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
+    with as_file_error(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
         file = stack.enter_context(open_file(path))
         check_size(os.fstat(file.fileno()).st_size)
         # The files are too large to be held as text, and `null` is a name here.
@@ -184,7 +192,7 @@ def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, li
 def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
     """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
     found = []
-    runs, others = (stretches(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
+    runs, others = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0
     while i < len(runs) and j < len(others):
         (a, b), (c, d) = runs[i], others[j]

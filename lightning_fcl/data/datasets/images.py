@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Reach
-from lightning_fcl.errors import InvalidValueError, require
-from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement, ScalingScope
+from lightning_fcl.errors import InvalidValueError, require_package
+from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.paths import cache_folder
-from lightning_fcl.io.reading import check_size, ensure, open_file, reading, regular_file
+from lightning_fcl.io.reading import as_file_error, check, check_size, open_file, regular_file
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
@@ -58,20 +58,20 @@ def read_image(
         shape: Height and width that the image must have by its header, before it takes memory.
         content: What the file holds, where it lies within another one.
     """
-    require("PIL.Image", "reads images")
+    require_package("PIL.Image", "reads images")
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
     what = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
     with (
-        reading(path, what),
+        as_file_error(path, what),
         open_file(path) if content is None else io.BytesIO(content) as file,
         Image.open(file, formats=formats) as image,
     ):
         packed = os.fstat(file.fileno()).st_size if content is None else len(content)
         check_size(4 * image.height * image.width, packed)
         fits = shape in (None, (image.height, image.width)) and (file_format is None or image.mode in _MODES[mode])
-        ensure(fits, f"one of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
+        check(fits, f"one of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
         if image.format == "PNG" and content is None:
             with open_file(path) as chunks:
                 chunks.seek(8)  # to the first chunk; loading compares the checksums of some only
@@ -82,20 +82,20 @@ def read_image(
 def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
     if size is None or image.shape[:2] == tuple(size):
         return image
-    require("PIL.Image", "resizes images")
+    require_package("PIL.Image", "resizes images")
     from PIL import Image
 
     height, width = (int(number) for number in size)
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def faces(
+def face_dataset(
     images: Iterable[NDArray[np.uint8]],
     y: NDArray[Any],
     classes: Sequence[str],
     size: Sequence[int] | None,
     normalize: FaceScale,
-) -> Arrays:
+) -> ArrayDataset:
     """Grey images of shape (height, width) as a data set, resized as `resize_all` does unless ``size`` is None.
 
     ``normalize="image"`` gives each image a mean of zero and a variance of one, and a constant image zeros; ``"none"``
@@ -111,10 +111,10 @@ def faces(
         centred: NDArray[Any] = pixels - pixels.mean(dtype=np.float64)
         x.append((centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32))
     stack = np.stack(x)[:, np.newaxis]
-    over: Reach = "data" if normalize == "none" else "sample"
+    over: ScalingScope = "data" if normalize == "none" else "sample"
     scale = {"mean": [0.0], "std": [255.0]} if normalize == "none" else {}
-    measurement = Measurement.of_sensors([("grey", "of 255", 0.0, 255.0)], stack.shape[1:], AXES, None, over, **scale)
-    return Arrays(stack, y.astype(np.int64), None, tuple(classes), measurement=measurement)
+    measurement = Measurement.from_sensors([("grey", "of 255", 0.0, 255.0)], stack.shape[1:], AXES, None, over, **scale)
+    return ArrayDataset(stack, y.astype(np.int64), None, tuple(classes), measurement=measurement)
 
 
 def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
@@ -134,7 +134,7 @@ def resize_all_once(
     """
     told = hashlib.sha256("\n".join(names).encode())
     for path in files:
-        with reading(path, "to be a file of images"):
+        with as_file_error(path, "to be a file of images"):
             found = path.stat()
         told.update(f"\n{path.absolute()} {found.st_size} {found.st_mtime_ns}".encode())
     kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
@@ -143,18 +143,18 @@ def resize_all_once(
     pixels = resize_all(images, len(names), size)
     with suppress(OSError):  # the next time it takes as long
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, pixels.tobytes())
+        write_atomic(kept, pixels.tobytes())
     return pixels
 
 
-def photographs(
+def photo_dataset(
     pixels: NDArray[np.uint8],
     y: NDArray[np.int64],
     classes: Sequence[str],
     normalize: Scale,
     test: NDArray[np.bool_] | None = None,
     group: NDArray[Any] | None = None,
-) -> Arrays:
+) -> ArrayDataset:
     """Photographs, shape (n, 3, height, width), as a data set: bytes, with the mean and deviation that normalise them.
 
     ``normalize="imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
@@ -175,5 +175,5 @@ def photographs(
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
     told = {name: values.ravel().tolist() for name, values in scale.items()}
     colours = [(name, "of 255", 0.0, 255.0) for name in ("red", "green", "blue")]
-    measurement = Measurement.of_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
-    return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
+    measurement = Measurement.from_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
+    return ArrayDataset(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)

@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import (
+from lightning_fcl.data.datasets.arrays import ArrayDataset
+from lightning_fcl.data.datasets.images import Scale, photo_dataset, read_image, resize_all, resize_all_once
+from lightning_fcl.data.datasets.readers import (
     SOURCES,
-    in_range,
+    array_from_pickle,
+    check_int_range,
     numbered_paths,
-    pickled_array,
     read_lines,
     read_npz,
-    read_pickle,
+    read_restricted_pickle,
 )
-from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all, resize_all_once
 from lightning_fcl.errors import InvalidValueError, MissingValueError, at_least
-from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import ensure, open_file, reading
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.io.reading import as_file_error, check, open_file
 
 _CIFAR100 = SOURCES["cifar100"]
 
@@ -36,7 +36,7 @@ MD5 = {
 }
 
 
-def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
 
     Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto. The original folder
@@ -44,11 +44,11 @@ def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Sca
     they name.
 
     Load all images: the training set, then the publishers' test set. ``size`` is height and width in pixels; see
-    `lightning_fcl.data.datasets.images.photographs`. The complete set has 60000 images, shape (n, 3, size, size).
+    `lightning_fcl.data.datasets.images.photo_dataset`. The complete set has 60000 images, shape (n, 3, size, size).
     """
     at_least(1, size=size)
     pixels, labels, names, test = read_images(_CIFAR100.find(root)[1], size)
-    return photographs(pixels, labels["fine"], names["fine"], normalize, test)
+    return photo_dataset(pixels, labels["fine"], names["fine"], normalize, test)
 
 
 def read_images(
@@ -58,13 +58,13 @@ def read_images(
     contents = []
     for name, digest in MD5.items():
         path = folder / name
-        with reading(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
+        with as_file_error(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
-            ensure(found == digest, f"one of MD5 {found}")
-        contents.append(read_pickle(path, _CIFAR100.remedy))
+            check(found == digest, f"one of MD5 {found}")
+        contents.append(read_restricted_pickle(path, _CIFAR100.remedy))
     meta, *parts = contents
     # A row of the file holds all of red, then green, then blue.
-    pixels = np.concatenate([pickled_array(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
+    pixels = np.concatenate([array_from_pickle(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
     labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
     names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
     test = np.repeat([False, True], [len(part["fine_labels"]) for part in parts])
@@ -86,7 +86,7 @@ SUPERCLASSES = (
 )
 
 
-def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """FC100 (Fewshot-CIFAR100): CIFAR-100 with its classes split by superclass, so that its parts share little.
 
     Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS: 12
@@ -103,7 +103,7 @@ def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale 
     coarse = [names["coarse"].index(name) for name in SUPERCLASSES]
     order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]
     classes = [names["fine"][label] for label in order]
-    return photographs(pixels, np.argsort(order)[labels["fine"]], classes, normalize, test)
+    return photo_dataset(pixels, np.argsort(order)[labels["fine"]], classes, normalize, test)
 
 
 _TINY_IMAGENET = SOURCES["tinyimagenet"]
@@ -112,7 +112,7 @@ _TINY_IMAGENET = SOURCES["tinyimagenet"]
 _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]
 
 
-def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
 
     Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts are read, in this
@@ -121,18 +121,18 @@ def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize:
     each.
 
     Load all images that have labels: the training images class by class, then the publishers' validation set. ``size``
-    is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The classes are in the order of
-    their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
+    is height and width in pixels; see `lightning_fcl.data.datasets.images.photo_dataset`. The classes are in the order
+    of their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
     """
     at_least(1, size=size)
     layout, path = _TINY_IMAGENET.find(root)
     pixels, y, test, classes = (_tiny_from_npz if layout == "npz file" else _tiny_from_folder)(path, size)
-    return photographs(pixels, y, classes, normalize, test)
+    return photo_dataset(pixels, y, classes, normalize, test)
 
 
 def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
     wnids = sorted(set(read_lines(folder / "wnids.txt", _TINY_IMAGENET.remedy)))
-    folders = [inside(folder / "train", wnid, "images") for wnid in wnids]
+    folders = [safe_join(folder / "train", wnid, "images") for wnid in wnids]
     train = [numbered_paths(one, r"n\d+_(\d+)\.JPEG") for one in folders]
     most = max(len(images) for images in train)
     for one, images in zip(folders, train, strict=True):
@@ -144,9 +144,9 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
             )
     path = folder / "val" / "val_annotations.txt"
     lines = read_lines(path, _TINY_IMAGENET.remedy)
-    with reading(path, "to name images and their classes", _TINY_IMAGENET.remedy):
+    with as_file_error(path, "to name images and their classes", _TINY_IMAGENET.remedy):
         rows = [line.split("\t") for line in lines]  # file, class, and the object's box
-        test = [inside(folder / "val" / "images", name) for name, *_ in rows]
+        test = [safe_join(folder / "val" / "images", name) for name, *_ in rows]
         labels = [wnids.index(row[1]) for row in rows]
     paths = [*(path for images in train for path in images), *test]
     pixels = resize_all((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
@@ -175,7 +175,7 @@ def _tiny_from_npz(path: Path, size: int) -> _Photographs:
     arrays = read_npz(path, wanted, _TINY_IMAGENET.remedy)
     wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
     y = np.concatenate([arrays["y_train"], arrays["y_val"]])
-    y = in_range(y, len(wnids) - 1, f"labels of {path}", _TINY_IMAGENET.remedy)
+    y = check_int_range(y, len(wnids) - 1, f"labels of {path}", _TINY_IMAGENET.remedy)
     pixels = resize_all((image for part in ("train", "val") for image in arrays[f"X_{part}"]), len(y), size)
     classes = first_names(wnids, dict(zip(wnids, names, strict=True)))
     return pixels, y, np.arange(len(y)) >= len(arrays["y_train"]), classes
@@ -189,7 +189,7 @@ _MINI_IMAGENET = SOURCES["miniimagenet"]
 _REMEDY = "Delete this copy and get the files again."
 
 
-def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
     """MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
 
     Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
@@ -201,7 +201,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
 
     Load the images of all classes, which are in the order of their WordNet ids. ``size`` is height and width in pixels;
     each image is resized to it, whatever its aspect ratio, once: after that the pixels lie in the user's cache. See
-    `lightning_fcl.data.datasets.images.photographs`. Where the layout tells the 480 training and 120 test images of
+    `lightning_fcl.data.datasets.images.photo_dataset`. Where the layout tells the 480 training and 120 test images of
     each class of Zuo et al. 2024, these are the official test set.
     """
     at_least(1, size=size)
@@ -229,7 +229,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
     words = {}
     if timm and timm.origin:
         words = read_words(Path(timm.origin).parent / "data" / "_info" / "imagenet_synset_to_lemma.txt")
-    return photographs(pixels, y, first_names(ids, words), normalize, test)
+    return photo_dataset(pixels, y, first_names(ids, words), normalize, test)
 
 
 def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
@@ -251,7 +251,7 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
             f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}",
             argument="offsets",
         )
-    label, files = in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
+    label, files = check_int_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
     images = (
         read_image(path / f"{name}.webp", "WEBP", "RGB", content=webp[first:last].tobytes())
         for name, (first, last) in zip(files, itertools.pairwise(offsets), strict=True)
@@ -263,14 +263,14 @@ def _listed(path: Path) -> list[tuple[Path, str]]:
     """The images that a list names, and their classes; its first line is the heading."""
     heading, *rest = read_lines(path, _REMEDY)
     rows = [line.partition(",")[::2] for line in rest]
-    with reading(
+    with as_file_error(
         path, "to begin with `filename,label`, and to have lines as `n0153282900000005.jpg,n01532829`,", _REMEDY
     ):
-        ensure(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
+        check(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
         for name, wnid in rows:
             fits = re.fullmatch(r"n\d{8}", wnid) and re.fullmatch(r"[\w-]+\.jpe?g", name, re.IGNORECASE)
-            ensure(fits, repr(f"{name},{wnid}"[:60]))
-    return [(inside(path.parent / "images", name), wnid) for name, wnid in rows]
+            check(fits, repr(f"{name},{wnid}"[:60]))
+    return [(safe_join(path.parent / "images", name), wnid) for name, wnid in rows]
 
 
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
@@ -288,7 +288,7 @@ _TEST = (3, 7, 10)
 
 def load_core50(
     root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet", by_session: bool = False
-) -> Arrays:
+) -> ArrayDataset:
     """CORe50: fifty objects held in a hand, filmed in eleven sessions with different backgrounds.
 
     Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object recognition", CoRL. The
@@ -301,7 +301,7 @@ def load_core50(
 
     Args:
         size: Height and width in pixels; all 164866 frames of 128 x 128 take 8 GB and some minutes to read.
-        normalize: See `lightning_fcl.data.datasets.images.photographs`.
+        normalize: See `lightning_fcl.data.datasets.images.photo_dataset`.
         by_session: Whether an object is another class in every session: 550 classes, session by session, so that
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.
@@ -319,7 +319,7 @@ def load_core50(
         y = y + len(things) * np.searchsorted(sessions, session)
         names = [f"s{number} {name}" for number in sessions for name in names]
     test = None if by_session else np.isin(session, _TEST)
-    return photographs(pixels, y, names, normalize, test, group=session.astype(np.int64))
+    return photo_dataset(pixels, y, names, normalize, test, group=session.astype(np.int64))
 
 
 def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:

@@ -11,19 +11,26 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Sensor, moments, scaled
-from lightning_fcl.data.datasets.files import (
+from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement, Sensor, mean_and_std, normalize_array
+from lightning_fcl.data.datasets.readers import (
+    MAX_TEXT_LENGTH,
     SOURCES,
-    TEXT,
+    array_from_pickle,
     check_subset,
     numbered_paths,
-    pickled_array,
     read_npz,
-    read_pickle,
+    read_restricted_pickle,
 )
-from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
+from lightning_fcl.data.datasets.time_series import (
+    Recording,
+    Scale,
+    chunk_recordings,
+    label_ranges,
+    read_windows,
+    series_measurement,
+)
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.io.reading import check_members, check_size, ensure, open_file, read_bytes, reading
+from lightning_fcl.io.reading import as_file_error, check, check_members, check_size, open_file, read_bytes
 
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"
@@ -45,7 +52,7 @@ def load_ucihar(
     sensors: Sequence[str] = ("total_acc", "gyro"),
     standardize: Literal["sensor", "channel"] | None = "sensor",
     time_first: bool = False,
-) -> Arrays:
+) -> ArrayDataset:
     """UCI HAR: six activities of 30 people with a phone at the waist, as windows of 128 steps at 50 Hz.
 
     Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones", ESANN. Windows last
@@ -76,31 +83,31 @@ def load_ucihar(
     if standardize is not None:
         axes = 3 if standardize == "sensor" else 1
         blocks = x.reshape(len(x), -1, axes, _STEPS)
-        mean, std = (np.repeat(part.ravel(), axes) for part in moments(blocks, (0, 2, 3)))
-        x = scaled(x, mean[:, None], std[:, None])
+        mean, std = (np.repeat(part.ravel(), axes) for part in mean_and_std(blocks, (0, 2, 3)))
+        x = normalize_array(x, mean[:, None], std[:, None])
     measured = [
         (f"{name} {axis}", unit, -most, most) for name in sensors for _, unit, most in [SENSORS[name]] for axis in "xyz"
     ]
     shape, order = (channels, _STEPS), ("channel", "time")
     if time_first:
         x, shape, order = np.ascontiguousarray(x.transpose(0, 2, 1)), shape[::-1], order[::-1]
-    measurement = Measurement.of_sensors(measured, shape, order, _HERTZ, mean=mean.tolist(), std=std.tolist())
+    measurement = Measurement.from_sensors(measured, shape, order, _HERTZ, mean=mean.tolist(), std=std.tolist())
     return replace(raw, x=x, measurement=measurement)
 
 
-def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:
+def _from_npz(path: Path, sensors: Sequence[str]) -> ArrayDataset:
     columns = dict.fromkeys(("y", "subject", "official_test"), ("biu", ("n",)))
     arrays = read_npz(path, {"X": ("f", ("n", 3 * len(SENSORS), _STEPS)), **columns}, _UCI_HAR.remedy)
     channels = [3 * list(SENSORS).index(name) + axis for name in sensors for axis in range(3)]
     x = arrays["X"][:, channels].astype(np.float32)
     y, subject = (arrays[name].astype(np.int64) for name in ("y", "subject"))
-    with reading(path, "to hold windows of the six activities", _UCI_HAR.remedy):
-        return Arrays(x, y, subject, _ACTIVITIES, official_test=arrays["official_test"].astype(np.bool_))
+    with as_file_error(path, "to hold windows of the six activities", _UCI_HAR.remedy):
+        return ArrayDataset(x, y, subject, _ACTIVITIES, official_test=arrays["official_test"].astype(np.bool_))
 
 
 def _inside(path: Path) -> Path:
     """The folder inside the zip, or inside the zip in it."""
-    with reading(path, "to be a sound zip file", _UCI_HAR.remedy):
+    with as_file_error(path, "to be a sound zip file", _UCI_HAR.remedy):
         file = open_file(path)
         check_size(size := os.fstat(file.fileno()).st_size)
         archive = zipfile.ZipFile(file)
@@ -114,10 +121,10 @@ def _inside(path: Path) -> Path:
         return cast(Path, zipfile.Path(archive, f"{_FOLDER}/"))
 
 
-def _from_text(folder: Path, sensors: Sequence[str]) -> Arrays:
+def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
     names = _rows(folder / "activity_labels.txt", 2, dtype=str)[:, 1].tolist()
-    with reading(folder / "activity_labels.txt", "to name WALKING to LAYING", _UCI_HAR.remedy):
-        ensure(names == [name.upper() for name in _ACTIVITIES], ", ".join(names))
+    with as_file_error(folder / "activity_labels.txt", "to name WALKING to LAYING", _UCI_HAR.remedy):
+        check(names == [name.upper() for name in _ACTIVITIES], ", ".join(names))
     x, y, subject, test = [], [], [], []
     for part in ("train", "test"):
         labels = _rows(folder / part / f"y_{part}.txt", 1, among=range(1, len(_ACTIVITIES) + 1))
@@ -127,7 +134,7 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> Arrays:
         y.append(labels[:, 0].astype(np.int64) - 1)
         subject.append(_rows(folder / part / f"subject_{part}.txt", 1, len(labels))[:, 0].astype(np.int64))
         test.append(np.full(len(labels), part == "test"))
-    return Arrays(
+    return ArrayDataset(
         np.concatenate(x), np.concatenate(y), np.concatenate(subject), _ACTIVITIES, official_test=np.concatenate(test)
     )
 
@@ -137,14 +144,14 @@ def _rows(
 ) -> NDArray[Any]:
     """The rows of a text file, if they are as many, as long, and of such values as they should be."""
     lines = f"to have {columns} {among or 'values'} in each of {number or 'its'} lines"
-    with reading(path, lines, _UCI_HAR.remedy):
+    with as_file_error(path, lines, _UCI_HAR.remedy):
         content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()  # of a zip file
-        check_size(TEXT * len(content))
-        ensure(content.strip(), "nothing")
+        check_size(MAX_TEXT_LENGTH * len(content))
+        check(content.strip(), "nothing")
         rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
         fits = rows.shape == (len(rows) if number is None else number, columns)
-        ensure(fits, f"{len(rows)} lines of {rows.shape[1]}")
-        ensure(among is None or np.isin(rows, among).all(), "others")
+        check(fits, f"{len(rows)} lines of {rows.shape[1]}")
+        check(among is None or np.isin(rows, among).all(), "others")
         return rows
 
 
@@ -184,7 +191,7 @@ def load_wesad(
     device: Literal["wrist", "chest"] = "wrist",
     chunk: int = 32,
     normalize: Scale = "user",
-) -> Arrays:
+) -> ArrayDataset:
     """WESAD: baseline, stress, amusement and meditation of 15 people, with a sensor at the chest and one at the wrist.
 
     Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
@@ -200,8 +207,8 @@ def load_wesad(
             pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
             ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
         chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
-        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.chunked`; the papers' is
-            ``"user"``.
+        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.time_series.chunk_recordings`; the
+            papers' is ``"user"``.
 
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
@@ -215,8 +222,8 @@ def load_wesad(
             hint='Download the pickles, or pass `device="wrist"`.',
             argument="device",
         )
-    data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CONDITIONS, path, "condition")
-    return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))
+    data = chunk_recordings(_recordings(layout, path, device, chunk), chunk, normalize, _CONDITIONS, path, "condition")
+    return replace(data, measurement=series_measurement(chunk, normalize, _SENSORS[device], float(_RATE[device])))
 
 
 def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[Recording]:
@@ -231,29 +238,31 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
     widths = _CHEST if device == "chest" else _WRIST
     for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
         path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry
-        content = read_pickle(path, _WESAD.remedy) if layout == "pickles" else read_npz(path, _STREAM, _WESAD.remedy)
-        with reading(path, f"to hold the {device}'s signals with their labels", _WESAD.remedy):
+        content = (
+            read_restricted_pickle(path, _WESAD.remedy)
+            if layout == "pickles"
+            else read_npz(path, _STREAM, _WESAD.remedy)
+        )
+        with as_file_error(path, f"to hold the {device}'s signals with their labels", _WESAD.remedy):
             if layout == "pickles":
-                signals = {name: pickled_array(content["signal"][device][name]) for name in widths}
-                label, rate = pickled_array(content["label"]), 700
+                signals = {name: array_from_pickle(content["signal"][device][name]) for name in widths}
+                label, rate = array_from_pickle(content["label"]), 700
             else:
                 signals = {name: content[name.lower()].reshape(-1, width) for name, width in widths.items()}
                 label, rate = content["label32"], 32
             for name, signal in signals.items():
                 fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
-                ensure(
-                    fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample"
-                )
-            ensure(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
-            ensure(np.isin(label, range(8)).all(), "labels beyond 0 to 7")
+                check(fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample")
+            check(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
+            check(np.isin(label, range(8)).all(), "labels beyond 0 to 7")
             if device == "chest":
-                ensure({len(signal) for signal in signals.values()} == {len(label)}, "not a row for each label")
+                check({len(signal) for signal in signals.values()} == {len(label)}, "not a row for each label")
                 x = np.concatenate([signal.astype(np.float32) for signal in signals.values()], axis=1)
             else:
                 x, label = _at_32_hz(signals, label, rate)
-            ensure(np.isfinite(x).all(), "values that are not finite")
+            check(np.isfinite(x).all(), "values that are not finite")
         label = np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)  # the others are left out
-        parts = [(x[start:stop], int(label[start])) for start, stop in stretches(label)]
+        parts = [(x[start:stop], int(label[start])) for start, stop in label_ranges(label)]
         yield Recording(int(entry.stem[1:]), parts, f"subject {entry.stem[1:]}")
 
 
@@ -263,7 +272,7 @@ def _at_32_hz(
     """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), and the label at each time."""
     seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
     told = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
-    ensure(max(seconds.values()) - min(seconds.values()) <= 1, f"{told}, as if truncated")
+    check(max(seconds.values()) - min(seconds.values()) <= 1, f"{told}, as if truncated")
     acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
     pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
     columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]

@@ -11,25 +11,25 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
-from lightning_fcl.data.scenarios.scenario import (
-    MOST_ROUNDS,
+from lightning_fcl.data.scenarios.base import (
+    MAX_ROUNDS,
     History,
     IntArray,
     Plan,
-    Pool,
+    SamplePool,
     Scenario,
     nearest_divisor,
-    number_order,
+    order_to_indices,
     with_history,
 )
 from lightning_fcl.errors import (
     InvalidValueError,
     MissingValueError,
-    argument,
     at_least,
     between,
     check_clients,
     one_of,
+    validated,
 )
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
@@ -56,18 +56,18 @@ class ClassIncremental(Scenario):
 
     Example:
         >>> y = np.repeat([0, 1, 2], 4)
-        >>> pool = Pool(y, clients={"a": np.arange(6), "b": np.arange(6, 12)}, classes=("sit", "walk", "run"))
+        >>> pool = SamplePool(y, clients={"a": np.arange(6), "b": np.arange(6, 12)}, classes=("sit", "walk", "run"))
         >>> plan = ClassIncremental([1, 2], class_order=["run", "sit", "walk"]).plan(pool)
         >>> plan.tasks["a"], [list(current) for current in plan.train]
         (((2,), (0, 1)), [['b'], ['a', 'b']])
     """
 
     experiences: int | Sequence[int] = 5
-    rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
-    samples_per_round: int | None = argument(None, at_least, 1)
+    rounds_per_experience: int = validated(1, between, 1, MAX_ROUNDS)
+    samples_per_round: int | None = validated(None, at_least, 1)
     class_order: Order = None
     order_per_client: bool = False
-    history: History = argument("round", one_of, ("round", "seen", "all"))
+    history: History = validated("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,11 +77,11 @@ class ClassIncremental(Scenario):
     def needs_classes(self) -> bool:
         return self.experiences != 1
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
         if not pool.classes and self.experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
-            return plan_of(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
+            return make_plan(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
         parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):
@@ -96,7 +96,7 @@ class ClassIncremental(Scenario):
             groups = _class_experiences(pool.y[everyone], self.experiences, order, seed)
             tasks = dict.fromkeys(pool.clients, groups)
             parts = _parts(pool, everyone, groups)
-        return plan_of(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
+        return make_plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
 
 
 @dataclass(frozen=True)
@@ -115,22 +115,22 @@ class DomainIncremental(Scenario):
         ValueError: If an argument is out of range, or the data name no domains.
 
     Example:
-        >>> pool = Pool(np.zeros(4, int), clients={"a": np.arange(4)}, group=np.array([1, 0, 0, 1]))
+        >>> pool = SamplePool(np.zeros(4, int), clients={"a": np.arange(4)}, group=np.array([1, 0, 0, 1]))
         >>> [rows["a"].tolist() for rows in DomainIncremental().plan(pool).train]
         [[1, 2], [0, 3]]
     """
 
-    rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
-    samples_per_round: int | None = argument(None, at_least, 1)
+    rounds_per_experience: int = validated(1, between, 1, MAX_ROUNDS)
+    samples_per_round: int | None = validated(None, at_least, 1)
     domain_order: Order = None
     order_per_client: bool = False
-    history: History = argument("round", one_of, ("round", "seen", "all"))
+    history: History = validated("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_one_order("domain_order", self.domain_order, self.order_per_client)
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
         if pool.group is None:
             raise InvalidValueError(
@@ -147,7 +147,7 @@ class DomainIncremental(Scenario):
             order = order or np.unique(pool.group).tolist()
             parts[client] = [indices[pool.group[indices] == domain] for domain in order]
             tasks[client] = [(int(domain),) for domain in order]
-        return plan_of(self, pool, parts, tasks, pool.group, False, rng)
+        return make_plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,19 @@ class Stationary(Scenario):
         ValueError: If there are fewer than one or more than a million.
 
     Example:
-        >>> pool = Pool(np.zeros(3, int), clients={"a": np.arange(2), "b": np.arange(2, 3)})
+        >>> pool = SamplePool(np.zeros(3, int), clients={"a": np.arange(2), "b": np.arange(2, 3)})
         >>> [{client: rows.tolist() for client, rows in now.items()} for now in Stationary(2).plan(pool).train]
         [{'a': [0, 1], 'b': [2]}, {'a': [0, 1], 'b': [2]}]
     """
 
-    rounds: int = argument(1, between, 1, MOST_ROUNDS)
+    rounds: int = validated(1, between, 1, MAX_ROUNDS)
 
     @property
     def as_incremental(self) -> ClassIncremental:
         """The class-incremental scenario that gives each client the same samples in each round."""
         return ClassIncremental(1, self.rounds)
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         return self.as_incremental.plan(pool, seed)
 
 
@@ -223,7 +223,7 @@ def _suggest_experiences(classes: int, wanted: int) -> str:
     return f"Use a divisor, such as `experiences={nearest}`{each}."
 
 
-def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
+def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
     """Each client's samples of each experience, ascending; `everyone` has those of the clients one after the other."""
     experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)  # of each class
     for number, group in enumerate(groups):
@@ -236,22 +236,22 @@ def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[Int
     return {client: pieces[n * len(groups) : (n + 1) * len(groups)] for n, client in enumerate(pool.clients)}
 
 
-def plan_of(
+def make_plan(
     scenario: ClassIncremental | DomainIncremental,
-    pool: Pool,
-    parts: Mapping[str, Sequence[IntArray]],
+    pool: SamplePool,
+    client_parts: Mapping[str, Sequence[IntArray]],
     tasks: Mapping[str, Groups],
     groups: IntArray,
-    of_classes: bool,
+    groups_are_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
     """The plan of each client's samples of each of its experiences, in the rounds that a scenario gives these."""
     each, number = scenario.rounds_per_experience, scenario.samples_per_round
     if number is not None:
-        parts = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
+        client_parts = {client: [rng.permutation(samples) for samples in own] for client, own in client_parts.items()}
     train: list[dict[str, IntArray]] = []
-    for experience in range(max(len(own) for own in parts.values())):
-        there = {client: own[experience] for client, own in parts.items() if len(own) > experience}
+    for experience in range(max(len(own) for own in client_parts.values())):
+        there = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
         there = {client: samples for client, samples in there.items() if len(samples)}
         if number is None:  # all samples in each round, which share them
             train += [{client: _ascending(samples) for client, samples in there.items()}] * each
@@ -270,12 +270,12 @@ def plan_of(
     shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
     return Plan(
         train=with_history(train, scenario.history),
-        experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
+        experiences=dict.fromkeys(client_parts, tuple(r // each for r in range(len(train)))),
         tasks={client: shared[id(own)] for client, own in tasks.items()},
         groups=groups,
         test=pool.test,
         validation=pool.validation,
-        of_classes=of_classes,
+        groups_are_classes=groups_are_classes,
         history=scenario.history,
     )
 
@@ -306,4 +306,4 @@ def _order_of(
                 argument=argument,
             )
         order = order[client]
-    return None if order is None else number_order(order, names, argument, present)
+    return None if order is None else order_to_indices(order, names, argument, present)

@@ -8,19 +8,19 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.scenario import (
+from lightning_fcl.data.scenarios.base import (
     EMPTY,
-    MOST_ROUNDS,
+    MAX_ROUNDS,
     History,
     IntArray,
     Plan,
-    Pool,
+    SamplePool,
     Scenario,
     nearest_divisor,
-    number_order,
+    order_to_indices,
     with_history,
 )
-from lightning_fcl.errors import InvalidValueError, argument, at_least, between
+from lightning_fcl.errors import InvalidValueError, at_least, between, validated
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class FLwFScenario(Scenario):
         ValueError: If a class has too few samples, or a number does not divide as it must.
 
     Example:
-        >>> plan = FLwFScenario().plan(Pool(np.repeat(np.arange(6), 1500)))
+        >>> plan = FLwFScenario().plan(SamplePool(np.repeat(np.arange(6), 1500)))
         >>> plan.rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
         (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
     """
 
-    own_split = own_clients = needs_classes = True
+    provides_split = provides_clients = needs_classes = True
     rounds: int = 8
     samples_per_round: int = 120
     test_per_class: int = 100
@@ -53,11 +53,11 @@ class FLwFScenario(Scenario):
     tasks: Mapping[str, Sequence[Sequence[int | str]]] | None = None
     history: History = "round"
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        between(1, MOST_ROUNDS, rounds=self.rounds)
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
+        between(1, MAX_ROUNDS, rounds=self.rounds)
         classes = np.unique(pool.y).tolist()
         tasks = {
-            client: [[number_order([entry], pool.classes, "tasks", [])[0] for entry in labels] for labels in own]
+            client: [[order_to_indices([entry], pool.classes, "tasks", [])[0] for entry in labels] for labels in own]
             for client, own in (self.tasks or {}).items()
         } or {"client1": [[1], [2]], "generalized": [classes]}
         rng = np.random.default_rng([seed, 2])
@@ -133,21 +133,21 @@ class ODFCLScenario(Scenario):
         ValueError: If there are too few people or samples, or the classes do not divide as they must.
 
     Example:
-        >>> plan = ODFCLScenario().plan(Pool(np.repeat(np.arange(12), 40)))
-        >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.classes(20)
+        >>> plan = ODFCLScenario().plan(SamplePool(np.repeat(np.arange(12), 40)))
+        >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.class_split(20)
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
 
-    own_split = own_clients = needs_classes = True
+    provides_split = provides_clients = needs_classes = True
     people: int = 10
-    base: int = argument(4, at_least, 1)
-    sessions: int = argument(2, at_least, 1)
-    nodes: int = argument(3, at_least, 1)
-    train_per_class: int = argument(28, at_least, 1)
-    test_per_class: int = argument(7, at_least, 1)
+    base: int = validated(4, at_least, 1)
+    sessions: int = validated(2, at_least, 1)
+    nodes: int = validated(3, at_least, 1)
+    train_per_class: int = validated(28, at_least, 1)
+    test_per_class: int = validated(7, at_least, 1)
     validation_per_class: int = 0
-    pretrain_per_class: int = argument(100, at_least, 0)
-    rounds_per_session: int = argument(20, between, 1, MOST_ROUNDS)
+    pretrain_per_class: int = validated(100, at_least, 0)
+    rounds_per_session: int = validated(20, between, 1, MAX_ROUNDS)
     history: History = "round"
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class ODFCLScenario(Scenario):
                 value=self.people,
             )
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng, y = np.random.default_rng([seed, 3]), pool.y
         sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
         drawn, parts = _draw_people(y, self.people, sizes, rng)
@@ -183,8 +183,8 @@ class ODFCLScenario(Scenario):
             test=np.sort(np.concatenate(parts["test"])),
             validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
             pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
-            base=np.sort(np.concatenate(parts["train"][: self.base])),
-            order=order,
+            base_samples=np.sort(np.concatenate(parts["train"][: self.base])),
+            class_order=order,
             outputs=self.people,
             history=self.history,
         )
@@ -269,23 +269,23 @@ class FedViTScenario(Scenario):
 
     Example:
         >>> y = np.repeat(np.arange(20), 100)
-        >>> plan = FedViTScenario(tasks=4, clients=3).plan(Pool(y, np.arange(2000)))
+        >>> plan = FedViTScenario(tasks=4, clients=3).plan(SamplePool(y, np.arange(2000)))
         >>> plan.rounds, plan.clients, len(plan.classes_of_task("1", 0))
         (40, ('0', '1', '2'), 5)
         >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
         True
     """
 
-    own_clients = needs_classes = True
-    tasks: int = argument(10, at_least, 1)
-    clients: int = argument(20, at_least, 1)
+    provides_clients = needs_classes = True
+    tasks: int = validated(10, at_least, 1)
+    clients: int = validated(20, at_least, 1)
     classes_per_client: Sequence[int] = (2, 5)
     share: Sequence[float] = (0.05, 0.1)
-    rounds_per_task: int = argument(10, between, 1, MOST_ROUNDS)
+    rounds_per_task: int = validated(10, between, 1, MAX_ROUNDS)
     order_per_client: bool = True
     class_order: Sequence[int | str] | Literal["ascending"] | None = None
 
-    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+    def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
         size = len(blocks[0])
         (fewest, most), (smallest, largest) = self.classes_per_client, self.share
@@ -319,7 +319,7 @@ class FedViTScenario(Scenario):
             task_classes={client: tuple(blocks[b] for b in order) for client, order in orders.items()},
         )
 
-    def _deal(self, blocks: Blocks, pool: Pool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
+    def _deal(self, blocks: Blocks, pool: SamplePool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
         """Each client's classes of each block, and its samples of these."""
         y, members = pool.y, pool.train
         decks = {
@@ -360,7 +360,7 @@ def _blocks(
     if order is None:
         numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
     else:
-        numbers = classes if isinstance(order, str) else number_order(order, names, "class_order", classes)
+        numbers = classes if isinstance(order, str) else order_to_indices(order, names, "class_order", classes)
         numbers = [label for label in numbers if label in classes]
     size = len(classes) // tasks
     return tuple(tuple(sorted(numbers[first : first + size])) for first in range(0, len(classes), size))

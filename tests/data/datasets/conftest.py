@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_fcl.data.datasets import load_dataset, photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 
 
 @pytest.fixture

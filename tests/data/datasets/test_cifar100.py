@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lightning_fcl.data.datasets import photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and run `lightning-fcl data fetch cifar100`."
 
@@ -34,7 +34,7 @@ def test_the_original_folder(tmp_path, cifar, place, put):
     assert data.y.tolist() == cifar.contents["train"]["fine_labels"] + cifar.contents["test"]["fine_labels"]
     assert data.classes == tuple(cifar.contents["meta"]["fine_label_names"])
     assert data.official_test.tolist() == [False] * 200 + [True] * 100
-    assert data.client is None and data.group is None
+    assert data.client_ids is None and data.group is None
 
 
 def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch, put):
@@ -84,7 +84,7 @@ def test_place_and_digests_are_those_of_torchvision():
 def test_fetch_downloads_what_load_reads(tmp_path, publish, cifar):
     files = {f"cifar-100-python/{name}": content for name, content in cifar.files(cifar.contents).items()}
     publish("cifar100", "small.tar.gz", files)
-    assert SOURCES["cifar100"].fetch(tmp_path / "data") == tmp_path / "data" / "cifar100" / "cifar-100-python"
+    assert SOURCES["cifar100"].download(tmp_path / "data") == tmp_path / "data" / "cifar100" / "cifar-100-python"
     assert len(photographs.load_cifar100(tmp_path / "data").x) == 300
 
 

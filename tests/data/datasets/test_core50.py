@@ -8,7 +8,7 @@ from PIL import Image
 from raising import raises
 
 from lightning_fcl.data.datasets import photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingValueError
 
 # Sessions and objects whose numbers sort otherwise as text; one, two or three frames of each.
@@ -49,7 +49,7 @@ def test_the_original_folder(tmp_path, place, put):
     assert data.y.tolist() == LABELS * 4 and data.classes == CLASSES
     assert data.group.tolist() == np.repeat(SESSIONS, 6).tolist()
     assert data.official_test.tolist() == np.isin(data.group, [3, 7, 10]).tolist()
-    assert data.client is None
+    assert data.client_ids is None
 
 
 def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
@@ -124,7 +124,7 @@ def test_place_and_digest_are_those_of_its_authors():
 
 def test_fetch_downloads_what_load_reads(tmp_path, publish):
     publish("core50", "small.zip", {f"core50_128x128/{name}": content for name, content in FILES.items()})
-    assert SOURCES["core50"].fetch(tmp_path / "data") == tmp_path / "data" / "core50" / "core50_128x128"
+    assert SOURCES["core50"].download(tmp_path / "data") == tmp_path / "data" / "core50" / "core50_128x128"
     assert len(photographs.load_core50(tmp_path / "data").x) == 24
 
 

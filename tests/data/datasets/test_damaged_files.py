@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from lightning_fcl.data.datasets import load_dataset
-from lightning_fcl.data.datasets.files import read_arrays, read_lines, read_pickle
 from lightning_fcl.data.datasets.images import read_image
+from lightning_fcl.data.datasets.readers import read_arrays, read_lines, read_restricted_pickle
 
 AGAIN = "Delete this copy and "
 
@@ -57,7 +57,7 @@ def layout(request, tmp_path, cifar, put):
         except ValueError as error:
             assert str(path) in str(error)
             return str(error)
-        return data.x.tobytes(), data.y.tolist(), str(data.client), data.classes
+        return data.x.tobytes(), data.y.tolist(), str(data.client_ids), data.classes
 
     return content, loaded
 
@@ -85,7 +85,7 @@ def test_what_is_cut_off_is_refused(layout):
 READERS = {
     ".npz": lambda path: read_arrays(path, ["x"]),
     ".png": lambda path: read_image(path, None, "RGB"),
-    ".pkl": read_pickle,
+    ".pkl": read_restricted_pickle,
     ".txt": lambda path: read_lines(path, f"{AGAIN}get it again."),
 }
 

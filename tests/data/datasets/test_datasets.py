@@ -1,4 +1,4 @@
-"""The registry of data sets, and what `Arrays` refuses."""
+"""The registry of data sets, and what `ArrayDataset` refuses."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl.data import datasets
-from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.errors import InvalidValueError, MissingPackageError, MissingValueError, UnknownNameError
 
 NAMES = [
@@ -32,7 +32,7 @@ def parts(**changes):
     fields = {
         "x": np.arange(24, dtype=np.float32).reshape(4, 2, 3),
         "y": np.array([0, 1, 2, 1]),
-        "client": np.array([7, 7, 8, 9]),
+        "client_ids": np.array([7, 7, 8, 9]),
         "classes": ("a", "b", "c"),
         "official_test": np.array([False, False, True, True]),
         "group": np.array(["phone", "phone", "watch", "watch"]),
@@ -48,7 +48,7 @@ def with_bad_values():
 
 def test_arrays_keep_what_they_are_given():
     fields = parts()
-    data = Arrays(**fields)
+    data = ArrayDataset(**fields)
     for name, value in fields.items():
         assert getattr(data, name) is value
     with pytest.raises(AttributeError):
@@ -60,7 +60,7 @@ REFUSED = {
     "x float64": ({"x": np.zeros((4, 2))}, (InvalidValueError, "x")),
     "y int32": ({"y": np.zeros(4, np.int32)}, (InvalidValueError, "y")),
     "official_test int": ({"official_test": np.zeros(4, int)}, (InvalidValueError, "official_test")),
-    "client float": ({"client": np.zeros(4)}, (InvalidValueError, "client")),
+    "client float": ({"client_ids": np.zeros(4)}, (InvalidValueError, "client_ids")),
     "group object": ({"group": np.array([None] * 4)}, (InvalidValueError, "group")),
     "no samples": (
         {"x": np.zeros((0, 2), np.float32)},
@@ -68,7 +68,7 @@ REFUSED = {
     ),
     "a scalar": ({"x": np.float32(1)}, (InvalidValueError, "x")),
     "y short": ({"y": np.zeros(3, int)}, (InvalidValueError, "y")),
-    "client short": ({"client": np.zeros(3, int)}, (InvalidValueError, "client")),
+    "client short": ({"client_ids": np.zeros(3, int)}, (InvalidValueError, "client_ids")),
     "group short": ({"group": np.zeros(3, int)}, (InvalidValueError, "group")),
     "official_test short": ({"official_test": np.zeros(3, bool)}, (InvalidValueError, "official_test")),
     "label C": (
@@ -99,19 +99,19 @@ REFUSED = {
 def test_arrays_refuse(case):
     changes, expected = REFUSED[case]
     with raises(*expected):
-        Arrays(**parts(**changes))
+        ArrayDataset(**parts(**changes))
 
 
 def test_pixels_are_normalised_when_they_are_taken():
     x = np.random.default_rng(0).integers(256, size=(4, 2, 3), dtype=np.uint8)
     mean, std = np.array([[100], [120]], np.float32), np.array([[50], [60]], np.float32)
-    data = Arrays(**parts(x=x, mean=mean, std=std))
+    data = ArrayDataset(**parts(x=x, mean=mean, std=std))
     assert data.x is x
     wanted = (x.astype(np.float64) - [[100], [120]]) / [[50], [60]]
     np.testing.assert_allclose(data.samples(), wanted, rtol=1e-6)
     np.testing.assert_array_equal(data.samples([2, 0]), data.samples()[[2, 0]])
     assert data.samples().dtype == np.float32
-    plain = Arrays(**parts())
+    plain = ArrayDataset(**parts())
     np.testing.assert_array_equal(plain.samples([1]), plain.x[[1]])
 
 
@@ -140,8 +140,8 @@ def test_digits_are_those_of_scikit_learn():
     assert data.x.shape == (1797, 1, 8, 8)
     assert (data.x.min(), data.x.max()) == (0, 1)
     assert data.classes == tuple("0123456789")
-    assert data.client is None
-    assert datasets.fetch("digits").is_file()
+    assert data.client_ids is None
+    assert datasets.download("digits").is_file()
 
 
 def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_path):
@@ -180,7 +180,7 @@ def test_load_refuses_unknown_options(small):
         datasets.load_dataset("digits", sensors=("gyro",))
 
 
-@pytest.mark.parametrize("call", [datasets.load_dataset, datasets.check, datasets.fetch])
+@pytest.mark.parametrize("call", [datasets.load_dataset, datasets.verify, datasets.download])
 def test_unknown_names(call):
     known = f"Expected the name of a data set, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean ucihar?")):
@@ -192,12 +192,12 @@ def test_unknown_names(call):
 
 
 def test_check_says_what_was_found(small):
-    found = datasets.check("ucihar", small)
+    found = datasets.verify("ucihar", small)
     assert found == f"ucihar: npz file {small / 'inertial.npz'}; 10 samples of shape 6 x 128, 6 classes, 3 clients"
 
 
 def test_every_data_set_is_described():
-    described = datasets.describe()
+    described = datasets.list_datasets()
     assert [entry.name for entry in described] == NAMES
     for entry in described:
         assert all("\n" not in text for text in vars(entry).values())
@@ -222,7 +222,7 @@ def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pi
         f"package.__path__ = [{str(Path(datasets.__file__).parents[2])!r}]\n"
         "sys.modules['lightning_fcl'] = package\n"
         "import lightning_fcl.data.datasets\n"
-        "lightning_fcl.data.datasets.describe()\n"
+        "lightning_fcl.data.datasets.list_datasets()\n"
         "print(sorted({'torch', 'sklearn', 'pooch', 'lightning', 'pandas', 'PIL'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_fcl.data.datasets import photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 
 # The split of the authors' code, by number of the superclass.
 SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
@@ -29,5 +29,5 @@ def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):
     folder = cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     assert (
         SOURCES["fc100"].find(tmp_path) == SOURCES["cifar100"].find(tmp_path)
-        and SOURCES["fc100"].fetch(tmp_path) == folder
+        and SOURCES["fc100"].download(tmp_path) == folder
     )

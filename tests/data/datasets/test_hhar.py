@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl.data.datasets import hhar
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingFileError
 
 HEADER = "Index,Arrival_Time,Creation_Time,x,y,z,User,Model,Device,gt"
@@ -60,7 +60,7 @@ def test_the_grid_gives_the_interpolated_line(tmp_path, place):
     np.testing.assert_allclose(data.x, wanted, rtol=1e-4, atol=1e-4)
     assert data.y.tolist() == [1] * 4
     assert SOURCES["hhar"].find(tmp_path) == ("CSV files", folder)
-    assert SOURCES["hhar"].fetch(tmp_path) == folder
+    assert SOURCES["hhar"].download(tmp_path) == folder
 
 
 def test_no_chunk_goes_across_a_gap_or_another_activity(tmp_path):
@@ -104,11 +104,11 @@ def test_users_devices_and_groups(tmp_path):
     }
     put(tmp_path, **files)
     data = hhar.load_hhar(tmp_path, normalize="none")
-    assert data.client.tolist() == ["a", "a", "a", "a", "b"]
+    assert data.client_ids.tolist() == ["a", "a", "a", "a", "b"]
     assert data.group.tolist() == [0, 1, 1, 3, 1]
     np.testing.assert_allclose((data.x[:, 0, 0] - 1) / 2, [2, 3, 1, 9, 0], atol=1e-4)
     data = hhar.load_hhar(tmp_path, devices=["gear", "s3"], normalize="none")
-    assert (data.client.tolist(), data.group.tolist()) == (["a", "a", "b", "i"], [1, 1, 1, 0])
+    assert (data.client_ids.tolist(), data.group.tolist()) == (["a", "a", "b", "i"], [1, 1, 1, 0])
     # One scale for each device of a user, not one for each user.
     scaled = hhar.load_hhar(tmp_path)
     np.testing.assert_allclose(scaled.x.mean(axis=1), 0, atol=1e-4)
@@ -127,7 +127,7 @@ def test_phones_alone_need_no_watch_files(tmp_path):
 
 def test_statistics_are_those_of_the_newest_complete_window():
     x = np.random.default_rng(0).normal(size=(437, 6)).astype(np.float32)
-    found = hhar.statistics(x)
+    found = hhar.window_statistics(x)
     assert found.shape == (238, 32)
     for step in range(199, 437):
         start = (step + 1 - 200) // 100 * 100
@@ -139,7 +139,7 @@ def test_statistics_are_those_of_the_newest_complete_window():
         np.testing.assert_allclose(found[step - 199], wanted, rtol=1e-4, atol=1e-5)
     changed = x.copy()
     changed[300:] = 99
-    np.testing.assert_array_equal(hhar.statistics(changed)[: 300 - 199], found[: 300 - 199])
+    np.testing.assert_array_equal(hhar.window_statistics(changed)[: 300 - 199], found[: 300 - 199])
 
 
 def test_statistics_of_files(tmp_path):
@@ -147,7 +147,7 @@ def test_statistics_of_files(tmp_path):
     data = hhar.load_hhar(tmp_path, chunk=100, features="statistics", normalize="none")
     assert data.x.shape == (3, 100, 32)  # 501 steps, of which 302 have a complete window
     raw = hhar.load_hhar(tmp_path, chunk=1, normalize="none").x[:, 0]
-    np.testing.assert_array_equal(data.x.reshape(-1, 32), hhar.statistics(raw)[:300])
+    np.testing.assert_array_equal(data.x.reshape(-1, 32), hhar.window_statistics(raw)[:300])
     assert np.isfinite(hhar.load_hhar(tmp_path, chunk=100, features="statistics").x).all()
 
 
@@ -197,7 +197,7 @@ def test_windows_are_cut(tmp_path):
     assert SOURCES["hhar"].find(tmp_path) == ("phone windows", path)
     data = hhar.load_hhar(tmp_path, chunk=32)
     np.testing.assert_array_equal(data.x.reshape(3, 128, 3), x.transpose(0, 2, 1))
-    assert data.client.tolist() == ["i"] * 4 + ["a"] * 8
+    assert data.client_ids.tolist() == ["i"] * 4 + ["a"] * 8
     assert data.y.tolist() == [5] * 4 + [0] * 4 + [2] * 4
     assert data.group is None
     put(tmp_path, **both())

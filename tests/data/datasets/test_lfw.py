@@ -8,7 +8,7 @@ from PIL import Image
 from raising import raises
 
 from lightning_fcl.data.datasets.faces import load_lfw
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import InvalidValueError
 
 NPZ = "min35_gray_64x48.npz"
@@ -63,7 +63,7 @@ def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place, put):
     np.testing.assert_allclose(data.x[:, 0] * 255, faces(), atol=0.51)
     assert data.y.tolist() == [0, 1, 1, 2, 2, 2]
     assert data.classes == ("Abdullah", "Bob_de_la_Cruz", "Zoe_Ray")
-    assert data.client is None and data.official_test is None
+    assert data.client_ids is None and data.official_test is None
 
 
 @pytest.mark.parametrize(("min_faces", "classes"), [(2, ("Bob_de_la_Cruz", "Zoe_Ray")), (3, ("Zoe_Ray",))])
@@ -197,7 +197,7 @@ def test_fetch_downloads_what_load_reads(tmp_path, publish, put):
     publish("lfw", "small.tgz", {f"lfw_funneled/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put(root / "lfw" / NPZ, npz())
-    assert SOURCES["lfw"].fetch(root) == root / "lfw" / "lfw_funneled"
+    assert SOURCES["lfw"].download(root) == root / "lfw" / "lfw_funneled"
     assert load_lfw(root, min_faces=1).x.shape == (6, 1, 64, 48)
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from lightning_fcl.data.datasets import images, photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and get the files again."
 # Classes of each list, not in order.
@@ -58,13 +58,13 @@ def test_the_lists_and_images(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert (
         SOURCES["miniimagenet"].find(tmp_path) == ("lists and images", folder)
-        and SOURCES["miniimagenet"].fetch(tmp_path) == folder
+        and SOURCES["miniimagenet"].download(tmp_path) == folder
     )
     data = photographs.load_miniimagenet(tmp_path, normalize="none")
     np.testing.assert_array_equal(data.x, pixels(name for name, _ in ROWS))
     assert data.classes == CLASSES
     assert [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
-    assert data.official_test is None and data.client is None
+    assert data.official_test is None and data.client_ids is None
     np.testing.assert_allclose(data.samples(), data.x / 255, rtol=1e-6)
 
 

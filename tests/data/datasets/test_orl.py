@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_fcl.data.datasets import faces
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and get the file again."
 # Two people whose numbers sort otherwise as text, the first of whom has ten images.
@@ -43,7 +43,7 @@ def test_every_layout_gives_the_pixels(tmp_path, layout, put):
     assert data.x.shape == (12, 1, 112, 92) and data.x.dtype == np.float32
     assert data.y.tolist() == [0] * 10 + [1] * 2
     assert data.classes == ("s2", "s10")
-    assert data.client is None and data.official_test is None
+    assert data.client_ids is None and data.official_test is None
 
 
 @pytest.mark.parametrize("normalize", ["none", "image"])

@@ -20,4 +20,4 @@ def test_shape_labels_and_clients(real, name):
     data = load_dataset(name, real(name, layout))
     assert data.x.shape == shape
     assert np.bincount(data.y).tolist() == labels
-    assert np.unique(data.client).tolist() == clients
+    assert np.unique(data.client_ids).tolist() == clients

@@ -6,7 +6,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl.data import datasets
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import InvalidValueError
 
 RUN = "Run `lightning-fcl data fetch {name}`, or"
@@ -68,9 +68,9 @@ def test_nothing_there_says_what_to_do(tmp_path, name):
         f"point LIGHTNING_FCL_DATA at the folder that holds {holds}."
     )
     source = SOURCES[name]
-    calls = [datasets.load_dataset, datasets.check, lambda _, root: source.find(root)]
+    calls = [datasets.load_dataset, datasets.verify, lambda _, root: source.find(root)]
     if not source.digest:
-        calls.append(datasets.fetch)
+        calls.append(datasets.download)
     for call in calls:
         with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
             call(name, tmp_path)

@@ -10,7 +10,7 @@ from PIL import Image
 from raising import raises
 
 from lightning_fcl.data.datasets import photographs
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
 REMEDY = "Delete this copy and run `lightning-fcl data fetch tinyimagenet`."
@@ -82,7 +82,7 @@ def test_the_original_folder(tmp_path, place, put):
     assert data.classes == CLASSES
     assert data.y.tolist() == [c for c in range(4) for _ in range(TRAIN)] + [1, 3, 0, 1]
     assert data.official_test.tolist() == [False] * 4 * TRAIN + [True] * 4
-    assert data.client is None and data.group is None
+    assert data.client_ids is None and data.group is None
 
 
 @pytest.mark.parametrize("place", ["tinyimagenet32", "tinyimagenet", "."])
@@ -193,7 +193,7 @@ def test_fetch_downloads_what_load_reads_before_the_npz_file(tmp_path, publish, 
     publish("tinyimagenet", "small.zip", {f"tiny-imagenet-200/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put(root / "tinyimagenet32" / "100classes.npz", npz())
-    assert SOURCES["tinyimagenet"].fetch(root) == root / "tinyimagenet" / "tiny-imagenet-200"
+    assert SOURCES["tinyimagenet"].download(root) == root / "tinyimagenet" / "tiny-imagenet-200"
     assert len(photographs.load_tinyimagenet(root).x) == 52
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from raising import raises
 
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_ucihar
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
@@ -99,7 +99,7 @@ def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
     np.testing.assert_array_equal(data.x, expected(["total_acc", "body_gyro"]))
     assert data.x.dtype == np.float32
     assert data.y.tolist() == [4, 4, 0, 1, 5, 2, 3, 3]
-    assert data.client.tolist() == [1, 1, 3, 3, 30, 2, 2, 24]
+    assert data.client_ids.tolist() == [1, 1, 3, 3, 30, 2, 2, 24]
     assert data.official_test.tolist() == [False] * 5 + [True] * 3
     assert data.classes == tuple(name.lower() for name in NAMES)
 
@@ -259,7 +259,7 @@ def test_wrong_sensors(tmp_path, sensors):
 def test_fetch_downloads_what_load_reads(tmp_path, publish):
     publish("ucihar", "small.zip", {f"{FOLDER}.zip": zipped(original())})
     root = tmp_path / "data"
-    assert SOURCES["ucihar"].fetch(root) == root / "ucihar" / OUTER
+    assert SOURCES["ucihar"].download(root) == root / "ucihar" / OUTER
     np.testing.assert_array_equal(load_ucihar(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
 
 
@@ -268,7 +268,7 @@ def test_fetch_downloads_what_load_reads(tmp_path, publish):
 def test_the_real_data_have_the_published_split_and_scale(real):
     data = load_ucihar(real("ucihar"))
     assert int(data.official_test.sum()) == 2947
-    assert not set(data.client[data.official_test]) & set(data.client[~data.official_test])
+    assert not set(data.client_ids[data.official_test]) & set(data.client_ids[~data.official_test])
     for sensor in (data.x[:, :3], data.x[:, 3:]):
         assert sensor.mean(dtype=np.float64) == pytest.approx(0, abs=1e-6)
         assert sensor.std(dtype=np.float64) == pytest.approx(1, abs=1e-6)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from raising import raises
 
-from lightning_fcl.data.datasets import files, sensors
-from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets import readers, sensors
+from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
 SECONDS = 60
@@ -67,11 +67,11 @@ def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
             tmp_path, subject, protocol=2 if layout == "pickle" else 4
         )
     data = sensors.load_wesad(tmp_path, chunk=64, normalize="none")
-    assert data.client.tolist() == [2] * 20 + [10] * 20
+    assert data.client_ids.tolist() == [2] * 20 + [10] * 20
     assert data.y.tolist() == [label for label in range(4) for _ in range(5)] * 2
     for subject in (2, 10):
         wanted = at_32(signals(subject)["wrist"])[320:1600].reshape(20, 64, 6)
-        np.testing.assert_allclose(data.x[data.client == subject], wanted, atol=1e-6)
+        np.testing.assert_allclose(data.x[data.client_ids == subject], wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
@@ -108,7 +108,7 @@ def test_layouts_are_found_in_the_documented_order(tmp_path):
     assert SOURCES["wesad"].find(tmp_path) == ("wrist streams", tmp_path / "wesad_wrist" / "streams")
     put_pickle(tmp_path)
     assert SOURCES["wesad"].find(tmp_path) == ("pickles", tmp_path / "WESAD")
-    assert SOURCES["wesad"].fetch(tmp_path) == tmp_path / "WESAD"
+    assert SOURCES["wesad"].download(tmp_path) == tmp_path / "WESAD"
 
 
 def test_a_subject_without_a_chunk_is_told(tmp_path):
@@ -116,7 +116,7 @@ def test_a_subject_without_a_chunk_is_told(tmp_path):
     put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
     with pytest.warns(UserWarning, match="There is no chunk of 32 steps of subject 3 in .*streams"):
         data = sensors.load_wesad(tmp_path)
-    assert data.client.tolist() == [2] * 40
+    assert data.client_ids.tolist() == [2] * 40
     np.testing.assert_array_equal(data.x, sensors.load_wesad(put_stream(tmp_path / "alone", 2).parents[1]).x)
 
 
@@ -125,13 +125,13 @@ def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
     put_stream(tmp_path, 3, temp=np.full(240, 33.3, np.float32))
     data, raw = sensors.load_wesad(tmp_path), sensors.load_wesad(tmp_path, normalize="none")
     for subject in (2, 3):
-        flat = raw.x[raw.client == subject].reshape(-1, 6).astype(np.float64)
+        flat = raw.x[raw.client_ids == subject].reshape(-1, 6).astype(np.float64)
         std = flat.std(axis=0)
         if subject == 3:
             std[5] = 1
         wanted = (flat - flat.mean(axis=0)) / std
-        np.testing.assert_allclose(data.x[data.client == subject].reshape(-1, 6), wanted, atol=1e-5)
-    assert abs(data.x[data.client == 3][..., 5]).max() < 1e-5
+        np.testing.assert_allclose(data.x[data.client_ids == subject].reshape(-1, 6), wanted, atol=1e-5)
+    assert abs(data.x[data.client_ids == 3][..., 5]).max() < 1e-5
 
 
 class Evil:
@@ -190,14 +190,14 @@ def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
     with pytest.raises(ValueError, match="no array but"):
-        files.pickled_array(files.read_pickle(path))
+        readers.array_from_pickle(readers.read_restricted_pickle(path))
 
 
 def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(pickle.dumps(np.arange(7, dtype=np.uint8), 2).replace(b"K\x07\x85", b"K\x08\x85"))
     with pytest.raises(ValueError, match="7 bytes for uint8 of shape"):
-        files.pickled_array(files.read_pickle(path))
+        readers.array_from_pickle(readers.read_restricted_pickle(path))
 
 
 def test_numbers_survive_the_careful_reader(tmp_path):
@@ -206,8 +206,8 @@ def test_numbers_survive_the_careful_reader(tmp_path):
         array = np.asfortranarray(np.arange(6).reshape(2, 3)).astype(dtype)
         for protocol in (0, 1, 2, 3, 4):
             path.write_bytes(pickle.dumps({"a": array, "s": np.dtype(dtype).type(1), "e": []}, protocol))
-            read = files.read_pickle(path)
-            found = files.pickled_array(read["a"])
+            read = readers.read_restricted_pickle(path)
+            found = readers.array_from_pickle(read["a"])
             np.testing.assert_array_equal(found, array)
             assert (read["e"], found.dtype) == ([], array.dtype)
 
@@ -307,5 +307,5 @@ def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
     place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}
     found = [place[own.tobytes()] for own in np.ascontiguousarray(cut.x[..., :3])]
     np.testing.assert_array_equal(whole.y[found], cut.y)
-    np.testing.assert_array_equal(whole.client[found], cut.client)
+    np.testing.assert_array_equal(whole.client_ids[found], cut.client_ids)
     assert np.median(abs(whole.x[found][..., 3] - cut.x[..., 3])) < 1e-4

@@ -18,7 +18,7 @@ from lightning_fcl.data.scenarios import (
     FedViTScenario,
     GrowingClasses,
     Online,
-    Pool,
+    SamplePool,
     Staggered,
 )
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
@@ -26,7 +26,7 @@ from lightning_fcl.models import MLP
 
 Y = np.random.default_rng(0).integers(10, size=3000)
 NAMES = tuple("abcdefghij")
-POOL = Pool(Y, clients={str(n): np.arange(n, 3000, 3) for n in range(3)}, classes=NAMES)
+POOL = SamplePool(Y, clients={str(n): np.arange(n, 3000, 3) for n in range(3)}, classes=NAMES)
 TEN_ROUNDS = ClassIncremental(5, rounds_per_experience=10)
 
 
@@ -79,7 +79,7 @@ def test_blurry_experiences_are_tested_on_the_classes_that_come_in_them():
 
 @pytest.mark.parametrize(("classes", "experiences"), [(10, 4), (10, 7), (10, 10), (100, 10), (7, 1), (33, 5)])
 def test_growing_classes_grow(classes, experiences):
-    pool = Pool(np.arange(classes), clients={"a": np.arange(classes)}, classes=tuple(map(str, range(classes))))
+    pool = SamplePool(np.arange(classes), clients={"a": np.arange(classes)}, classes=tuple(map(str, range(classes))))
     sizes = [len(task) for task in GrowingClasses(experiences).plan(pool).tasks["a"]]
     assert sum(sizes) == classes and len(sizes) == experiences and min(sizes) >= 1 and sizes == sorted(sizes)
 
@@ -148,7 +148,11 @@ def test_the_seed_draws_everything(scenario):
 
 @pytest.mark.parametrize("kind", [Online, Staggered])
 def test_a_scenario_around_another_draws_what_that_draws(kind):
-    assert kind(FedViTScenario()).own_clients and not kind(FedViTScenario()).own_split and not kind().own_clients
+    assert (
+        kind(FedViTScenario()).provides_clients
+        and not kind(FedViTScenario()).provides_split
+        and not kind().provides_clients
+    )
     with raises(InvalidValueError, "partition"):
         FederatedStream("digits", kind(FedViTScenario(2, 3)), IID(3))
     assert dataclasses.asdict(kind())["of"] is None
@@ -182,7 +186,7 @@ def test_a_federation_learns_it(scenario, fit):
         task = copy.deepcopy(before)
         fit(task, stream, [metrics])
         assert len(metrics.record["rounds"]) == stream.plan.rounds
-        x, y = stream.take(stream.plan.test)
+        x, y = stream.get_samples(stream.plan.test)
         for i, trained in enumerate((task, before)):
             losses[i] += float(F.cross_entropy(trained(x), y))
     assert losses[0] < losses[1] - 0.04, losses  # 0.09 and 0.19 less

@@ -5,8 +5,8 @@ import pytest
 from raising import raises
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.scenarios import FedViTScenario, Pool
+from lightning_fcl.data.datasets import ArrayDataset
+from lightning_fcl.data.scenarios import FedViTScenario, SamplePool
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 
@@ -19,7 +19,7 @@ OF_CLASS = np.bincount(Y[TRAIN])
 
 
 def fedvit(y, train=None, test=TEST[:0], validation=TEST[:0], seed=0, **kwargs):
-    pool = Pool(y, np.arange(len(y)) if train is None else train, test, validation)
+    pool = SamplePool(y, np.arange(len(y)) if train is None else train, test, validation)
     return FedViTScenario(**kwargs).plan(pool, seed)
 
 
@@ -51,8 +51,8 @@ def plan():
 
 def test_it_is_the_papers_plan(plan):
     assert plan.rounds == 100 and plan.clients == tuple(str(client) for client in range(20))
-    assert plan.test is TEST and len(plan.validation) == len(plan.pretrain) == len(plan.base) == 0
-    assert plan.groups.tolist() == Y.tolist() and plan.of_classes and plan.order is None
+    assert plan.test is TEST and len(plan.validation) == len(plan.pretrain) == len(plan.base_samples) == 0
+    assert plan.groups.tolist() == Y.tolist() and plan.groups_are_classes and plan.class_order is None
     for client in plan.clients:
         assert plan.experiences[client] == tuple(r // 10 for r in range(100))
         assert all(np.array_equal(plan.train[r][client], plan.train[r // 10 * 10][client]) for r in range(100))
@@ -150,7 +150,7 @@ def test_labels_need_not_be_those_of_all_classes():
     y = np.repeat([2, 5, 7, 30], 40)
     plan = fedvit(y, tasks=2, clients=3, classes_per_client=(2, 2))
     assert sorted(c for block in plan.task_classes["0"] for c in block) == [2, 5, 7, 30]
-    assert plan.classes(0)[1] == () and set(plan.classes(19)[0] + plan.classes(19)[1]) == {2, 5, 7, 30}
+    assert plan.class_split(0)[1] == () and set(plan.class_split(19)[0] + plan.class_split(19)[1]) == {2, 5, 7, 30}
 
 
 REFUSED = [
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused(options, argument, value):
 def prepared(validation=0.0, **kwargs):
     y = Y.astype(np.int64)
     x = np.arange(len(y), dtype=np.float32)[:, None]
-    arrays = Arrays(x, y, None, tuple(map(str, range(100))), np.isin(np.arange(len(y)), TEST))
+    arrays = ArrayDataset(x, y, None, tuple(map(str, range(100))), np.isin(np.arange(len(y)), TEST))
     stream = FederatedStream(arrays, FedViTScenario(**kwargs), split=Split("official", validation), seed=3)
     stream.setup("fit")
     return stream
@@ -201,7 +201,7 @@ def test_turns_name_the_block_of_the_clients_task(plan):
     stream = prepared()
     for client, round in (("0", 0), ("0", 10), ("13", 99)):
         client_round = stream.client_round(client, round)
-        assert client_round.experience == round // 10 and client_round.last_round == (round % 10 == 9)
+        assert client_round.experience_idx == round // 10 and client_round.is_last_round == (round % 10 == 9)
         assert client_round.task_classes == plan.task_classes[client][round // 10]
         assert (
             set(client_round.labels.tolist()) == set(plan.tasks[client][round // 10]) <= set(client_round.task_classes)

@@ -11,19 +11,19 @@ from lightning_fcl.data.scenarios import (
     DomainIncremental,
     FLwFScenario,
     ODFCLScenario,
-    Pool,
-    split,
+    SamplePool,
+    stratified_split,
     with_history,
 )
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError
 
 
 def flwf(y, seed=0, **kwargs):
-    return FLwFScenario(**kwargs).plan(Pool(y), seed)
+    return FLwFScenario(**kwargs).plan(SamplePool(y), seed)
 
 
 def odfcl(y, seed=0, **kwargs):
-    return ODFCLScenario(**kwargs).plan(Pool(y), seed)
+    return ODFCLScenario(**kwargs).plan(SamplePool(y), seed)
 
 
 def rng(seed=0):
@@ -37,17 +37,17 @@ def counts(y, indices):
 
 def test_split_is_stratified_and_complete():
     y = rng().permutation(np.repeat([0, 1, 5], [40, 20, 10]))
-    rest, part = split(y, 0.3, rng())
+    rest, part = stratified_split(y, 0.3, rng())
     assert counts(y, part) == {0: 12, 1: 6, 5: 3}
     assert sorted([*rest, *part]) == list(range(70))
-    assert not np.array_equal(part, split(y, 0.3, rng(1))[1])
-    assert np.array_equal(part, split(y, 0.3, rng())[1])
-    assert [rows.tolist() for rows in split(np.array([1, 0]), 0.0, rng())] == [[0, 1], []]
+    assert not np.array_equal(part, stratified_split(y, 0.3, rng(1))[1])
+    assert np.array_equal(part, stratified_split(y, 0.3, rng())[1])
+    assert [rows.tolist() for rows in stratified_split(np.array([1, 0]), 0.0, rng())] == [[0, 1], []]
 
 
 def class_experiences(indices, y, experiences, order, seed):
     """The samples and the classes of each experience of one client."""
-    pool = Pool(y, clients={"a": indices}, classes=tuple(map(str, range(y.max() + 1))))
+    pool = SamplePool(y, clients={"a": indices}, classes=tuple(map(str, range(y.max() + 1))))
     plan = ClassIncremental(experiences, class_order=order).plan(pool, seed)
     return [current["a"] for current in plan.train], list(plan.tasks["a"])
 
@@ -80,7 +80,7 @@ def test_class_order_comes_from_the_seed():
 
 def domain_experiences(indices, group, order):
     """The samples and the domain of each experience of one client."""
-    pool = Pool(np.zeros_like(group), clients={"a": indices}, group=group)
+    pool = SamplePool(np.zeros_like(group), clients={"a": indices}, group=group)
     plan = DomainIncremental(domain_order=order).plan(pool)
     return [current.get("a", indices[:0]) for current in plan.train], list(plan.tasks["a"])
 
@@ -99,7 +99,7 @@ PARTS = {"a": [np.arange(10), np.arange(10, 20)], "b": [np.arange(20, 26), np.ar
 
 
 def rounds_of(rounds_per_experience, samples_per_round, history):
-    pool = Pool(
+    pool = SamplePool(
         np.zeros(26, int),
         clients={client: np.concatenate(parts) for client, parts in PARTS.items()},
         group=np.repeat([0, 1, 0], [10, 10, 6]),
@@ -137,7 +137,7 @@ def test_history():
 
 def stream(scenario, y, group=None):
     owners = {"a": np.arange(0, len(y), 2), "b": np.arange(1, len(y), 2)}
-    pool = Pool(y, clients=owners, group=group, classes=tuple("abcdefgh"), domains=("north", "east", "south"))
+    pool = SamplePool(y, clients=owners, group=group, classes=tuple("abcdefgh"), domains=("north", "east", "south"))
     return owners, scenario.plan(pool)
 
 
@@ -176,20 +176,20 @@ def test_every_client_may_be_given_an_order():
     y = np.tile(np.arange(4), 10)
     owners = {"a": np.arange(20), "b": np.arange(20, 40)}
     orders = {"a": ["d", "c", "b", "a"], "b": [0, 1, 2, 3]}
-    pool = Pool(y, clients=owners, classes=tuple("abcd"))
+    pool = SamplePool(y, clients=owners, classes=tuple("abcd"))
     plan = ClassIncremental([1, 3], class_order=orders).plan(pool)
     assert plan.tasks == {"a": ((3,), (0, 1, 2)), "b": ((0,), (1, 2, 3))}
     with raises(MissingValueError, "class_order"):
         ClassIncremental(2, class_order={"a": [0, 1, 2, 3]}).plan(pool)
     domains = DomainIncremental(domain_order={"a": ["south", "north"], "b": ["north", "south"]})
-    plan = domains.plan(Pool(y, clients=owners, group=y % 2, domains=("north", "south")))
+    plan = domains.plan(SamplePool(y, clients=owners, group=y % 2, domains=("north", "south")))
     assert plan.tasks == {"a": ((1,), (0,)), "b": ((0,), (1,))}
 
 
 def test_one_experience_needs_no_classes():
-    pool = Pool(np.zeros(6, dtype=np.int64), clients={"a": np.arange(4), "b": np.arange(4, 6)})
+    pool = SamplePool(np.zeros(6, dtype=np.int64), clients={"a": np.arange(4), "b": np.arange(4, 6)})
     plan = ClassIncremental(1, 2).plan(pool)
-    assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.classes(1) == ((), ())
+    assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.class_split(1) == ((), ())
 
 
 def test_domains_are_the_groups_of_the_test():
@@ -244,7 +244,7 @@ def of_domains(order):
         ),
         *(
             (
-                partial(split, np.array([0, 1]), fraction, rng()),
+                partial(stratified_split, np.array([0, 1]), fraction, rng()),
                 InvalidValueError,
                 "fraction",
             )
@@ -320,13 +320,13 @@ def held(plan, session, rounds=20):
 
 def test_odfcl_is_the_papers_plan():
     plan = odfcl(PEOPLE)
-    numbers = np.argsort(plan.order)[PEOPLE]
+    numbers = np.argsort(plan.class_order)[PEOPLE]
     assert plan.rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.outputs == 10
-    assert sorted(plan.order) == list(range(16)) and set(plan.order[:10]) <= set(range(12))
-    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    assert sorted(plan.class_order) == list(range(16)) and set(plan.class_order[:10]) <= set(range(12))
+    assert counts(numbers, plan.base_samples) == dict.fromkeys(range(4), 28)
     assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
     assert len(plan.validation) == 0
-    sizes = np.bincount(PEOPLE)[plan.order]
+    sizes = np.bincount(PEOPLE)[plan.class_order]
     assert counts(numbers, plan.pretrain) == {c: sizes[c] for c in range(10, 16)}
     for session in (0, 1):
         for n, (node, part) in enumerate(held(plan, session).items()):
@@ -335,8 +335,8 @@ def test_odfcl_is_the_papers_plan():
             assert plan.tasks[node][session + 1] == (4 + 3 * session + n,)
     assert plan.experiences == dict.fromkeys(plan.clients, (1,) * 20 + (2,) * 20)
     assert {tasks[0] for tasks in plan.tasks.values()} == {(0, 1, 2, 3)}
-    assert plan.classes(0) == plan.classes(19) == ((4, 5, 6), (0, 1, 2, 3))
-    assert plan.classes(20) == plan.classes(39) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+    assert plan.class_split(0) == plan.class_split(19) == ((4, 5, 6), (0, 1, 2, 3))
+    assert plan.class_split(20) == plan.class_split(39) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
     assert plan.groups[plan.test].tolist() == numbers[plan.test].tolist()
 
 
@@ -345,17 +345,17 @@ def test_odfcl_is_the_papers_plan():
 def test_odfcl_uses_every_sample_once(nodes, validation):
     plan = odfcl(PEOPLE, nodes=nodes, validation_per_class=validation)
     sessions = [np.concatenate(list(held(plan, session).values())) for session in (0, 1)]
-    numbers = np.argsort(plan.order)[PEOPLE]
+    numbers = np.argsort(plan.class_order)[PEOPLE]
     for session, samples in enumerate(sessions):
         assert counts(numbers, samples) == dict.fromkeys(range(4 + 3 * session, 7 + 3 * session), 28 - validation)
-    parts = [*sessions, plan.base, plan.test, plan.validation, plan.pretrain]
+    parts = [*sessions, plan.base_samples, plan.test, plan.validation, plan.pretrain]
     used = np.concatenate(parts)
     assert len(used) == len(set(used.tolist())) == 10 * 35 + int((numbers >= 10).sum())
     assert counts(numbers, plan.validation) == ({c: validation for c in range(10)} if validation else {})
     for node in plan.clients:
         for session in (0, 1):
             assert set(numbers[plan.train[20 * session][node]]) == set(plan.tasks[node][session + 1])
-    assert plan.classes(25) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+    assert plan.class_split(25) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
@@ -363,21 +363,28 @@ def test_odfcl_history(nodes):
     """Joint training: what a node has seen, and its share of the base session."""
     plain, seen, everything = (odfcl(PEOPLE, nodes=nodes, history=h) for h in ("round", "seen", "all"))
     shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
-    assert sorted(shares[0]) == sorted([*plain.base, *np.concatenate(list(plain.train[0].values()))])
+    assert sorted(shares[0]) == sorted([*plain.base_samples, *np.concatenate(list(plain.train[0].values()))])
     for node in plain.clients:
         first, second = plain.train[0][node].tolist(), plain.train[20][node].tolist()
         base = set(seen.train[0][node]) - set(first)
-        assert base <= set(plain.base)
+        assert base <= set(plain.base_samples)
         assert set(seen.train[20][node]) == {*base, *first, *second} == set(everything.train[0][node])
     assert len(shares[1]) == len(set(shares[1])) == 280
-    assert seen.classes(25) == plain.classes(25)
+    assert seen.class_split(25) == plain.class_split(25)
 
 
 @pytest.mark.parametrize("plan", [partial(flwf, Y), partial(odfcl, PEOPLE, validation_per_class=5)])
 def test_the_papers_plans_come_from_the_seed(plan):
     def parts(seed):
         drawn = plan(seed=seed)
-        found = [drawn.test, drawn.validation, drawn.base, drawn.pretrain, drawn.order, *drawn.train[0].values()]
+        found = [
+            drawn.test,
+            drawn.validation,
+            drawn.base_samples,
+            drawn.pretrain,
+            drawn.class_order,
+            *drawn.train[0].values(),
+        ]
         return [rows.tolist() for rows in found if rows is not None and len(rows)]
 
     assert parts(0) == parts(0)
@@ -389,21 +396,21 @@ def test_odfcl_of_other_sizes():
         PEOPLE, people=8, base=2, sessions=3, nodes=2, train_per_class=6, test_per_class=2, pretrain_per_class=3,
         rounds_per_session=4,
     )  # fmt: skip
-    numbers = np.argsort(plan.order)[PEOPLE]
+    numbers = np.argsort(plan.class_order)[PEOPLE]
     assert plan.rounds == 12 and plan.outputs == 8
     assert plan.tasks == {"node1": ((0, 1), (2,), (4,), (6,)), "node2": ((0, 1), (3,), (5,), (7,))}
     assert counts(numbers, plan.pretrain) == {c: min(3, n) for c, n in counts(numbers, np.arange(422)).items() if c > 7}
-    assert plan.classes(11) == ((6, 7), (0, 1, 2, 3, 4, 5))
+    assert plan.class_split(11) == ((6, 7), (0, 1, 2, 3, 4, 5))
     assert len(odfcl(PEOPLE, pretrain_per_class=0).pretrain) == 0
 
 
 def test_odfcl_does_not_mind_labels_that_nobody_has():
     y = np.where(PEOPLE > 3, PEOPLE + 2, PEOPLE)  # nobody is 4 or 5
     plan = odfcl(y)
-    numbers = np.argsort(plan.order)[y]
-    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    numbers = np.argsort(plan.class_order)[y]
+    assert counts(numbers, plan.base_samples) == dict.fromkeys(range(4), 28)
     assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
-    assert set(numbers[plan.pretrain]) == {c for c in range(10, 18) if (y == plan.order[c]).any()}
+    assert set(numbers[plan.pretrain]) == {c for c in range(10, 18) if (y == plan.class_order[c]).any()}
 
 
 @pytest.mark.parametrize(
@@ -440,5 +447,5 @@ def test_odfcl_that_cannot_be(options, expected):
 def test_new_and_old_classes_of_other_scenarios():
     """New is what nobody has learnt before; a client may be ahead of another."""
     plan = flwf(Y, tasks={"a": [[0], [1]], "b": [[1, 2], [0, 3]]}, samples_per_round=12)
-    assert plan.classes(0) == ((0, 1, 2), ()) and plan.classes(7) == ((3,), (0, 1, 2))
-    assert flwf(Y).classes(7) == ((0, 2, 3, 4, 5), (1,))
+    assert plan.class_split(0) == ((0, 1, 2), ()) and plan.class_split(7) == ((3,), (0, 1, 2))
+    assert flwf(Y).class_split(7) == ((0, 2, 3, 4, 5), (1,))

@@ -1,0 +1,118 @@
+"""How the activations of the server's reservoir are distributed, experience after experience."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.trainer_access import move_batch, require_stream
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.federation.protocols import require_federation
+from lightning_fcl.methods.functional import evaluation_mode
+from lightning_fcl.tasks.reservoir import ReservoirTask
+
+# Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
+_BATCH = 128
+_EDGES = np.linspace(-1, 1, 101)  # of the bins
+
+
+class ActivationDensity(Callback):
+    """After an experience's last round: takes the density of the server's reservoir on the stream's test samples.
+
+    The states, which lie between -1 and 1, are pooled over units, steps and samples: over all test samples, over those
+    of each group (a class, or a domain) and over those of each owner (the clients that join later, where the stream's
+    ``test`` names them). ``record`` holds the densities, as in figures 3 and 5 of De Caro et al. 2023,
+    "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
+
+    Raises:
+        ValueError: If the module has no reservoir, or there is no stream with test samples.
+
+    Example:
+        >>> ActivationDensity().record
+        {}
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, ReservoirTask):
+            raise InvalidValueError(
+                "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
+                f"`{type(pl_module).__name__}`.",
+                hint="Take a `ReservoirClassifier`, or leave the callback out.",
+                argument="module",
+                value=type(pl_module).__name__,
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stream = require_stream(trainer)
+        require_federation(trainer, "ActivationDensity", "it has no rounds")
+        if not len(stream.plan.test):
+            raise MissingValueError(
+                "Expected test samples to run on but the stream has none.",
+                hint="Set `split=Split(test=0.2)` of the stream, or leave the callback out.",
+                argument="test",
+            )
+        if not self.record or trainer.current_epoch == 0:
+            self.record = {"edges": _EDGES.tolist(), "experiences": []}
+
+    @torch.no_grad()
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stream, round = require_stream(trainer), trainer.current_epoch
+        plan = stream.plan
+        current, *after = (
+            max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
+        )
+        if after == [current] or not isinstance(pl_module, ReservoirTask):
+            return
+        test, names = plan.test, plan.group_names(stream.classes)
+        owned = np.zeros(len(test), dtype=np.int64)
+        owners: list[str] = []
+        if stream.samples.client_ids is not None:
+            ids, owned = np.unique(stream.samples.client_ids[test], return_inverse=True)
+            owners = [str(owner) for owner in ids]
+        cells = plan.groups[test] * max(1, len(owners)) + owned
+        precision, bins = trainer.precision_plugin, len(_EDGES) - 1
+        cell = torch.from_numpy(cells).to(pl_module.device)
+        counts = torch.zeros(len(names) * max(1, len(owners)) * bins, dtype=torch.int64, device=pl_module.device)
+        # A data set's own code may draw random numbers, which training must not notice.
+        with isolate_rng(), evaluation_mode(pl_module), precision.forward_context():
+            for start in range(0, len(test), _BATCH):
+                x = move_batch(trainer, stream.samples.get(test[start : start + _BATCH], "test"))[0]
+                first = cell[None, start : start + _BATCH, None] * bins
+                for states in pl_module.reservoir.iter_states(precision.convert_input(x)):
+                    counts += torch.bincount((first + bin_indices(states, bins)).flatten(), minlength=len(counts))
+        table = counts.view(len(names), -1, bins).cpu().numpy()  # group, owner, bin
+        of_groups, of_owners = table.sum(axis=1), table.sum(axis=0)
+        densities = {
+            "experience": current,
+            "all": _density(of_groups.sum(axis=0)),
+            "groups": {name: _density(of) for name, of in zip(names, of_groups, strict=True) if of.any()},
+            "owners": {name: _density(of) for name, of in zip(owners, of_owners, strict=False)},
+        }
+        self.record["experiences"].append(densities)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"record": self.record}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.record = state_dict["record"]
+
+
+def _density(counts: IntArray) -> list[float]:
+    density: list[float] = (counts / (counts.sum() * np.diff(_EDGES))).tolist()
+    return density
+
+
+def bin_indices(states: Tensor, bins: int) -> Tensor:
+    """Which of ``bins`` equal parts of [-1, 1] a state lies in, from 0; as in `numpy.histogram`, 1 is in the last."""
+    # In double precision no state crosses an edge by rounding.
+    return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

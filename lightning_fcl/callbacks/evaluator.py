@@ -1,0 +1,349 @@
+"""What a model makes of test samples: right predictions of each group, or what its task is measured by instead."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fcl.callbacks.round_log import EpochLog
+from lightning_fcl.data.batching import BatchRequest
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import move_batch
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, format_names
+from lightning_fcl.evaluation.continual import Tasks, group_name
+from lightning_fcl.federation.protocols import HasMetrics
+from lightning_fcl.federation.ranks import SINGLE_RANK, Ranks
+from lightning_fcl.methods.base import methods_overriding
+from lightning_fcl.methods.compose import get_methods, prediction_override
+from lightning_fcl.methods.dry_run import few_samples, find_logits_obstacle, isolated_evaluation, prepare_batch
+from lightning_fcl.methods.functional import evaluation_mode
+from lightning_fcl.rng import derive_seed
+from lightning_fcl.tasks.base import Task
+from lightning_fcl.tasks.classification import Classifier
+
+log = logging.getLogger(__name__)
+
+Counts: TypeAlias = list[int | None]
+"""Correct predictions of each group; None for a group that was not tested."""
+Values: TypeAlias = dict[str, dict[str, float | None]]
+"""What each measure came to on the samples of some groups, by `group_name`; None where it is not defined."""
+
+_Batch: TypeAlias = tuple[Any, Tensor, Tensor]  # inputs or outputs, targets, groups
+
+_BATCH = 512
+_LOWER = ("loss", "error")  # in the names of what is better when lower
+_LOG = "Call `self.log(name, value)` there."
+_HELD_BYTES = 2**30  # more test samples of a data set than these are read anew each time
+
+
+def _placed(stream: FederatedStream, samples: IntArray, alike: bool) -> tuple[str, IntArray, int]:
+    """The part of a stream that some samples are of, the group of each, and the number of groups."""
+    part = "validation" if samples is stream.plan.validation else "test"
+    if alike:
+        return part, np.zeros(len(samples), dtype=np.int64), 1
+    return part, stream.plan.groups[samples], len(stream.plan.group_names(stream.classes))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Test samples, and what a model makes of them. ``cached_samples`` are those that lie in memory, as stored."""
+
+    stream: FederatedStream
+    rows: IntArray
+    group: Tensor
+    num_groups: int
+    split_name: str
+    cached_samples: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def from_stream(
+        cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
+    ) -> Evaluator:
+        """Some samples of a stream, if they fit on a device; ``is_stackable``: all in one group."""
+        part, group, groups = _placed(stream, samples, is_stackable)
+        tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, part)
+        if not stream.samples.is_random:
+            x, y = (values.to(device) for values in stream.samples.get_stored(samples))
+            return replace(tester, cached_samples=(x, y))
+        found, free = list[_Batch](), _HELD_BYTES
+        for batch in tester._batches():
+            if not isinstance(batch[0], Tensor):  # such as lists of images or text, which cannot be joined
+                return tester
+            found.append(batch)
+            free -= batch[0].nbytes
+            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
+                return tester
+        x, y, _ = (torch.cat(column) for column in zip(*found, strict=True))
+        return replace(tester, cached_samples=(x, y))
+
+    def subset(self, groups: Iterable[int]) -> Evaluator:
+        """Those of some groups."""
+        rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
+        held = None if self.cached_samples is None else (self.cached_samples[0][rows], self.cached_samples[1][rows])
+        return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=held)
+
+    def count_samples(self, steps: int = 1) -> list[int]:
+        """Predictions of each group, of a model that makes so many for each sample."""
+        sizes: list[int] = (torch.bincount(self.group, minlength=self.num_groups) * steps).tolist()
+        return sizes
+
+    def _batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
+        """Some batch and every so manyth from there, with what is random in its items the same each time."""
+        size = self.stream.loader_config(self.split_name).batch_size if self.stream.samples.is_random else _BATCH
+        if self.cached_samples is not None:
+            parts = (torch.split(values, size) for values in (*self.cached_samples, self.group))
+            yield from itertools.islice(zip(*parts, strict=True), first, None, every)
+            return
+        places = np.split(np.arange(len(self.rows)), range(size, len(self.rows), size))[first::every]
+        seed, key = self.stream.seed, ("server", self.split_name)
+        requests = (BatchRequest(self.rows[place], seed, (*key, int(place[0]))) for place in places)
+        for place, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
+            if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
+                length = f" of {len(batch)}" if isinstance(batch, list) else ""
+                raise InvalidTypeError(
+                    "Expected pairs of samples and a tensor of targets to measure on, but got a "
+                    f"{type(batch).__name__}{length}.",
+                    hint="Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does "
+                    "not return logits.",
+                )
+            x, y = move_data_to_device(batch[:2], self.group.device)
+            yield x, y, self.group[place]
+
+    @torch.no_grad()
+    def _outputs(self, module: L.LightningModule, every: int = 1, first: int = 0) -> Iterator[_Batch]:
+        """What a model says of some samples after the other, or of every so manyth of such parts."""
+        precision = module.trainer.precision_plugin
+        with evaluation_mode(module), precision.forward_context(), prediction_override(module):
+            for part, label, where in self._batches(first, every):
+                part = precision.convert_input(self.stream.samples.normalize(part))
+                part, label = move_batch(module.trainer, [part, label])[:2]
+                if isinstance(module, Classifier):
+                    yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
+                else:
+                    yield module(part), label, where
+
+    def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
+        """Correct predictions of each group, by all ranks together, and predictions for each sample."""
+        counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
+        for output, label, where in self._outputs(module, ranks.num_ranks, ranks.rank):
+            prediction = to_predictions(output)
+            if prediction.dim() > 1:
+                steps = prediction.shape[1]
+                label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
+            counts += torch.bincount(where[prediction.flatten() == label], minlength=self.num_groups)
+        found = ranks.all_gather_object((counts.tolist(), steps))
+        correct: Counts = [sum(column) for column in zip(*(part for part, _ in found), strict=True)]
+        return correct, max(number for _, number in found)
+
+    def describe_metrics(
+        self, module: L.LightningModule, lower_is_better: Sequence[str] | None
+    ) -> list[dict[str, Any]]:
+        """What a model is measured by, and which way is better, as a record has it; empty: by accuracy."""
+        own = module.configure_metrics() if isinstance(module, HasMetrics) else {}
+        return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in own.items()]
+
+    def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
+        """What a model's own measures come to on the samples of some groups together, for each of these."""
+        assert isinstance(module, HasMetrics)
+        found = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
+        outputs, targets, group = (torch.cat(column) for column in zip(*found, strict=True))
+        values: Values = {name: {} for name in names}
+        for part in group_sets:
+            rows = torch.isin(group, torch.tensor(sorted(part)))
+            for name, metric in module.configure_metrics().items():
+                values[name][group_name(part)] = _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
+        return values
+
+
+def to_predictions(outputs: Tensor) -> Tensor:
+    """The class of the largest output of each sample, by NumPy on a CPU: torch takes ten times as long."""
+    if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
+        return torch.from_numpy(outputs.numpy().argmax(axis=-1))
+    return outputs.argmax(dim=-1)
+
+
+def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
+    """A metric of predictions; None where so few have none, as a single one has no R2."""
+    targets = targets.to(outputs.dtype)
+    while targets.dim() < outputs.dim():  # one output, or a target for all steps
+        targets = targets[..., None] if outputs.shape[-1] == 1 and targets.dim() == 1 else targets[:, None]
+    targets = targets.expand_as(outputs)
+    if outputs.dim() > 2:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten(0, -2)
+    try:
+        metric.update(outputs, targets)
+        value = float(metric.compute())
+    except ValueError:
+        if len(outputs) > 1:
+            raise
+        return None
+    return value if np.isfinite(value) else None
+
+
+def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
+    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far."""
+    learnt: set[int] = set()
+    parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
+    for task in tasks:
+        learnt.update(task)
+        parts += [tuple(sorted(set(task))), tuple(sorted(learnt))]
+    return list(dict.fromkeys(parts))
+
+
+def _stage_of(module: L.LightningModule) -> str | None:
+    """The step of a module's own that measures it, ``"test"``, else ``"validation"``; None: it has none but ours."""
+    for stage in ("test", "validation"):
+        step = getattr(type(module), f"{stage}_step")
+        if is_overridden(f"{stage}_step", module) and not step.__module__.startswith("lightning_fcl."):
+            return stage
+    return None
+
+
+def _callbacks_within(module: L.LightningModule) -> list[Callback]:
+    """Return the Trainer's callbacks that are parts of a module, such as the pre-processor of an anomalib model."""
+    parts = {id(part) for part in module.modules()}
+    return [callback for callback in module.trainer.callbacks if id(callback) in parts]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class StepEvaluator:
+    """Test samples, and the metrics that a module's own `test_step` logs of them.
+
+    The hooks of the module run, and the hooks of the callbacks that are parts of the module.
+    """
+
+    stream: FederatedStream
+    rows: IntArray
+    group: IntArray
+    num_groups: int
+    split_name: str
+    warned_metrics: set[str] = field(default_factory=set)  # of groups of no value
+
+    @classmethod
+    def from_stream(
+        cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
+    ) -> StepEvaluator:
+        """Some samples of a stream; ``is_stackable``: all in one group."""
+        part, group, groups = _placed(stream, samples, is_stackable)
+        return cls(stream, samples, group, groups, part)
+
+    def count_samples(self) -> list[int]:
+        sizes: list[int] = np.bincount(self.group, minlength=self.num_groups).tolist()
+        return sizes
+
+    def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
+        """What the step logs by some names of the samples of some groups together, for each of these."""
+        values: Values = {name: {} for name in names}
+        for part in group_sets:
+            rows, found = self.rows[np.isin(self.group, part)], dict[str, float | None]()
+            if len(rows):
+                try:
+                    found = self._run(module, rows)[0]
+                except ValueError as error:  # as few samples, or a single class, have no R2 or AUROC
+                    if group_name(part) not in self.warned_metrics:
+                        log.warning("Test samples of group %s alone have no value: %s", group_name(part), error)
+                        self.warned_metrics.add(group_name(part))
+            for name in names:
+                values[name][group_name(part)] = found.get(name)
+        return values
+
+    def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
+        stage, caught, callbacks = _stage_of(module), EpochLog(), _callbacks_within(module)
+
+        def call(hook: str, *args: Any) -> Any:
+            for callback in callbacks if hook.startswith("on_") else ():
+                getattr(callback, hook)(module.trainer, module, *args)
+            return getattr(module, hook)(*args)
+
+        with isolated_evaluation(
+            module, self.stream, RunningStage.TESTING if stage == "test" else RunningStage.VALIDATING
+        ):
+            for part in reversed(list(module.modules())):
+                if isinstance(part, Metric | MetricCollection):
+                    part.reset()
+            module.log = caught  # type: ignore[method-assign]
+            for callback in callbacks:
+                callback.log = caught  # type: ignore[attr-defined]
+            call(f"on_{stage}_start")
+            call(f"on_{stage}_epoch_start")
+            loading = self.stream.samples.loader_configs.get(self.split_name)
+            size = self.stream.batch_size if loading is None else loading.batch_size
+            for index, start in enumerate(range(0, len(rows), size)):
+                seed = derive_seed(self.stream.seed, "server", self.split_name, start)
+                batch = prepare_batch(
+                    module, self.stream.samples.get(rows[start : start + size], self.split_name, seed)
+                )
+                caught.batch = batch
+                call(f"on_{stage}_batch_start", batch, index)
+                output = call(f"{stage}_step", batch, index)
+                call(f"on_{stage}_batch_end", output, batch, index)
+            caught.batch = None
+            call(f"on_{stage}_epoch_end")
+            call(f"on_{stage}_end")
+            return {name: caught.value(name) for name in caught.metrics}, caught
+
+    def describe_metrics(
+        self, module: L.LightningModule, lower_is_better: Sequence[str] | None
+    ) -> list[dict[str, Any]]:
+        """What the step logs of a few samples, and which way is better, as a record has it."""
+        step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
+        found = self._run(module, few_samples(self.rows))[1].metrics
+        if not found:
+            raise InvalidValueError(
+                f"Expected {step} to log what the module is measured by but it logs nothing.",
+                hint=_LOG,
+                argument=step.strip("`"),
+            )
+        if unknown := [name for name in lower_is_better or () if name not in found]:
+            raise UnknownNameError(
+                f"Expected `lower_is_better` to name what {step} logs ({format_names(found)}) but got {unknown[0]}.",
+                hint=did_you_mean(unknown[0], found),
+                argument="lower_is_better",
+                value=unknown[0],
+            )
+        higher = {
+            name: name not in lower_is_better
+            if lower_is_better is not None
+            else not any(part in name.lower() for part in _LOWER)
+            for name in found
+        }
+        higher |= {
+            name: metric.higher_is_better
+            for name, metric in found.items()
+            if metric is not None and metric.higher_is_better is not None
+        }
+        return [{"name": name, "higher_is_better": value} for name, value in higher.items()]
+
+
+def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:
+    """Whether a module is measured by its own step, not by its `configure_metrics` or the accuracy of its logits."""
+    if isinstance(module, HasMetrics):
+        return False
+    name, has_step = type(module).__name__, _stage_of(module) is not None
+    ruling = [type(method).__name__ for method in methods_overriding(get_methods(module.trainer), "rescore")]
+    why = find_logits_obstacle(module, stream, samples, exact=has_step and not ruling and not isinstance(module, Task))
+    if why is None or (has_step and not ruling):
+        return why is not None
+    mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
+    if has_step:
+        mend = f"Leave `{ruling[0]}` out, as `test_step` of `{name}` does not predict by it."
+    raise InvalidValueError(
+        f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
+        f"measured, but {why}.",
+        hint=mend,
+        argument=name,
+    )

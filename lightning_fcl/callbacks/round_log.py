@@ -1,0 +1,140 @@
+"""What a module logs for an epoch, kept until its end, and for a round, reduced over the batches of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.reductions import METRIC_REDUCTIONS
+
+_SHOWN = ("prog_bar", "logger")
+
+
+class EpochLog:
+    """Takes the place of a module's `log`: keeps what Lightning would reduce at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Metric | None] = {}  # by name, None for numbers
+        self.batch: Batch = None
+        self.scalar_values: dict[str, list[tuple[Tensor, int]]] = {}  # by name, with the sizes of their batches
+        self.reductions: dict[str, str] = {}
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        *args: Any,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if on_epoch is False:
+            return
+        self.metrics[name] = value if isinstance(value, Metric) else None
+        if isinstance(value, Metric):
+            return
+        if batch_size is None:
+            batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
+        self.scalar_values.setdefault(name, []).append((_one_number(name, value).clone(), batch_size))
+        self.reductions[name] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+
+    def value(self, name: str) -> float | None:
+        """What a name came to; None where that is not finite."""
+        if (metric := self.metrics[name]) is not None:
+            value = _one_number(name, metric.compute())
+        else:
+            value = _reduced(self.scalar_values[name], self.reductions[name])
+        return float(value) if bool(torch.isfinite(value)) else None
+
+
+class RoundLog:
+    """Stands before a module's `log` while it trains: keeps what is for the round, and logs that when all have met.
+
+    A module is unchanged where there is one process.
+    """
+
+    def __init__(self, module: L.LightningModule, ranks: Ranks) -> None:
+        self._module, self._ranks, self._log = module, ranks, module.log
+        self._kept, self._options = EpochLog(), dict[str, dict[str, Any]]()
+        if ranks.num_ranks > 1:
+            # A function, not a method: copies of the module leave the processes alone.
+            module.log = lambda *args, **kwargs: self._keep(*args, **kwargs)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the module its own `log` back."""
+        if self._ranks.num_ranks > 1:
+            del self._module.log
+
+    def start_batch(self, batch: Batch) -> None:
+        """A batch is trained on from here on; None: it is over."""
+        self._kept.batch = batch
+
+    def _keep(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if self._kept.batch is None or not kwargs.get("on_epoch"):
+            self._log(name, value, *args, **kwargs)
+            return
+        if isinstance(value, Metric) and all(part is not value for part in self._module.modules()):
+            raise MissingValueError(
+                f"Expected the metric that is logged as `{name}` to be an attribute of the module, but found no such "
+                "attribute.",
+                hint="Assign the metric to an attribute in `__init__`.",
+                argument=name,
+            )
+        steps = bool(kwargs.get("on_step", True))
+        self._kept(name, value, *args, **kwargs)
+        self._options[name] = {option: kwargs[option] for option in _SHOWN if option in kwargs} | {"steps": steps}
+        if steps:
+            self._log(f"{name}_step", value, *args, **{**kwargs, "on_epoch": False})
+
+    def reduce_and_log(self) -> None:
+        """At the end of a round: log what all processes together have come to."""
+        kept, self._kept = self._kept, EpochLog()
+        options, self._options = self._options, {}
+        if self._ranks.num_ranks == 1:
+            return
+        metrics = {path: part for path, part in self._module.named_modules() if isinstance(part, Metric)}
+        paths = {id(metric): path for path, metric in metrics.items()}
+        logged = {name: paths[id(metric)] for name, metric in kept.metrics.items() if metric is not None}
+        numbers = {name: [(value.cpu(), size) for value, size in found] for name, found in kept.scalar_values.items()}
+        shared = self._ranks.all_gather_object((numbers, kept.reductions, logged, options))
+        values: dict[str, float | Metric] = {}
+        for theirs in shared:
+            # The states of all processes are in a metric. Lightning computes its value, and resets it after the epoch.
+            values |= {name: metrics[path] for name, path in theirs[2].items()}
+            for name in theirs[1].keys() - values.keys():
+                every = [one for rank in shared for one in rank[0].get(name, [])]
+                values[name] = float(_reduced(every, theirs[1][name]))
+        for name, value in sorted(values.items()):
+            shown = dict(next(theirs[3][name] for theirs in shared if name in theirs[3]))
+            if shown.pop("steps"):
+                self._log(f"{name}_epoch", value, on_step=False, on_epoch=True, batch_size=1, **shown)
+                shown = {"logger": False}
+            self._log(name, value, on_step=False, on_epoch=True, batch_size=1, **shown)
+
+
+def _one_number(name: str, value: Any) -> Tensor:
+    number = torch.as_tensor(value).detach()
+    if number.numel() != 1:
+        raise InvalidValueError(
+            f"Expected `{name}` to be logged as one number but got {value}.",
+            hint="Log each number under its own name.",
+            argument=name,
+            value=value,
+        )
+    return number.reshape(())
+
+
+def _reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
+    """Numbers and the sizes of their batches as Lightning reduces them."""
+    values, sizes = zip(*numbers, strict=True)
+    return METRIC_REDUCTIONS[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))

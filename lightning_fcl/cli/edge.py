@@ -1,0 +1,224 @@
+"""Commands for other machines: what a microcontroller needs, a model as files for it, and a recipe over Flower."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import InvalidValueError, MissingFileError
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.library_errors import first_line
+from lightning_fcl.runs.paper_rows import find_recipes
+
+if TYPE_CHECKING:
+    from lightning_fcl.runs.loaded_recipe import LoadedRecipe
+
+
+class DeviceReport(Command):
+    """What a microcontroller would need to run a recipe: nothing is trained.
+
+    M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+      trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
+    Devices and links are in lightning_fcl/edge/profiles.yaml, which also says how times are estimated. A YAML file of
+    your own has the entries of one of them.
+    """
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        add("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
+        add("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")
+        add("--profile", default="gap9-lpm", help="device, or a YAML file of yours (default: gap9-lpm)")
+        add("--link", default="uwb-loco", help="link, or a YAML file of yours (default: uwb-loco)")
+        add("--nodes", type=int, metavar="N", help="nodes of a round (default: the recipe's, or 3)")
+        add("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
+        add("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
+        add("--out", type=Path, help="folder for device.json and device.md (default: none)")
+
+    def run(self, options: Namespace) -> None:
+        """Print what a recipe needs, by its data where nothing else is said."""
+        from lightning_fcl.callbacks.pretrain import BaseSession
+        from lightning_fcl.edge.report import device_report, report_text
+        from lightning_fcl.models.quantization import fold_batchnorm
+        from lightning_fcl.runs.loaded_recipe import load_recipe
+
+        shape = tuple[int, ...]()
+        if options.input is not None:
+            shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
+            if min(shape) < 1:
+                raise InvalidValueError(
+                    f"Expected `--input` to be sizes with commas between them but got {options.input}.",
+                    hint="Write the sizes as in `--input 1,64,48`.",
+                )
+        parts = load_recipe(find_recipes([*options.recipes, *options.config]))
+        if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
+            fold_batchnorm(parts.model)  # as the callback does before the first round
+        samples, nodes = options.samples, options.nodes
+        if not shape or samples is None or nodes is None:
+            own_shape, mean, clients = _of_data(parts, required=not shape)
+            shape = shape or own_shape
+            samples = mean if samples is None else samples
+            nodes = clients if nodes is None else nodes
+        report = device_report(
+            parts.model,
+            shape,
+            reductions=parts.strategy.settings.rules,
+            samples=samples,
+            nodes=nodes,
+            local_epochs=parts.strategy.settings.local_epochs,
+            profile=options.profile,
+            link=options.link,
+        )
+        report = {"recipes": [*options.recipes, *options.config], **report}
+        text = report_text(report)
+        print(text)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            print(write_atomic(options.out / "device.json", json.dumps(report, indent=1) + "\n"))
+            print(write_atomic(options.out / "device.md", text))
+
+
+def _of_data(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int, int]:
+    """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
+    from lightning_fcl.data.batching import round_half_up
+    from lightning_fcl.edge.report import NUM_NODES, SAMPLES
+
+    stream = parts.datamodule
+    stream.features = None  # a device takes images
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stream.setup("fit")
+    except FileNotFoundError as error:
+        if required:
+            raise MissingFileError(
+                f"Expected the recipe's data, for the shape of a sample, but got: {first_line(error, 500)}",
+                hint="Pass the shape with `--input`, as in `--input 1,64,48`.",
+            ) from error
+        return (), SAMPLES, NUM_NODES
+    rounds = stream.plan.train
+    sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
+    most, clients = parts.strategy.participation, max(len(current) for current in rounds)
+    most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
+    sample = stream.get_samples(rounds[0][next(iter(rounds[0]))][:1])[0]
+    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
+
+
+class Export(Command):
+    """Write a model as files for devices, compared with PyTorch."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "run", type=Path, metavar="RUN", help="folder of a run, --out of `fit`; or a name of the zoo"
+        )
+        parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
+        parser.add_argument("--int8", action="store_true", help="the classifier's convolutions of 8 bits, in ONNX")
+        parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
+
+    def run(self, options: Namespace) -> None:
+        import numpy as np
+        import torch
+        from torch import nn
+
+        from lightning_fcl.data.feature_cache import BackboneAndModule
+        from lightning_fcl.data.scenarios import IntArray
+        from lightning_fcl.edge.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
+        from lightning_fcl.runs.loaded_recipe import load_trained_recipe
+        from lightning_fcl.zoo.loading import load
+        from lightning_fcl.zoo.registry import list_models
+        from lightning_fcl.zoo.verifying import recipe_parts
+
+        name = str(options.run)
+        if not options.run.exists() and name.partition("@")[0] in list_models():
+            published = load(name)
+            parts, model = recipe_parts(published.entry.recipe, name), published.network
+        else:
+            parts = load_trained_recipe(options.run)
+            model = WithoutTrainer(parts.model)
+        stream = parts.datamodule
+        features = stream.setup_with_images()  # the file takes images
+
+        def inputs(rows: IntArray) -> torch.Tensor:
+            """A hundred of some samples, as the file takes them."""
+            x: torch.Tensor = stream.get_samples(rows[:: max(1, len(rows) // 100)][:100])[0]
+            return x
+
+        example = inputs(stream.plan.test)
+        modules: dict[str, nn.Module] = {
+            "classifier": model if features is None else BackboneAndModule(features, model)
+        }
+        backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
+        if isinstance(backbone, nn.Module):
+            modules["backbone"] = backbone
+        write, ending = (export_onnx, "onnx") if options.format == "onnx" else (export_executorch, "pte")
+        for name, module in modules.items():
+            file = (options.out or options.run / "export") / f"{name}.{ending}"
+            difference = write(module, example[:8], file)
+            print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
+        if options.int8:
+            file = (options.out or options.run / "export") / "classifier-int8.onnx"
+            train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
+            share = export_int8_onnx(modules["classifier"], inputs(train), example, file)
+            print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions as PyTorch's")
+
+
+class Deploy(Command):
+    """A recipe on real machines, over Flower.
+
+    lightning-fcl deploy flower quickstart --out app      writes a Flower app, for `flwr run app`
+    lightning-fcl deploy split quickstart --out shares    writes what each client of the recipe would have, a file each
+    lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
+                                                          answers for a SuperNode that was started with
+                                                          --isolation process; takes flower-superexec's arguments
+    lightning-fcl deploy clock --superlink 127.0.0.1:18000 --insecure
+                                                          compares the clock of this machine with the SuperLink's
+    """
+
+    takes_settings = True
+    forwards_arguments = ("executor",)
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("what", choices=("flower", "split", "executor", "clock"))
+        parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
+        parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
+        parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
+        parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink, for `clock`")
+        trust = parser.add_mutually_exclusive_group()
+        trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="certificates to trust, for `clock`")
+        trust.add_argument("--insecure", action="store_true", help="connect without TLS, for `clock`")
+
+    def run(self, options: Namespace) -> None:
+        if options.what == "clock":
+            from lightning_fcl.deployment.clock import check_clock
+
+            seconds = check_clock(options.superlink, options.root_certificates, options.insecure)
+            print(f"The clock of this machine is {seconds:+.0f} s from the SuperLink's. Flower accepts the difference.")
+            return
+        if options.what == "executor":
+            from lightning_fcl.deployment.node import run_executor
+
+            run_executor(options.words[1:])
+            return
+        out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
+        kind = "*.toml" if options.what == "flower" else "*.npz"
+        if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
+            raise InvalidValueError(
+                f"Expected a folder of its own at {out} but it holds something else.",
+                hint="Use an empty folder with `--out`.",
+            )
+        from lightning_fcl.runs.fit import resolve_recipe
+        from lightning_fcl.runs.loaded_recipe import load_recipe
+
+        recipe = find_recipes(options.recipes).with_layers(*options.layers)
+        if options.what == "flower":
+            from lightning_fcl.deployment.flower import write_app
+
+            files = write_app(resolve_recipe(recipe), out, Path(options.recipes[-1]).stem, options.publisher)
+        else:
+            from lightning_fcl.deployment.node_data import write_split
+
+            files = write_split(load_recipe(recipe).datamodule, out)
+        print("\n".join(map(str, files)))

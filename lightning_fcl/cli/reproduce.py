@@ -1,0 +1,321 @@
+"""Commands for several runs: a paper's recipes, the leaderboard, the demo, and the page of runs side by side."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fcl.cli.jobs import Job, check_at_least_one, is_finished, run_jobs, start_job
+from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.evaluation.results import read_results, write_files, write_results
+from lightning_fcl.evaluation.summary import summary_metrics
+from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.io.reading import read_text
+from lightning_fcl.runs.paper_rows import (
+    expand_grids,
+    list_protocols,
+    paper_folder,
+    paper_rows,
+    read_rows,
+    recipes_folder,
+    scale_folder,
+    scaled_configs,
+    slug,
+)
+from lightning_fcl.runs.recipe import Recipe
+
+
+class Reproduce(Command):
+    """Run a paper's recipes, over seeds, to one table and its figures.
+
+    Finished runs that lie beside a paper's recipes are taken in place of running them again: ``recipes/PAPER/SCALE/``
+    (``recipes/PAPER/`` for the paper's own scale) has them as ``--out`` has, each with ``results.json`` and its
+    fingerprint.
+    """
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        add("paper", help="name of a folder of recipes, as in: flwf")
+        add("--rows", help="rows of the paper's table, separated by commas (default: all)")
+        add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+        add(
+            "--scale",
+            choices=("smoke", "small", "medium", "paper"),
+            default="paper",
+            help="size of the runs (default: paper)",
+        )
+        add(
+            "--tasks",
+            type=int,
+            metavar="N",
+            help="first tasks of each run (default: all); the same run goes on to more",
+        )
+        add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
+        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
+        add(
+            "--keep",
+            action="store_true",
+            help="keep the runs beside the recipes, where the same command takes them from",
+        )
+
+    def run(self, options: Namespace) -> None:
+        """Run a paper's recipes and write their table: what is finished already, or kept beside them, is not run again.
+
+        The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists.
+        """
+        paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
+        folder = paper_folder(paper)
+        check_at_least_one(seeds=seeds, workers=workers, tasks=options.tasks)
+        out = options.out or Path("runs") / f"{paper}-{scale}"
+        asked = [row.strip() for row in options.rows.split(",")] if options.rows else None
+        content = read_rows(folder)
+        figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
+        jobs = run_rows(folder, asked, scale, seeds, options.tasks, out, workers, options.finished)
+        again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
+        results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
+        every = [one for runs in results.values() for one in runs]
+        table = Table.from_results(every, paper, scale, again)
+        expected = (name for one in every for name in one["expected"])
+        if metrics := list(dict.fromkeys([*content.get("metrics", []), *expected])):
+            table = table.select_metrics(metrics)
+        if scale == "paper" and "gains" in content:
+            table = with_tasks(table, results, content["gains"])
+        _write(out, table, results, figures)
+        for name, runs in jobs.items() if options.keep else ():
+            for job in runs:
+                target = scale_folder(folder, scale) / job.out.relative_to(out)
+                target.mkdir(parents=True, exist_ok=True)
+                command = _command(paper, scale, job.seed + 1, name, options.tasks)
+                write_results(target, read_results(job.out) | {"command": command}, indent=None)
+                job.write_fingerprint(target)
+                print(f"Kept: {target}")
+
+
+def run_rows(
+    folder: Path,
+    asked: Sequence[str] | None,
+    scale: str,
+    seeds: int,
+    tasks: int | None,
+    out: Path,
+    workers: int | None,
+    only_finished: bool,
+) -> dict[str, list[Job]]:
+    """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
+    jobs: dict[str, list[Job]] = {}
+    for name, row in paper_rows(folder, asked, scale).items():
+        recipe, place = replace(row, configs=scaled_configs(row.configs, scale)).recipe, out / row.slug
+        jobs[name] = [Job(f"{name}, seed {seed}", recipe, seed, place / f"seed-{seed}", tasks) for seed in range(seeds)]
+    kept = scale_folder(folder, scale)
+    reuse_committed_runs([job for runs in jobs.values() for job in runs], out, kept)
+    if only_finished:
+        jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if is_finished(job)])}
+        if not jobs:
+            raise MissingValueError(
+                f"Expected finished runs in {out} or {kept} but there are none.",
+                hint="Leave out `--finished`, which trains the runs.",
+            )
+    run_jobs([job for runs in jobs.values() for job in runs], workers)
+    return jobs
+
+
+def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:
+    """The command line that comes to the same numbers."""
+    words = ["--rows", rows] if rows else []
+    words += ["--scale", scale] if scale != "paper" else []
+    words += ["--tasks", str(tasks)] if tasks else []
+    words += ["--seeds", str(seeds), *(["--finished"] if finished else [])]
+    return shlex.join(["lightning-fcl", "reproduce", paper, *words])
+
+
+def _write(
+    out: Path,
+    table: Table,
+    results: Mapping[str, list[dict[str, Any]]],
+    figures: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the table and the figures of some rows, and print their paths."""
+    from lightning_fcl.evaluation.comparison import compare_page  # here and below: what draws takes time to import
+    from lightning_fcl.evaluation.paper_figures import write_figures
+
+    every = [one for runs in results.values() for one in runs]
+    as_json, markdown = write_table(out, table)
+    drawn = write_figures(out, figures, results)
+    print(read_text(markdown))
+    if drawn:
+        print(f"Figures: {', '.join(map(str, drawn))}")
+    page = write_atomic(out / "report.html", compare_page(results, table))
+    print(
+        f"{len(every)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
+        f"{out}/*/seed-*/report.html"
+    )
+
+
+def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> None:
+    """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
+    number = 0
+    for job in jobs:
+        source, reason = committed / job.out.relative_to(out), ""
+        if is_finished(job) or not (source / "results.json").is_file():
+            continue
+        try:
+            results = read_results(source)
+            if not job.has_written(source):
+                reason = f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+            elif job.needs_run(results):
+                reason = f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            print(f"{job.label} is run anew: {reason}", file=sys.stderr)
+            continue
+        start_job(job)
+        write_results(job.out, results)
+        write_files(job.out)
+        number += 1
+    if number:
+        print(f"{number} of {len(jobs)} runs are taken from {committed}.", file=sys.stderr)
+
+
+class Leaderboard(Command):
+    """Run methods under the same protocols, and write a table and a picture of each protocol."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--protocols", help='beginnings of their names, separated by commas, as in "P4,P7" (default: all)')
+        add("--methods", help="names of methods, separated by commas (default: all)")
+        add("--seeds", type=int, default=3, metavar="N", help="seeds 0..N-1 (default: 3)")
+        add("--out", type=Path, default=Path("runs/leaderboard"), help="folder (default: runs/leaderboard)")
+        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        add(
+            "--search",
+            action="store_true",
+            help="search for the methods' settings, to be put into recipes/leaderboard/best",
+        )
+        add("--finished", action="store_true", help="run nothing: the tables are of the runs that are finished")
+
+    def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.charts import write_png
+        from lightning_fcl.evaluation.leaderboard import leaderboard_chart, leaderboard_row, leaderboard_table
+
+        check_at_least_one(seeds=options.seeds, workers=options.workers)
+        folder, out = paper_folder("leaderboard"), options.out
+        content = read_rows(folder)
+        protocols = list_protocols(content)
+        wanted = _named(options.protocols, [*protocols], "protocols", beginnings=True)
+        every = list(dict.fromkeys(method for name in wanted for method in protocols[name]))
+        methods = _named(options.methods, every, "methods")
+        if options.search:
+            entries = expand_grids(content)
+            searches = {method: file for method in methods if (file := entries[method].search) is not None}
+            search_settings(folder, searches, out / "searches", options.workers)
+            return
+        rows = [f"{name} {method}" for name in wanted for method in protocols[name] if method in methods]
+        jobs = run_rows(folder, rows, "paper", options.seeds, None, out, options.workers, options.finished)
+        runs = [job.results() for of in jobs.values() for job in of]
+        words = [f"--{name}={given}" for name in ("protocols", "methods") if (given := getattr(options, name))]
+        command = shlex.join(["lightning-fcl", "leaderboard", *words, "--seeds", str(options.seeds)])
+        table = Table.from_results(
+            [one | {"metrics": leaderboard_row(one)} for one in runs], "leaderboard", "paper", command
+        )
+        as_json, _ = write_table(out, table)
+        for name in wanted:
+            if shown := leaderboard_table(table, name, protocols[name]):
+                print(f"{name}\n\n{shown}\n")
+            if drawn := leaderboard_chart(table, name, protocols[name]):
+                write_png(out / f"{slug(name)}.png", drawn)
+        print(f"{len(runs)} runs. Table: {as_json}; pictures: {out}/*.png; of each run: {out}/*/seed-*/report.html")
+
+
+def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:
+    """Run each method's search, a file of the folder; ``out/best`` has a recipe of each."""
+    from lightning_fcl.cli.tune import Tune  # with Optuna, which takes a second to import
+
+    (out / "best").mkdir(parents=True, exist_ok=True)
+    tune, parser = Tune(), ArgumentParser()
+    tune.arguments(parser)
+    for method, file in searches.items():
+        print(f"{method}: {file}")
+        words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
+        tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
+        again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
+        best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
+        recipe = "".join(line for line in best if not line.startswith("#"))
+        write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
+    print(f"The best of each search: {out / 'best'}")
+
+
+def _named(text: str | None, known: list[str], what: str, beginnings: bool = False) -> list[str]:
+    """The known names that are asked for, by their beginnings if so; all of them if none are."""
+    if text is None:
+        return known
+    found: list[str] = []
+    for word in (word.strip() for word in text.split(",")):
+        fits = [name for name in known if name == word or (beginnings and name.startswith(word))]
+        if not fits:
+            raise UnknownNameError(
+                f"Expected `{what}` among {', '.join(known)} but got {word}.",
+                hint=did_you_mean(word, known),
+                argument=what,
+                value=word,
+            )
+        found += fits
+    return list(dict.fromkeys(found))
+
+
+class Demo(Command):
+    """Run and compare the quickstart."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+
+    def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
+
+        out: Path = options.out
+        recipe = Recipe((recipes_folder() / "quickstart.yaml",))
+        plain = recipe.with_values({"trainer.callbacks": [], "recipe.row": "fine-tuning"})
+        jobs = [
+            Job("fine-tuning", plain, 0, out / "fine-tuning"),
+            Job("quickstart", recipe, 0, out / "flwf-2t-replay"),
+        ]
+        run_jobs(jobs, workers=1)
+        results = runs_by_name([job.out for job in jobs])
+        page = write_atomic(out / "report.html", compare_page(results))
+        numbers = {
+            label: {one.name: one.text for one in summary_metrics(result)} for label, (result,) in results.items()
+        }
+        columns = list(dict.fromkeys(name for of in numbers.values() for name in of))
+        print("\n" + markdown_table(["", *columns], [[label, *of.values()] for label, of in numbers.items()]))
+        print(f"\nBoth side by side: {page}; each alone: {jobs[0].out}/report.html and {jobs[1].out}/report.html")
+
+
+class Report(Command):
+    """Write report.html of a run; of several, one page with all of them side by side."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
+        parser.add_argument(
+            "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)"
+        )
+
+    def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.comparison import compare_page, find_runs, runs_by_name
+
+        runs = find_runs(options.runs)
+        alone = options.runs[0] if len(options.runs) == 1 else None
+        if runs == [alone] and options.out is None:
+            print(f"Written: {write_files(runs[0])}")
+            return
+        table = read_table(alone / "table.json") if alone and (alone / "table.json").is_file() else None
+        out: Path = options.out or (alone or Path("runs")) / "report.html"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        print(f"Written: {write_atomic(out, compare_page(runs_by_name(runs), table))}")

@@ -1,0 +1,21 @@
+"""For pytest: ``@pytest.mark.conformance(kind=MyMethod)`` makes a test of each statement, its ``statement``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "conformance(kind): a test for each statement about a method")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("conformance")
+    if mark is None or "statement" not in metafunc.fixturenames:
+        return
+    from lightning_fcl.conformance.suite import get_statements
+
+    metafunc.parametrize("statement", get_statements(mark.kwargs["kind"]), ids=str)

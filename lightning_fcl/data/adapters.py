@@ -1,0 +1,397 @@
+"""A user's own data as the samples of a stream: arrays, data sets, data modules, a benchmark of Avalanche's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence, Sized
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
+
+from lightning_fcl.data.batching import Collate, fetch
+from lightning_fcl.data.client_data import SPLITS, check_shapes, check_sizes, targets_in, targets_of_clients
+from lightning_fcl.data.datamodule_adapter import (
+    SplitDatasets,
+    common_loader_config,
+    extract_splits,
+    is_module_per_client,
+    with_worker_init,
+)
+from lightning_fcl.data.datasets import ArrayDataset
+from lightning_fcl.data.labels import (
+    LONG,
+    ItemsOf,
+    SampleName,
+    default_name,
+    index_labels,
+    index_targets,
+    read_targets,
+    target_position,
+    to_array,
+)
+from lightning_fcl.data.plain_tensors import plain_tensor
+from lightning_fcl.data.samples import Joined, PublicData, Samples, data_name, load_public
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, from_name
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, check_lightning_namespace
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.avalanche import AvalancheDataset, CLScenario
+
+
+class MapStyle(Protocol):
+    """What has a length and items: data sets of torch, of Hugging Face, and others."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+if TYPE_CHECKING:
+    AnyDataset: TypeAlias = Dataset[Any]
+else:
+    AnyDataset = Dataset  # jsonargparse would make a plain `Dataset` of a recipe's, were its type `Dataset[Any]`
+_Own = AnyDataset | MapStyle | L.LightningDataModule
+StreamData = str | PublicData | ArrayDataset | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
+"""What a `FederatedStream` takes."""
+
+
+class SizedItems(ItemsOf):
+    """What has a length and items but is no data set of torch's, such as the data sets of Hugging Face."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.classes: tuple[str, ...] | None = None
+        hugging_face: Any = sys.modules.get("datasets")
+        if hugging_face is not None and isinstance(data, hugging_face.Dataset):
+            column = target_position(dict.fromkeys(data.column_names))
+            if column is not None:
+                self.targets = data.with_format(None)[column][:]
+                label = data.features[column]
+                self.classes = tuple(label.names) if isinstance(label, hugging_face.ClassLabel) else None
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        return fetch(self.data, rows)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
+    """Return data with a length and items as a dataset. Arrays are rejected: their items have no targets."""
+    check_lightning_namespace(data)
+    whole = isinstance(data, Sized) and not isinstance(data, str | bytes | Mapping | tuple | IterableDataset)
+    if hasattr(data, "__array__") or isinstance(data, tuple):
+        remedy = "`FederatedStream.from_arrays(x, y)` takes arrays, `torch.utils.data.TensorDataset` makes one of them."
+    elif not whole or not hasattr(data, "__getitem__"):
+        remedy = "Pass a dataset of numbered items, such as `torch.utils.data.Subset(x, range(len(x)))` of a list `x`."
+    else:
+        return data if isinstance(data, Dataset) else SizedItems(data)
+    clients = " A list or a dict has a dataset for each client." if owner_name.startswith("for client") else ""
+    raise InvalidTypeError(
+        f"Expected a map-style data set {owner_name} but got a {type(data).__name__}.",
+        hint=f"{remedy}{clients}",
+        argument="data",
+        value=type(data).__name__,
+    )
+
+
+def samples_from_arrays(
+    x: Any,
+    y: Any = None,
+    client: Any = None,
+    group: Any = None,
+    classes: Sequence[str] | None = None,
+    collate_fn: Collate = default_collate,
+    sample_name: SampleName = default_name,
+) -> Samples:
+    """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
+    in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
+    content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
+    size = len(content)  # type: ignore[arg-type]  # a map-style data set
+    # `ArrayDataset` checks what it can be told: floating point samples, labels, owners and domains.
+    checked = np.zeros((size, 0), np.float32)
+    if isinstance(content, Tensor) and content.is_floating_point():
+        checked = content.float().numpy()
+    if isinstance(content, Tensor) and y is None:
+        content = TensorDataset(content.float() if content.dtype == torch.float64 else content)
+    targets: NDArray[Any] = np.empty(0)
+    names: tuple[str, ...] = ()
+    if y is not None:
+        targets, names = index_targets(y, classes if classes is None else tuple(classes), sample_name)
+    elif isinstance(content, Dataset) and (classes is None or len(classes)):
+        given = read_targets(content)
+        parts = content.datasets if isinstance(content, ConcatDataset) else [content]
+        told = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
+        own = told.pop() if len(told) == 1 else None
+        targets, names = index_targets(given, own if classes is None else tuple(classes), sample_name)
+        content = index_labels(content, given, targets) if names else content
+    if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
+        raise InvalidValueError(
+            f"Expected a target for each of {size} samples but got {len(targets)}.",
+            hint="Pass one for each.",
+            argument="y",
+            value=len(targets),
+        )
+    owner, domain = _column("client", client), _column("group", group)
+    ArrayDataset(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
+    return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
+
+
+def _tensor(x: Any) -> Tensor:
+    """Samples in memory as torch has them, those of half precision as single, which holds them."""
+    try:
+        values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    except ValueError as error:
+        raise InvalidValueError(
+            f"Expected `x` to have samples of one shape, but got: {error}.",
+            hint="Convert the samples to one shape.",
+            argument="x",
+        ) from error
+    if isinstance(values, np.ndarray) and (values.dtype.kind not in "biufc" or values.dtype.char in LONG):
+        raise InvalidTypeError(
+            f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}.",
+            hint="Convert it, for example with `x.astype(np.float32)`.",
+            argument="x",
+            value=values.dtype,
+        )
+    tensor = torch.as_tensor(values).contiguous()
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _column(name: str, given: Any) -> NDArray[Any] | None:
+    """What is told of each sample; strings of pandas are objects to NumPy."""
+    if given is None:
+        return None
+    column = to_array(given)
+    if column.dtype.kind != "O":
+        return column
+    kinds = {type(value) for value in column.ravel().tolist()}
+    if kinds not in ({str}, {int}):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise InvalidValueError(
+            f"Expected `{name}` to hold integers or strings but got {found}.",
+            hint=f"Name every sample's {name}.",
+            argument=name,
+            value=found,
+        )
+    return np.array(column.tolist())
+
+
+def to_samples(
+    data: object,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+    left_open: Collection[str] = (),
+    collate_fn: Collate | None = None,
+    y: Any = None,
+) -> Samples:
+    """Return the samples of whatever a stream takes as data.
+
+    Args:
+        data: The data.
+        classes: Names of the classes.
+        seed: Seed of what data modules draw.
+        left_open: Arguments of the stream on which the data modules of clients must agree.
+        collate_fn: That of the stream, if it has one.
+        y: Targets in the structure of the data, see `FederatedStream`. None: items hold their targets.
+    """
+    if is_client_mapping(data):
+        return _join_clients(data, classes, seed, left_open, collate_fn, y)
+    if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
+        parts = _parts_in(data, "for `data`", seed)
+        own = None if y is None else {"": targets_in(y, parts, "`data`")}
+        return check_seen(_of_parts({"": parts}, classes, (), own))
+    if not isinstance(data, str | PublicData | ArrayDataset | Samples):
+        return samples_from_arrays(to_dataset(data, "for `data`"), y, classes=classes)
+    if y is not None:
+        raise InvalidValueError(
+            f"Expected no `y` for {data_name(data)}, which has its own targets.", hint="Leave it out.", argument="y"
+        )
+    if classes is not None:
+        raise InvalidValueError(
+            f"Expected no `classes` for {data_name(data)}, which names its own, but got {list(classes)}.",
+            hint="Leave it out.",
+            argument="classes",
+        )
+    return data if isinstance(data, Samples) else load_public(data)
+
+
+def samples_in(
+    module: L.LightningDataModule, wanted: Sequence[str], seed: int, classes: Sequence[str] | None = None
+) -> Samples:
+    """Return the samples of some parts of a data module, which `to_samples` returns with those of all parts.
+
+    Args:
+        module: The data module.
+        wanted: Names of the parts. The data module must have the first one.
+        seed: Seed of what the data module draws.
+        classes: Names of the classes.
+    """
+    parts = extract_splits(module, seed, wanted[0])
+    return _of_parts({"": {part: own for part, own in parts.items() if part in wanted}}, classes, ())
+
+
+def is_client_mapping(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
+    """Whether data are those of each client, in a dict or a list: not the splits of one data set."""
+    return is_module_per_client(data) and not _names_splits(data, "`data`")
+
+
+def _join_clients(
+    data: Mapping[Any, object] | Sequence[object],
+    classes: Sequence[str] | None,
+    seed: int,
+    left_open: Collection[str],
+    collate_fn: Collate | None,
+    y: Any,
+) -> Samples:
+    """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
+    named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
+    if not named:
+        raise MissingValueError("Expected `data` to have a data set for each client but got none.", argument="data")
+    parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
+    check_sizes(parts)
+    loading = next((loading for own in parts.values() for _, loading in own.values()), None)
+    check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
+    samples = check_seen(_of_parts(parts, classes, left_open, None if y is None else targets_of_clients(y, parts)))
+    numbers = all(isinstance(client, int) for client in parts)
+    names = [client if numbers else str(client) for client in parts]
+    sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
+    return replace(samples, client_ids=np.repeat(names, sizes))
+
+
+def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
+    """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
+    others = SPLITS.keys() - {"train"}
+    if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or others & data.keys()):
+        return False
+    parts = [SPLITS.get(name) for name in data]
+    if None in parts or len(set(parts)) < len(parts):
+        raise InvalidValueError(
+            f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
+            f"{', '.join(map(str, data))}.",
+            hint="Leave out what is neither, and join what is one.",
+            argument="data",
+            value=list(data),
+        )
+    return True
+
+
+def _parts_in(data: object, whose: str, seed: int) -> SplitDatasets:
+    """The parts of a data module, of splits, or of a data set, which is trained on."""
+    if isinstance(data, L.LightningDataModule):
+        return extract_splits(data, seed)
+    if _names_splits(data, whose):
+        return {SPLITS[name]: (to_dataset(part, f"for {name}"), None) for name, part in data.items()}
+    return {"train": (to_dataset(data, whose), None)}
+
+
+def _of_parts(
+    clients: Mapping[Any, SplitDatasets],
+    classes: Sequence[str] | None,
+    left_open: Collection[str],
+    y: Mapping[Any, Mapping[str, NDArray[Any]]] | None = None,
+) -> Samples:
+    pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
+    owners = [client for client, parts in clients.items() for _ in parts]
+    each = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
+    loaders = with_worker_init(common_loader_config(clients, left_open), each)
+    collate_fn = loaders["train"].collate_fn if loaders else default_collate
+    given = None if y is None else np.concatenate([y[c][part] for c, parts in clients.items() for part in parts])
+    everything = Joined([data for _, data in pieces])
+
+    def sample_name(number: int) -> str:
+        piece, place = everything.place_of(number)
+        return f"{pieces[piece][0]} sample {place}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
+
+    whole = samples_from_arrays(everything, given, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
+    of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
+    validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
+    return replace(whole, validation=validation, test=test, loader_configs=loaders, has_client_splits=True)
+
+
+def check_seen(samples: Samples) -> Samples:
+    """Return the samples. Raise ValueError if a class of the data's own test or validation set is never trained on."""
+    train = np.ones(len(samples), dtype=np.bool_)
+    for part in (samples.validation, samples.test):
+        train &= True if part is None else ~part
+    seen = set(samples.labels[train].tolist())
+    unseen = sorted(set(samples.labels[~train].tolist()) - seen)
+    if unseen:
+        raise InvalidValueError(
+            "Expected validation and test samples of the classes that are trained on but got label "
+            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has.",
+            hint="Drop these samples, or train on some.",
+            argument="y",
+            value=unseen,
+        )
+    return samples
+
+
+Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
+
+
+class _Pairs(ItemsOf):
+    """The samples and labels of a data set, without Avalanche's task labels."""
+
+    def __init__(self, data: AvalancheDataset) -> None:
+        self.data = data
+        self.targets = [int(label) for label in data.targets]
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.data[index][0], self.targets[index]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
+    """The samples of a benchmark, their ``group`` the experience, and the scenario that brings them in its order.
+
+    The scenario is class-incremental, with the classes of each experience, where no class comes in two.
+    """
+    if isinstance(benchmark, Sequence):
+        train, test = [_Pairs(data) for data in benchmark], []
+    else:
+        train, test = (
+            [_Pairs(experience.dataset) for experience in stream]
+            for stream in (benchmark.train_stream, benchmark.test_stream)
+        )
+    if not train:
+        raise MissingValueError("Expected at least one experience but got none.", argument="train", value=train)
+    parts: SplitDatasets = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
+    group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
+    samples = replace(_of_parts({"": parts}, None, ()), group=group)
+    ends = np.cumsum([len(data) for data in train])
+    classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
+    order = [label for labels in classes for label in labels]
+    alone = len({*order}) == len(order)
+    default: Scenario = ClassIncremental() if alone else DomainIncremental()
+    scenario = default if scenario is None else from_name("scenario", scenario, Scenario.__subclasses__())
+    if isinstance(scenario, ClassIncremental) and alone:
+        scenario = replace(scenario, experiences=[len(labels) for labels in classes], class_order=order)
+    return samples, scenario
+
+
+def check_unused_arguments(scenario: Scenario, **arguments: object) -> None:
+    """Refuse the ``partition``, ``client_ids`` or ``split`` that a scenario has no use for."""
+    for argument, value in arguments.items():
+        dealt, what = (
+            (scenario.provides_split, "tests") if argument == "split" else (scenario.provides_clients, "clients")
+        )
+        if dealt and value is not None:
+            raise InvalidValueError(
+                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
+                f"{value}.",
+                hint="Leave it out.",
+                argument=argument,
+                value=value,
+            )

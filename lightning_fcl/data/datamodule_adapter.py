@@ -1,0 +1,280 @@
+"""A LightningDataModule taken apart: the samples of each of its loaders, and how they make batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
+from functools import partial
+from inspect import isfunction, ismethod
+from itertools import islice, product
+from typing import Any, NoReturn, TypeGuard
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+
+from lightning_fcl.data.batching import LoaderConfig
+from lightning_fcl.errors import InvalidValueError, MissingValueError, format_names
+from lightning_fcl.rng import seed_all
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+_HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
+
+SplitDatasets = dict[str, tuple[Dataset[Any], LoaderConfig | None]]
+"""The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how a data module loads it."""
+
+
+def is_module_per_client(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
+    """Whether a stream's data are a dict or list of such, of clients or splits; a data set may be a list itself."""
+    return isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
+
+
+def client_modules(data: object) -> list[L.LightningDataModule]:
+    """The data modules among a stream's data: that of all clients, or those of some."""
+    parts = (data.values() if isinstance(data, Mapping) else data) if is_module_per_client(data) else [data]
+    return [part for part in parts if isinstance(part, L.LightningDataModule)]
+
+
+def delegate_hooks(
+    modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, is_prepared: bool = False
+) -> None:
+    """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them."""
+    stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
+    hooks = [partial(_prepare, module, stream) for module in modules]
+    stream.prepare_data = partial(_once, [True] * is_prepared, hooks)  # type: ignore[method-assign]
+    for module, hook in product(modules, TRANSFER_HOOKS):
+        if not is_overridden(hook, module):
+            continue
+        if len(modules) > 1:
+            raise InvalidValueError(
+                f"Expected data modules of several clients to leave batches as they are but {type(module).__name__} "
+                f"overrides `{hook}`.",
+                hint="Do in its data sets' own transforms what it does.",
+                argument=hook,
+                value=type(module).__name__,
+            )
+        setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
+
+
+def _prepare(module: L.LightningDataModule, stream: L.LightningDataModule) -> None:
+    """Prepare the data of a data module, which has the Trainer of the stream, if there is one."""
+    module.trainer = stream.trainer
+    module.prepare_data()
+
+
+def _once(done: list[bool], hooks: Iterable[Callable[[], None]]) -> None:
+    if not done:
+        done.append(True)
+        for hook in hooks:
+            hook()
+
+
+def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
+    """What a hook makes of a batch; where no client trains, the only batch of a round is None, or of no sample."""
+    idle = batch is None or (isinstance(batch, list) and isinstance(batch[0], torch.Tensor) and not batch[0].numel())
+    return batch if idle else hook(batch, *arguments)
+
+
+def overridden_hook(*owners: object) -> str | None:
+    """Who overrides a hook that batches go through, in words; None: nobody."""
+    own = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
+    found = ((owner, hook) for owner, hook in product(own, TRANSFER_HOOKS) if is_overridden(hook, owner))
+    return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in found), None)
+
+
+def check_no_hooks(caller: str, *owners: object) -> None:
+    """Refuse hooks that batches go through, for one who takes samples that have not gone through them."""
+    if hook := overridden_hook(*owners):
+        raise InvalidValueError(
+            f"Expected samples that reach the module as they are for {caller} but {hook}.",
+            hint="Do in the data set's own transform what it does.",
+            argument="datamodule",
+            value=hook,
+        )
+
+
+def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook that draws from a seed: what it splits is the same in all hooks, processes, and continued fits."""
+    with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        seed_all(seed, "data module")
+        return hook(*args)
+
+
+def extract_splits(module: L.LightningDataModule, seed: int, needed: str = "train") -> SplitDatasets:
+    """Return the dataset and the loading of each loader that a data module has.
+
+    Args:
+        module: The data module.
+        seed: Seed of what its hooks draw.
+        needed: The part that the data module must have.
+    """
+    there = {part: hook for part, hook in _HOOKS.items() if part == needed or is_overridden(hook, module)}
+    if not is_overridden(_HOOKS[needed], module):
+        name = type(module).__name__
+        raise MissingValueError(
+            f"Expected {name} to have a `{_HOOKS[needed]}` but it has none.",
+            hint=f"Define `{_HOOKS[needed]}` in {name}.",
+        )
+    for stage in ("fit", "test") if "test" in there else ("fit",):
+        call_seeded(seed, module.setup, stage)
+    parts: SplitDatasets = {}
+    for part, hook in there.items():
+        made = call_seeded(seed, getattr(module, hook))
+        if isinstance(made, list | tuple) and len(made) < 2:
+            made = made[0] if made else None
+        if made is not None or part == needed:
+            data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
+            parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
+    return parts
+
+
+def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
+    """How the data modules of all clients load, who agree on the ``inferred_settings``; empty if none has one."""
+    own = {client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()}
+    without = [str(client) for client, parts in own.items() if None in parts.values()]
+    if without and len(without) < len(own):
+        raise MissingValueError(
+            f"Expected data modules of all clients, or of none, but got none of {format_names(without)}.",
+            hint="Make one, as in `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
+            argument="datamodule",
+            value=without,
+        )
+    loaders: dict[str, LoaderConfig] = {}
+    for client, parts in own.items():
+        for part, loading in parts.items():
+            if loading is None:
+                continue
+            first = loaders.setdefault(part, loading)
+            for name in left_open if part == "train" else {"collate_fn"} & {*left_open}:
+                if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
+                    raise InvalidValueError(
+                        f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
+                        f"{vars(loading)[name]} of client {client}.",
+                        hint=f"Pass `{name}=` to `FederatedStream`.",
+                        argument=name,
+                        value=vars(loading)[name],
+                    )
+    if loaders:
+        # A part without a loader has samples of another part.
+        train = loaders.get("train") or loaders.get("test") or loaders["validation"]
+        for part, like in (("validation", "test"), ("test", "validation")):
+            loaders.setdefault(part, replace(loaders.get(like, train), shuffle=False, drop_last=False))
+        loaders.setdefault("train", train)
+    return loaders
+
+
+def _kind(value: Any) -> object:
+    """What is compared of a setting: of a function that belongs to an object, or of a callable object, not which."""
+    if ismethod(value):
+        return value.__func__
+    return type(value) if callable(value) and not isfunction(value) else value
+
+
+def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], LoaderConfig]:
+    def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
+        raise InvalidValueError(
+            f"Expected {whose} to {wanted} but got a {type(got).__name__}.",
+            hint=remedy,
+            argument="dataloader",
+            value=type(got).__name__,
+        )
+
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        refuse("give one `DataLoader`", loader, "Pass its data set to `FederatedStream.from_arrays`.")
+    data, batches = loader.dataset, loader.batch_sampler
+    if isinstance(data, IterableDataset):
+        refuse("have a map-style data set, whose samples have numbers,", data, "Read its items into a list.")
+    if type(batches) is not BatchSampler:
+        refuse(
+            "make batches by `batch_size`",
+            data if batches is None else batches,
+            "Leave its own batches out: clients have theirs.",
+        )
+    rows = _rows(batches.sampler)
+    if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
+        refuse(
+            "have a sampler that gives the same samples in each epoch",
+            batches.sampler,
+            "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the data set.",
+        )
+    shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
+    others = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
+    loading = LoaderConfig(batches.batch_size, shuffled, batches.drop_last, **others)
+    return (data if rows == list(range(len(data))) else SampledRows(data, rows)), loading  # type: ignore[arg-type]
+
+
+class SampledRows(Subset[Any]):
+    """The items of a loader's dataset that its sampler gives."""
+
+
+class WorkerInit:
+    """Calls the ``worker_init_fn`` of loaders in a worker, each with the dataset of its loader.
+
+    ``torch.utils.data.get_worker_info().dataset`` is the user's dataset during the call, as in a plain loader.
+
+    Args:
+        calls: Each function with the dataset of its loader.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Callable[[int], None], object]]) -> None:
+        self.calls = calls
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = get_worker_info()
+        own = info.dataset
+        try:
+            for function, data in self.calls:
+                object.__setattr__(info, "dataset", data)  # its class is frozen
+                function(worker_id)
+        finally:
+            object.__setattr__(info, "dataset", own)
+
+
+def with_worker_init(
+    loaders: Mapping[str, LoaderConfig], pieces: Iterable[tuple[str, object, LoaderConfig | None]]
+) -> dict[str, LoaderConfig]:
+    """Return how parts are loaded, with the ``worker_init_fn`` of all clients' loaders.
+
+    Args:
+        loaders: How the parts are loaded.
+        pieces: A part, its dataset and its loading for each client.
+    """
+    calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
+    for part, data, loading in pieces:
+        if loading is not None and loading.worker_init_fn is not None:
+            whole = data.dataset if isinstance(data, SampledRows) else data
+            function = loading.worker_init_fn
+            calls.setdefault(part, {})[id(function), id(whole)] = function, whole
+    found = {}
+    for part, loading in loaders.items():
+        own = calls.get(part) or calls.get("train", {})  # a part without a loader has samples of the training loader
+        init = None if loading.worker_init_fn is None else WorkerInit([*own.values()])
+        found[part] = replace(loading, worker_init_fn=init)
+    return found
+
+
+def _rows(sampler: Any) -> list[int] | None:
+    """The samples that a sampler gives in every epoch; None if it may give others."""
+    if type(sampler) is SubsetRandomSampler:
+        return [int(row) for row in sampler.indices]
+    if type(sampler) is RandomSampler:
+        size = len(sampler.data_source)
+        return list(range(size)) if not sampler.replacement and sampler.num_samples == size else None
+    if not isinstance(sampler, Sized) or hasattr(sampler, "set_epoch"):
+        return None
+    once, again = (list(islice(sampler, len(sampler) + 1)) for _ in range(2))  # type: ignore[call-overload]
+    alike = len(once) <= len(sampler) and all(isinstance(row, int | np.integer) for row in once) and once == again
+    return list(map(int, once)) if alike else None

@@ -1,0 +1,262 @@
+"""The targets of samples: what the items of a data set hold, and labels as the numbers of their classes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_fcl.data.batching import fetch
+from lightning_fcl.data.generators import Generators
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, format_names
+
+# What data sets of dicts call the targets.
+_TARGETS = ("labels", "label", "targets", "target", "y")
+
+_FETCHED = 64  # items that are read at once, if a dataset can do so
+_COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
+
+LONG = "gG"
+"""Character codes of NumPy's types of extended precision, which torch does not have."""
+
+SampleName = Callable[[int], str]
+"""Returns the name of a sample for messages."""
+
+
+def default_name(number: int) -> str:
+    return f"sample {number}"
+
+
+def index_targets(
+    y: Any, classes: Sequence[str] | None, sample_name: SampleName = default_name
+) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return targets as an array, and the names of their classes: none if the targets are not labels."""
+    given = to_array(y)
+    if given.dtype.char in LONG:
+        raise InvalidTypeError(
+            f"Expected `y` to be labels or numbers of at most 64 bits, but got {given.dtype}.",
+            hint="Convert `y`, for example with `y.astype(np.float32)`.",
+            argument="y",
+            value=given.dtype,
+        )
+    check_targets(given, sample_name)
+    if given.shape[1:] == (1,) and classes != () and (classes or given.dtype.kind != "f"):
+        raise InvalidValueError(
+            f"Expected `y` to be labels of shape ({len(given)},), but got shape ({len(given)}, 1).",
+            hint="Remove the last axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not "
+            "classes.",
+            argument="y",
+        )
+    numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
+    whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
+    if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
+        if numeric and classes is not None:
+            return given.astype(np.int64), tuple(classes)
+        names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
+        # Text of the type of the names would be cut to the length of the longest name.
+        labels = given.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
+        return label_indices(labels, names, "every label of `y`"), tuple(map(str, names))
+    if classes or not numeric:
+        what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+        raise InvalidTypeError(
+            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}.",
+            hint="Leave `classes` out.",
+            argument="y",
+            value=given.dtype,
+        )
+    return given.astype(np.float32) if given.dtype == np.float16 else given, ()
+
+
+def check_names(names: Sequence[str], what: str = "classes") -> None:
+    """Raise ValueError if a name comes twice, or cannot be encoded as UTF-8.
+
+    Args:
+        names: The names.
+        what: Name of the argument that has the names.
+    """
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        raise InvalidValueError(
+            f"Expected `{what}` to be different names but got {twice!r} more than once.",
+            hint="Rename or remove the others.",
+            argument=what,
+        )
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValueError(
+                f"Expected `{what}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
+                hint=f"Rename it in `{what}`.",
+                argument=what,
+            ) from error
+
+
+def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name) -> None:
+    """Raise ValueError if a sample has no target, or a target that is not finite.
+
+    Args:
+        targets: Target of each sample, shape (n, ...).
+        sample_name: Returns the name of a sample for messages.
+    """
+    if targets.dtype.kind == "O":
+        wrong = np.array([not isinstance(value, str) for value in targets.ravel()], dtype=bool)
+    elif targets.dtype.kind == "f":
+        wrong = ~np.isfinite(targets).ravel()
+    else:
+        return
+    if wrong.any():
+        unless = ", or `classes=()` if the values are not targets" if targets.dtype.kind == "O" else ""
+        first, number = int(wrong.argmax()), int(wrong.reshape(len(targets), -1).any(axis=1).sum())
+        raise InvalidValueError(
+            f"Expected `y` to have a finite target for each sample, but got {targets.ravel().tolist()[first]!r} for "
+            f"{sample_name(first // (targets.size // len(targets)))} ({number} of {len(targets)} samples have such "
+            "values).",
+            hint=f"Correct or drop these samples, or pass other targets as `y`{unless}.",
+            argument="y",
+        )
+
+
+def to_array(values: Any) -> NDArray[Any]:
+    """Values as an array, also of tensors with gradients, or of a type that NumPy has not."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    return np.asarray(values)
+
+
+def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], owner_name: str) -> IntArray:
+    """The number of each label among the names of the classes."""
+    known = np.asarray(names)
+    if len(unknown := np.setdiff1d(labels, known)):
+        hint = did_you_mean(unknown[0], map(str, names))
+        raise UnknownNameError(
+            f"Expected {owner_name} among the classes {', '.join(map(str, names))} but got {format_names(unknown)}.",
+            hint=f"{hint} Leave these samples out, or name every class.",
+            argument="y",
+            value=unknown.tolist(),
+        )
+    order = np.argsort(known)
+    return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
+
+
+class ItemsOf(Dataset[Any]):
+    """A dataset whose item i is made of item i of other data.
+
+    Attributes:
+        data: The other data.
+    """
+
+    data: Any
+
+
+class IndexedTargets(ItemsOf):
+    """A data set whose items hold the numbers of their classes in place of their labels."""
+
+    def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
+        self.data = data
+        self.numbers = numbers
+
+    def __getitem__(self, index: int) -> Any:
+        return self._numbered(self.data[index], index)
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        return [self._numbered(item, row) for row, item in zip(rows, _items(self.data, rows), strict=True)]
+
+    def _numbered(self, item: Any, index: int) -> Any:
+        place = target_position(item)
+        label: Any = None if place is None else np.asarray(item[place]).item()
+        if label not in self.numbers:
+            raise InvalidValueError(
+                f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
+                hint="Return the same label each time, as the second item of a pair or in a dict.",
+                argument="y",
+                value=label,
+            )
+        if isinstance(item, Mapping):
+            return {**item, place: self.numbers[label]}
+        return (item[0], self.numbers[label], *item[2:])
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
+    """Return some items of a dataset, one by one if ``__getitems__`` returns something else than a list of them."""
+    found = fetch(data, rows)
+    return found if isinstance(found, list | tuple) and len(found) == len(rows) else [data[row] for row in rows]
+
+
+def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
+    """A data set whose items hold the numbers of their classes; itself, if they do."""
+    given = np.asarray(labels)
+    if given.dtype.kind != "f" and np.array_equal(given, numbers):
+        return data
+    names, first = np.unique(given if given.dtype.kind != "O" else given.astype(np.str_), return_index=True)
+    return IndexedTargets(data, dict(zip(names.tolist(), numbers[first].tolist(), strict=True)))
+
+
+def target_position(item: Any) -> Any:
+    """Where an item holds its target; None if it has none."""
+    if isinstance(item, Mapping):
+        return next((name for name in _TARGETS if name in item), None)
+    return 1 if isinstance(item, Sequence) and len(item) > 1 else None
+
+
+def read_targets(dataset: Dataset[Any]) -> Any:
+    """The targets of a data set's items, read from them unless it tells the same of some; none if items have none."""
+    if isinstance(dataset, ConcatDataset):
+        parts = [np.asarray(read_targets(part)) for part in dataset.datasets]
+        return np.concatenate(parts) if all(map(len, parts)) else []
+    every, told = range(len(dataset)), _declared_targets(dataset)  # type: ignore[arg-type]  # map-style
+    if told is None or told.shape[:1] != (len(every),):
+        return _read_targets(dataset, every)
+    some = np.linspace(0, len(every) - 1, min(len(every), _COMPARED)).astype(np.int64)
+    if told.ndim == 1 and told.dtype.kind != "O":
+        some = np.union1d(some, np.unique(told, return_index=True)[1])
+    found = _read_targets(dataset, some.tolist())
+    return told if not found or np.array_equal(np.asarray(found), told[some]) else _read_targets(dataset, every)
+
+
+def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
+    """What a data set tells of the targets of its items, which may hold others; None: nothing."""
+    told = getattr(dataset, "targets", None)
+    if told is None and isinstance(dataset, Subset):
+        whole = _declared_targets(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, dtype=np.int64)]
+    if told is None and isinstance(dataset, ConcatDataset):
+        parts = [_declared_targets(part) for part in dataset.datasets]
+        there = [part for part in parts if part is not None]
+        return np.concatenate(there) if len(there) == len(parts) else None
+    try:
+        return None if told is None else np.asarray(told)
+    except ValueError:  # of several shapes
+        return None
+
+
+def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
+    """The targets of items; none if an item has none, or they have several shapes."""
+    targets, whole = [], list(rows)
+    size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
+    with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
+        for start in range(0, len(whole), size):
+            for item in _items(dataset, whole[start : start + size]):
+                place = target_position(item)
+                if place is None:
+                    return []
+                try:
+                    targets.append(to_array(item[place]))
+                except ValueError:  # a nest: a target and what more the loss takes
+                    return []
+    structured = [target.dtype.kind == "O" for target in targets]  # boxes, None
+    if len({target.shape for target in targets}) > 1 or all(structured):
+        return []
+    return [target.tolist() for target in targets] if any(structured) else targets

@@ -1,0 +1,111 @@
+"""Which class comes when, and to whom: a plan in words and in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan
+from lightning_fcl.errors import format_names, require_package
+
+if TYPE_CHECKING:
+    from lightning_fcl.evaluation.charts import Spec
+
+_MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
+
+
+def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
+    """A line for the plan, and one for each round in which other clients or classes come than in the one before.
+
+    Args:
+        classes: Names of the classes; empty where targets are none.
+    """
+    names, counts = plan.group_names(classes), _counts(plan)
+    kind = "class" if plan.groups_are_classes else "group"
+    total, seen, lines, last = sum(map(plan.num_client_samples, plan.clients)), set[int](), list[str](), None
+    for number, (current, count) in enumerate(zip(plan.train, counts, strict=True)):
+        present = np.flatnonzero(count).tolist()
+        if (frozenset(current), present) == last:
+            continue
+        last = frozenset(current), present
+        new = format_names(names[group] for group in present if group not in seen) or "-"
+        known = format_names(names[group] for group in present if group in seen) or "-"
+        seen.update(present)
+        lines.append(f"{number + 1:6}{len(current):9}{count.sum():9}   {new:40} {known}")
+    more = [f"   ... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return "\n".join(
+        [
+            f"{plan.rounds} rounds, {len(plan.clients)} clients with {total} samples, {len(plan.test)} to test, "
+            f"{len(plan.validation)} to validate",
+            f"{'round':>6}{'clients':>9}{'samples':>9}   {f'{kind}: new':40} {kind}: known",
+            *lines[:_MOST_LINES],
+            *more,
+        ]
+    )
+
+
+def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
+    """Three heat maps: samples of each class in each round, and of each client; each client's task in each round.
+
+    Of more than 120 rounds some are drawn, evenly; of more than 60 clients the first.
+
+    Args:
+        classes: Names of the classes; empty where targets are none.
+    """
+    require_package("altair", "draws")
+    import altair as alt
+
+    from lightning_fcl.evaluation import charts
+
+    names, kind = plan.group_names(classes), "class" if plan.groups_are_classes else "group"
+    rounds = np.unique(np.linspace(0, plan.rounds - 1, _MOST_ROUNDS).round().astype(int)).tolist()
+    clients = plan.clients[:_MOST_CLIENTS]
+    by_round = [
+        {"round": round + 1, "group": names[group], "samples": count}
+        for round, counts in zip(rounds, _counts(plan, rounds), strict=True)
+        for group, count in enumerate(counts.tolist())
+        if count
+    ]
+    by_client = [
+        {"client": client, "group": names[group], "samples": count}
+        for client in clients
+        for group, count in enumerate(
+            np.bincount(plan.groups[plan.client_indices(client)], minlength=len(names)).tolist()
+        )
+        if count
+    ]
+    tasks = [
+        {"client": client, "round": round + 1, "task": plan.experiences[client][round] + 1}
+        | {"samples": len(plan.train[round][client])}
+        for round in rounds
+        for client in clients
+        if client in plan.train[round]
+    ]
+    x = alt.X("round:O", title="round", axis=charts.integer_axis())
+    group = alt.Y("group:N", sort=names, title=kind)
+    client = alt.Y("client:N", sort=list(clients), title="client")
+    samples = alt.Color("samples:Q", scale=alt.Scale(scheme="viridis", domainMin=0), title="samples")
+    task = alt.Color("task:O", scale=alt.Scale(scheme="viridis"), title="task")
+    pieces = [
+        charts.get_chart("by_round").mark_rect().encode(x, group, samples).properties(title=f"Which {kind} comes when"),
+        charts.get_chart("tasks").mark_rect().encode(x, client, task).properties(title="Who has which task when"),
+        charts.get_chart("by_client")
+        .mark_rect()
+        .encode(alt.X("client:N", sort=list(clients), title="client", axis=charts.integer_axis()), group, samples)
+        .properties(title=f"Who has which {kind}"),
+    ]
+    drawn = alt.vconcat(*(piece.properties(width=560) for piece in pieces)).resolve_scale(color="independent")
+    return charts.spec(drawn, by_round=by_round, by_client=by_client, tasks=tasks)
+
+
+def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArray]:
+    """Samples of each group in rounds, of all clients, shape (groups,)."""
+    known: dict[int, IntArray] = {}  # of rounds that share their samples
+    for round in range(plan.rounds) if rounds is None else rounds:
+        current = plan.train[round]
+        if id(current) not in known:
+            rows = np.concatenate([EMPTY, *current.values()])
+            known = {id(current): np.bincount(plan.groups[rows], minlength=int(plan.groups.max()) + 1)}
+        yield known[id(current)]

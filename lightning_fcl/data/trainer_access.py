@@ -1,0 +1,52 @@
+"""What is attached to a Trainer and has no type there: its callbacks, the stream it trains on, and their hooks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS, check_no_hooks
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError
+
+
+def get_callbacks(trainer: L.Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def find_stream(trainer: L.Trainer) -> FederatedStream | None:
+    """The federated stream that a Trainer trains on; None where it trains on other data."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule if isinstance(datamodule, FederatedStream) else None
+
+
+def require_stream(trainer: L.Trainer) -> FederatedStream:
+    stream = find_stream(trainer)
+    if stream is None:
+        given = trainer.datamodule  # type: ignore[attr-defined]
+        raise InvalidValueError(
+            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.",
+            argument="datamodule",
+            value=given,
+        )
+    return stream
+
+
+def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningStage.TESTING) -> Batch:
+    """Return a batch as a Trainer gives it to its module in a stage: on the device, after the transfer hooks."""
+    data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
+    owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
+    trainer.state.stage = as_in
+    try:
+        return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
+    finally:
+        trainer.state.stage = stage
+
+
+def check_no_transfer_hook(module: L.LightningModule, stream: FederatedStream, caller: str) -> None:
+    """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them."""
+    check_no_hooks(f"`{caller}`, which shows it some beside the batches,", stream.data, stream, module)

@@ -1,0 +1,429 @@
+"""The server of a deployment: `lightning-fcl fit` of the recipe, whose rounds come from nodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as L
+import numpy as np
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.deployment.messages import (
+    MAX_BYTES,
+    MODEL,
+    OTHER_ROUND,
+    SERVER,
+    Parcel,
+    RejectedMessageError,
+    digest,
+)
+from lightning_fcl.deployment.node_data import DataSource, read_data, set_server_data
+from lightning_fcl.deployment.node_recipe import make_outline, read_recipe, recipe_fingerprint
+from lightning_fcl.deployment.node_registry import NodeRegistry
+from lightning_fcl.deployment.resuming import LastCheckpoint, check_no_round_missing
+from lightning_fcl.deployment.upload_validation import MAX_INTEGER, UploadLimits, decode_upload, parse_upload
+from lightning_fcl.errors import (
+    InvalidStateError,
+    InvalidValueError,
+    MissingValueError,
+    above,
+    at_least,
+    format_names,
+    validate_fields,
+    validated,
+)
+from lightning_fcl.evaluation.results import LAST
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.federation.pipeline import Pipeline
+from lightning_fcl.federation.protocols import RoundEndListener
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.synchronization import Participation
+from lightning_fcl.io.checkpoint import newest_checkpoint
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.methods.compose import get_methods
+from lightning_fcl.runs.federated_cli import FederatedCLI, as_list
+from lightning_fcl.runs.fit import run_cli
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.simulation.client_group import ClientGroup
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.strategy import FederatedStrategy
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+    from lightning_fcl.deployment.messages import GridLink
+
+log = logging.getLogger(__name__)
+
+_FAR_MORE = 100  # times the samples of the client in the middle
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """How a server deals with its nodes.
+
+    Args:
+        min_clients: Clients whose answers a round needs.
+        round_timeout: Seconds after which a round no longer waits for the others.
+        join_timeout: Seconds that a server waits for so many clients to be there, or to answer.
+        max_message_bytes: Bytes that the tensors of a message may have.
+        max_samples: Samples that a client counts as in a round at most; 0: as many as it said when it joined.
+        max_update_norm: How far a client may move the model, and a round the server: so many times the larger of the
+            norm of the server's entries that are averaged and 1.
+        require_registered_keys: Whether the SuperLink lets registered keys in alone: the first key that has a client's
+            name then keeps it. Flower gives a SuperNode without one a new key at each start.
+    """
+
+    min_clients: int = validated(1, at_least, 1)
+    round_timeout: float = validated(600.0, at_least, 0)
+    join_timeout: float = validated(600.0, at_least, 0)
+    max_message_bytes: int = validated(MAX_BYTES, at_least, 1)
+    max_samples: int = validated(0, at_least, 0)
+    max_update_norm: float = validated(1000.0, above, 0)
+    require_registered_keys: bool = False
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass
+class FederationIdentity(Callback):
+    """The identity of a federation, and of its clients, in the checkpoints of its server.
+
+    Args:
+        name: Name under which nodes store their state.
+        claimed_clients: The client of each key, by the name of the key.
+        behind: The clients that could not follow the server, and the latest round in which each could not.
+    """
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    claimed_clients: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, int] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "claimed": {**self.claimed_clients}, "behind": {**self.behind}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.name = str(state_dict["name"])
+        self.claimed_clients.update(state_dict["claimed"])
+        self.behind.update(state_dict.get("behind", {}))
+
+
+class ServerRound(Round):
+    """A round of a deployment's server, whose clients train on the nodes.
+
+    Args:
+        nodes: The nodes.
+        federation: The federation.
+    """
+
+    def __init__(self, nodes: NodePool, federation: Federation) -> None:
+        super().__init__(federation)
+        self._nodes = nodes
+
+    def plan_groups(self) -> list[ClientGroup]:
+        """Return no groups, because no client trains in this process."""
+        return []
+
+    def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
+        """Send the sampled clients the server's state, and accumulate their uploads. Yield one empty batch."""
+        federation = self.federation
+        if federation.isolation is not None:
+            federation.isolation.refuse_gathered()
+        self._began = time.monotonic()
+        drawn, self.skipped = federation.participation.sample_on_time_clients(federation.stream.plan, self.number)
+        self._counts = self._nodes.gather(federation, self.number, drawn, self.skipped), len(drawn)
+        federation.counters.count_steps(federation.module.trainer, 1)
+        yield None
+
+    def finish(self) -> None:
+        super().finish()
+        rounds, seconds = self.federation.module.trainer.max_epochs, time.monotonic() - self._began
+        log.info(
+            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
+            *(self.number, *self._counts, seconds, rounds),
+        )
+
+
+class NodePool:
+    """The nodes of a deployment, which train the clients of a server's rounds.
+
+    Args:
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        config: How the server deals with them.
+    """
+
+    def __init__(self, link: GridLink, recipe: str, terms: DeploymentConfig) -> None:
+        self.recipe, self.config = recipe, terms
+        self.identity = FederationIdentity()
+        waits = terms.round_timeout, terms.join_timeout
+        self.members = NodeRegistry(link, recipe, *waits, self.identity.claimed_clients, terms.require_registered_keys)
+
+    def gather(self, federation: Federation, number: int, drawn: Sequence[str], skipped: list[str]) -> int:
+        """Send the sampled clients the server's state, and accumulate their uploads.
+
+        Args:
+            federation: The federation.
+            number: Number of the round.
+            drawn: The sampled clients.
+            skipped: Gets the clients that have no data.
+
+        Returns:
+            The number of uploads that count.
+
+        Raises:
+            InvalidStateError: If too few clients answer.
+        """
+        server = federation.server
+        # The module's entries from which clients start and which do not travel.
+        of = {n: rule for n, rule in server.reductions.items() if n not in server.extra_tensors}
+        held = {n: server.state[n] for n, rule in of.items() if not (rule.is_downloaded or rule.is_uploaded)}
+        hello = {**self._head(federation, number), "kind": "hello", "held": sorted(held)}
+        self.members.start_round(hello, digest(held), federation.stream.plan.clients)
+        log.info("Round %d began with %d sampled clients.", number, len(drawn))
+
+        def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
+            if client in server.record.trained:
+                _drop(server, number, client, "a second answer, which does not count")
+                return True
+            try:
+                return self._take(federation, number, client, answer, sent, len(drawn), skipped)
+            except RejectedMessageError as error:
+                if error.code == OTHER_ROUND:
+                    self.identity.behind[client] = number
+                _drop(server, number, client, str(error))
+                return False
+
+        needed, sent_to = min(self.config.min_clients, len(drawn)), partial(self._sent_to, federation, number, held)
+        for client, why in self.members.collect_answers(drawn, needed, sent_to, take).items():
+            _drop(server, number, client, why)
+        self._record_limits(server.record, drawn)
+        server.record.claims = self.members.claims
+        counted = self.members.num_accepted_answers
+        fewer = f"Expected uploads of at least {needed} clients in round {number} but got {counted} ("
+        fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
+        if not self.members.has_enough_answers:
+            raise InvalidStateError(
+                f"{fewer}).",
+                hint="Start the server again when these clients run. It continues from its newest checkpoint.",
+            )
+        if counted < needed:
+            log.warning("%s). It goes on with these.", fewer)
+        return counted
+
+    def close(self, out: Path) -> None:
+        """Log that the run has ended.
+
+        Raises:
+            InvalidStateError: If a client could not follow, so that the result lacks its uploads.
+        """
+        behind = self.identity.behind
+        if not behind:
+            log.info("Finished the run. The results are in %s.", out)
+            return
+        raise InvalidStateError(
+            f"Expected all clients to follow the server but the state of {format_names(behind)} was of a later round. "
+            f"The results in {out} lack their uploads of rounds up to {max(behind.values())}.",
+            hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
+        )
+
+    def _head(self, federation: Federation, number: int) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "recipe": self.recipe,
+            "federation": self.identity.name,
+            "round": number,
+            "max_epochs": federation.module.trainer.max_epochs,
+            "message": uuid.uuid4().hex,
+            "optimizer": [_plain(group) for o in federation.optimizers for group in o.param_groups],
+        }
+
+    def _sent_to(self, federation: Federation, number: int, held: State, client: str, node: int) -> Parcel:
+        """What a client gets: the server's state, and what never travels where it has that otherwise."""
+        server, outline = federation.server, make_outline(federation.stream, client)
+        once = server.sent_once
+        omitted = once.sizes.keys() - once.missing(client)
+        down = {n: v for n, v in server.state.items() if server.reductions[n].is_downloaded and n not in omitted}
+        state = {f"{SERVER if n in server.extra_tensors else MODEL}{n}": v for n, v in down.items()}
+        state |= {} if node in self.members.compatible_nodes else {f"{MODEL}{n}": v for n, v in held.items()}
+        server.record.add_download_bytes(client, sum(value.nbytes for value in state.values()))
+        told = {"accepted": server.accepted.get(client, -1), "kept": once.kept(client)}
+        head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **told}
+        return Parcel(head, state)
+
+    def _take(
+        self,
+        federation: Federation,
+        number: int,
+        client: str,
+        answer: RecordDict,
+        sent: Mapping[str, Any],
+        asked: int,
+        skipped: list[str],
+    ) -> bool:
+        """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
+
+        Args:
+            skipped: Gets the client if it has no data.
+        """
+        server = federation.server
+        terms, most = self.config, self.config.max_samples or self.members.samples[client]
+        rehearsed = most if server.client_weights == "trained" else MAX_INTEGER
+        known = {name: value for name, value in server.state.items() if server.reductions[name].is_uploaded}
+        limits = UploadLimits(terms.max_message_bytes, most, rehearsed, terms.max_update_norm, asked)
+        upload = parse_upload(answer, sent, client, known, limits)
+        if upload.samples == 0:
+            skipped.append(client)
+            return True
+        part = ClientRounds(
+            number,
+            [client],
+            np.array([upload.samples]),
+            lambda name: federation.stream.client_round(name, number),
+            np.array([upload.num_replay_samples]),
+        )
+        (taken,) = server.accept(decode_upload(upload, server, part, limits))
+        if taken:
+            server.record.upload_bytes[client] = upload.nbytes
+            server.record.diverged += [client] * upload.has_diverged
+        return taken
+
+    def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
+        """Record what uploads may be, and name whoever says that it has far more samples than others."""
+        samples = {client: self.members.samples[client] for client in clients if client in self.members.samples}
+        usual = _FAR_MORE * median_low(samples.values() or [0])
+        for client, number in samples.items():
+            if number > usual and not self.config.max_samples:
+                log.warning(
+                    "Client %s says that it has %d samples, more than %d times as many as others: it may count as so "
+                    "many. Set `max-samples` of the run's configuration if it has not.",
+                    client,
+                    number,
+                    _FAR_MORE,
+                )
+        largest = self.config.max_samples or max(samples.values(), default=0)
+        record.limits = {"most_samples": largest, "largest_update": self.config.max_update_norm}
+
+
+def _drop(server: FederatedServer, number: int, client: str, why: str) -> None:
+    server.sent_once.forget(client)
+    server.record.dropped.setdefault(client, why)
+    log.warning("Round %d: nothing of client %s: %s", number, client, why)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """How an optimizer's group stands, without its parameters."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if isinstance(value, int | float | str | tuple | None) and name != "params"
+    }
+
+
+def check_deployable(participation: Participation, pipeline: Pipeline, methods: Sequence[MethodBase]) -> None:
+    """Raise InvalidValueError for settings that can only be simulated."""
+    for transform in {*pipeline.exchanges, *([] if pipeline.mask is None else [pipeline.mask])}:
+        raise InvalidValueError(
+            f"Expected no `{type(transform).__name__}` in a deployment, whose nodes send one message in a round, which "
+            "the server decodes.",
+            hint="Use `lightning-fcl fit` to simulate it.",
+            argument="upload_transforms",
+            value=type(transform).__name__,
+        )
+    for name, given, why in (
+        ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
+        ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-timeout` ends a round"),
+    ):
+        if given is not None:
+            raise InvalidValueError(
+                f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}.", hint=f"Leave `{name}` out."
+            )
+    for method in methods:
+        if isinstance(method, RoundEndListener):
+            raise InvalidValueError(
+                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
+                "at what all keep when a round is done, as only a simulation can.",
+                hint="Use `lightning-fcl fit` for this method.",
+            )
+
+
+def serve(
+    recipe: Path,
+    link: GridLink,
+    out: Path,
+    terms: DeploymentConfig,
+    data: str | DataSource | None = None,
+    clients: Sequence[str] = (),
+) -> FederatedCLI:
+    """Run a deployment's server to its end, from the newest checkpoint in its folder, if there is one.
+
+    Args:
+        data: The data to test on, see `DataSource`. Default: the recipe's data, whose training samples are not used.
+
+    Raises:
+        InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
+            after the last round, if a client could not follow.
+    """
+    if data is not None and not clients:
+        raise MissingValueError(
+            "Expected the names of the `clients` beside `data` of the server, which do not tell them, but got none.",
+            hint='Set both in the run\'s configuration: clients="a,b,c".',
+        )
+
+    nodes = NodePool(link, recipe_fingerprint(read_recipe(recipe)), terms)
+
+    class Served(FederatedCLI):
+        """A fit whose clients are nodes."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            callbacks = as_list(self.config_init["fit"]["trainer"]["callbacks"])
+            has_own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+            trainer = super().instantiate_trainer(**kwargs)
+            strategy, callbacks = trainer.strategy, get_callbacks(trainer)
+            assert isinstance(strategy, FederatedStrategy)
+            check_deployable(strategy.federation.participation, strategy.server.pipeline, get_methods(trainer))
+            for callback in callbacks:
+                if isinstance(callback, ContinualMetrics):
+                    # Clients' models, with what is their own, and their samples never come here.
+                    callback.clients, callback.training = "none", False
+            strategy.settings.cohort_size = 1
+            strategy.settings.stops_unusable = False  # whoever sends nothing of use ends nothing
+            strategy.server.max_update_norm = terms.max_update_norm
+            strategy.is_new_round = partial(ServerRound, nodes)
+            callbacks.append(nodes.identity)
+            if has_own:
+                callbacks.append(LastCheckpoint(out / LAST))
+            return trainer
+
+        def fit(self, model: L.LightningModule, **arguments: Any) -> None:
+            if data is not None:
+                source = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(read_recipe(recipe))
+                set_server_data(self.datamodule, read_data(source, self.datamodule.seed, for_server=True), clients)
+            super().fit(model, **arguments)
+
+    warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
+    values = {"out": str(out), "trainer.enable_progress_bar": False, "trainer.enable_checkpointing": True}
+    whole, newest = Recipe((recipe,)).with_values(values), newest_checkpoint(out / LAST.parent)
+    check_no_round_missing(out, newest)
+    if newest is not None:
+        log.info("Resumed from %s.", newest)
+        whole = whole.with_values({"ckpt_path": str(newest)})
+    served = run_cli("fit", whole, Served)
+    nodes.close(out)
+    return served

@@ -1,0 +1,369 @@
+"""The data of one machine: a file, a folder of images or a data module, with labels by the names of the classes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from urllib.parse import quote
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_fcl import __version__
+from lightning_fcl.data.adapters import samples_from_arrays, samples_in
+from lightning_fcl.data.batching import concat_nested
+from lightning_fcl.data.datamodule_adapter import check_no_hooks, delegate_hooks
+from lightning_fcl.data.datasets.arrays import check_scale
+from lightning_fcl.data.datasets.images import read_image
+from lightning_fcl.data.datasets.readers import ANY_SIZE, check_arrays, read_arrays
+from lightning_fcl.data.labels import check_names, label_indices
+from lightning_fcl.data.samples import Samples, data_name
+from lightning_fcl.data.scenarios import EMPTY, DomainIncremental, IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.tables import SUFFIXES, Table
+from lightning_fcl.deployment.messages import RejectedMessageError
+from lightning_fcl.deployment.node_recipe import ClientOutline, client_plan, dealt_by, server_plan, table_in
+from lightning_fcl.errors import (
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+    did_you_mean,
+    require_package,
+)
+from lightning_fcl.io.atomic import atomic_path, write_atomic
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.io.reading import LIMIT, read_note
+from lightning_fcl.library_errors import one_line
+
+_WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "x": ("iuf", ("n", ANY_SIZE)),
+    "y": ("biufU", ("n", ANY_SIZE)),
+    "group": ("iuU", ("n",)),
+    "classes": ("U", ("classes",)),
+    "mean": ("f", (ANY_SIZE,)),
+    "std": ("f", (ANY_SIZE,)),
+    "rounds": ("biu", ("n", "rounds")),
+    "part": ("U", ("n",)),
+}
+_MEND = (
+    "Write it with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`, or with "
+    "`lightning-fcl deploy split`."
+)
+_PARTS = ("test", "validation")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The place of a machine's data, and how they are read.
+
+    Args:
+        where: An ``.npz`` file with ``x``, shape (n, ...), and ``y``, shape (n,), names of classes or numbers that are
+            not classes. Optional arrays are ``group``, the names of domains, ``classes``, all names in their order,
+            ``mean`` and ``std`` of uint8 images, and ``rounds`` and ``part`` as in `NodeData`. Or a CSV or parquet
+            file, a folder with a folder of images for each class, or a LightningDataModule, as in
+            ``"my_data:Sensors"``.
+        table: Arguments of `Table` for a CSV or parquet file, without its path.
+        init_args: Arguments of the data module.
+        classes: Names of the classes of a table or a data module, as in `FederatedStream`.
+    """
+
+    where: str
+    table: Mapping[str, Any] = field(default_factory=dict)
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+
+    def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
+        """Return this source with the recipe's names of classes, and its columns where this source names none."""
+        classes = recipe["data"].get("classes")
+        table = {**table_in(recipe["data"].get("data")), **self.table}
+        return replace(self, table=table, classes=None if classes is None else tuple(classes))
+
+
+@dataclass(frozen=True, eq=False)
+class NodeData:
+    """The data of one machine.
+
+    Args:
+        samples: On a node the training samples. On a server also the samples of other parts.
+        rounds: Whether each sample is of each round, shape (n, rounds). Default: classes or domains decide.
+        split_names: Use of each sample on a server, shape (n,). The server uses ``"test"`` and ``"validation"``.
+            Default: all samples are test samples.
+        module: The data module that has the samples.
+    """
+
+    samples: Samples
+    rounds: NDArray[np.bool_] | None = None
+    split_names: NDArray[Any] | None = None
+    module: L.LightningDataModule | None = None
+
+    def delegate_hooks(self, stream: FederatedStream) -> None:
+        """Let a stream transfer batches by the hooks of the data module."""
+        if self.module is not None:
+            stream.data = self.module
+            delegate_hooks([self.module], stream, is_prepared=True)
+
+
+def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool = False) -> NodeData:
+    """Read the data of one machine.
+
+    Args:
+        source: The place of the data.
+        seed: Seed of what a data module draws.
+        for_server: Whether a server tests on the data. A node trains on the data, which are the training samples alone.
+    """
+    source = source if isinstance(source, DataSource) else DataSource(str(source))
+    path = Path(source.where)
+    try:
+        if path.suffix == ".npz":
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path.resolve()}")
+            return _read_npz(path, for_server)
+        if path.suffix in SUFFIXES:
+            return NodeData(_read_table(source))
+        if path.is_dir():
+            torchvision = require_package("torchvision", "reads folders of images")
+            found = torchvision.datasets.ImageFolder(
+                path,
+                transform=torchvision.transforms.functional.to_tensor,  # scaled to [0, 1]
+                loader=lambda file: read_image(Path(file), None, "RGB").copy(),  # a tensor may be written to
+            )
+            x, y = concat_nested([[image[None], torch.tensor([label])] for image, label in found])
+            return NodeData(Samples(x, y.numpy(), tuple(found.classes)))
+        if ":" in source.where:
+            made = resolve_name(source.where)
+            if isinstance(made, type) and issubclass(made, L.LightningDataModule):
+                return _read_module(made(**source.init_args), source, seed, for_server)
+        raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {source.where}")
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        if isinstance(error, LightningFCLError):
+            raise RejectedMessageError(
+                f"Expected usable data at {source.where}. {error}",
+                argument=error.argument or "data",
+                value=error.value,
+            ) from error
+        raise RejectedMessageError(
+            f"Expected data at {source.where} but {one_line(error)}.",
+            hint="Name a file, a folder of images, or a DataModule with its arguments: "
+            '--node-config \'client="a" data="a.npz"\', or data="my_data:Sensors" init_args.folder="/data".',
+            argument="data",
+        ) from error
+
+
+def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> int:
+    """Return the number of a machine's training samples. A note is kept of files that could be read until they change.
+
+    Args:
+        source: The place of the data.
+        cache_file: File of the note.
+        seed: Seed of what a data module draws.
+    """
+    source = source if isinstance(source, DataSource) else DataSource(source)
+    path = Path(source.where)
+    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), source, seen)).encode()).hexdigest()
+    noted = read_note(cache_file)
+    if not files or noted.get("stamp") != stamp or not isinstance(noted.get("samples"), int):
+        noted = {"stamp": stamp, "samples": len(read_data(source, seed).samples)}
+        write_atomic(cache_file, json.dumps(noted))
+    return int(noted["samples"])
+
+
+def _read_module(module: L.LightningDataModule, source: DataSource, seed: int, for_server: bool) -> NodeData:
+    """Read the training samples of a data module. A server needs its test samples, and the classes of all samples."""
+    module.prepare_data()
+    wanted = ("test", "validation", "train") if for_server else ("train",)
+    samples = samples_in(module, wanted, seed, source.classes)
+    part = np.full(len(samples), "train", dtype="U10")
+    for name, rows in (("validation", samples.validation), ("test", samples.test)):
+        if rows is not None:
+            part[rows] = name
+    return NodeData(samples, split_names=part, module=module)
+
+
+def _read_table(source: DataSource) -> Samples:
+    missing = [name for name in ("target", "features") if not source.table.get(name)]
+    if missing:
+        raise MissingValueError(
+            f"Expected {' and '.join(f'`{name}`' for name in missing)}, the names of columns, but got none.",
+            hint=f'Name them beside `data`, as in data="{source.where}" target="label" features="a,b,c".',
+            argument=missing[0],
+        )
+    table = Table(source.where, **source.table)
+    return samples_from_arrays(table.x, table.targets, classes=source.classes)
+
+
+def _read_npz(path: Path, for_server: bool) -> NodeData:
+    read = read_arrays(path, _WANTED, _MEND)
+    if "x" not in read or "y" not in read:
+        raise ValueError(f"it holds {', '.join(read) or 'nothing'}, not `x` and `y`. {_MEND}")
+    check_arrays(path, read, {name: _WANTED[name] for name in read}, _MEND)
+    x, y = torch.from_numpy(np.ascontiguousarray(read["x"], read["x"].dtype.newbyteorder("="))), read["y"]
+    if not len(x):
+        raise ValueError(f"it holds 0 samples. {_MEND}")
+    if x.is_floating_point() and not torch.isfinite(x).all():
+        raise ValueError("`x` holds numbers that are not finite. Correct or drop these samples")
+    _check_part(path, read.get("part"), for_server)
+    classes = tuple(map(str, read["classes"])) if "classes" in read else ()
+    if y.dtype.kind == "U":
+        classes = classes or tuple(np.unique(y).tolist())
+        y = label_indices(y, classes, "the labels of its data")
+    elif y.dtype.kind in "biu" and y.ndim == 1:
+        raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
+    if "group" in read:
+        check_names(np.unique(read["group"]).astype(str).tolist(), "group")
+    scale = None
+    if "mean" in read or "std" in read:
+        mean, std = (read[name].astype(np.float32) if name in read else None for name in ("mean", "std"))
+        check_scale(mean, std, tuple(x.shape[1:]))
+        scale = (torch.from_numpy(mean), torch.from_numpy(std))
+    samples = Samples(x, y, classes, group=read.get("group"), scale=scale)
+    rounds = read["rounds"].astype(bool) if "rounds" in read else None
+    return NodeData(samples, rounds, read.get("part"))
+
+
+def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None:
+    """Raise ValueError if ``part`` has another word than the server uses, or if a node has it."""
+    if part is None:
+        return
+    if not for_server:
+        raise InvalidValueError(
+            f"Expected data to train on but {path} has `part`, which the test data of a server have.",
+            hint="Name the file of this client.",
+            argument="data",
+        )
+    for row in np.flatnonzero(~np.isin(part, _PARTS))[:1]:
+        raise UnknownNameError(
+            f'Expected `part` of {path} to be "test" or "validation" for each sample but got "{part[row]}" for sample '
+            f"{row}.",
+            hint=did_you_mean(part[row], _PARTS) or "Remove the samples that are not for tests.",
+            argument="part",
+            value=str(part[row]),
+        )
+
+
+def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientOutline) -> None:
+    """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
+    samples, whose = node_data.samples, f"client {outline.client}"
+    targets: IntArray = samples.targets
+    if bool(samples.classes) != bool(outline.classes):
+        wanted, found = ("classes", "numbers") if outline.classes else ("numbers", "classes")
+        hint = "Write `classes: []` below `data` of the recipe if whole numbers are not classes."
+        if outline.classes:
+            hint = "Name the column of the classes in `target`, or write the names of classes as targets."
+        raise RejectedMessageError(
+            f"Expected the targets of {whose} to be {wanted}, as on the server, but got {found}.",
+            hint=hint,
+            argument="target",
+        )
+    if samples.classes:
+        targets = label_indices(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
+    groups = targets if outline.groups_are_classes else np.zeros(len(samples), dtype=np.int64)
+    if outline.groups and not outline.groups_are_classes and outline.is_partitioned and node_data.rounds is None:
+        groups = label_indices(_domains_of(samples, whose).astype(str), outline.groups, f"the domains of {whose}")
+    stream.plan = client_plan(outline, groups, node_data.rounds, stream.seed)
+    node_data.delegate_hooks(stream)
+    stream.set_samples(replace(samples, targets=targets, classes=outline.classes))
+
+
+def _domains_of(samples: Samples, whose: str) -> NDArray[Any]:
+    """Return the domain of each sample. Raise ValueError if the data have no domains."""
+    if samples.group is None:
+        raise MissingValueError(
+            f"Expected `group`, the domain of each sample, in the data of {whose} but got none.",
+            hint="Write the data to an .npz file with `group`, or use `ClassIncremental` in the recipe.",
+            argument="group",
+        )
+    return samples.group
+
+
+def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[str]) -> None:
+    """Let a stream be that of a server, which has samples to test on and knows of the clients only their names."""
+    scenario, samples = dealt_by(stream.scenario), data.samples
+    if scenario is None:
+        raise InvalidValueError(
+            f"Expected `Stationary`, `ClassIncremental` or `DomainIncremental` for a server with `data` but got "
+            f"{stream.scenario}, which deals samples out one by one.",
+            hint="Leave `data` and `clients` out, and give the nodes the files and the names that `lightning-fcl "
+            "deploy split` writes.",
+            argument="data",
+        )
+    if isinstance(scenario, DomainIncremental):
+        _domains_of(samples, "the server")
+    stream.plan = server_plan(scenario, samples, data.split_names, clients, stream.seed)
+    if not len(stream.plan.test):
+        raise MissingValueError(
+            "Expected `data` of the server to have test samples but got none.",
+            hint='Write "test" as `part` of some samples, or give the data module a `test_dataloader` with samples.',
+            argument="data",
+        )
+    data.delegate_hooks(stream)
+    stream.set_samples(samples)
+
+
+def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
+    """Write what each client of a stream would have, and what its server tests on, each to a file of its own."""
+    check_no_hooks("nodes that have them as files", stream.data, stream)
+    stream.setup("fit")
+    missing = [name for name in stream.inferred_settings if name != "num_workers"]
+    if stream.samples.loader_configs and missing:
+        raise InvalidValueError(
+            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)} for nodes that have samples "
+            f"and no loaders of {data_name(stream.data)}.",
+            hint=f"Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = stream.plan
+    part = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])
+    tested = np.concatenate([plan.test, plan.validation])
+    files = [_write(stream, folder / "server.npz", tested, part=part)]
+    for client in plan.clients:
+        rows = [current.get(client, EMPTY) for current in plan.train]
+        own = np.unique(np.concatenate(rows))
+        rounds = np.stack([np.isin(own, some) for some in rows], axis=1)
+        files.append(_write(stream, split_file(folder, client), own, rounds=rounds))
+    return files
+
+
+def split_file(folder: Path, client: str) -> Path:
+    if client.casefold() == "server":
+        raise InvalidValueError(
+            f"Expected a client by another name than the server's file but got {client}.",
+            hint="Rename the client.",
+            argument="client",
+            value=client,
+        )
+    return safe_join(folder, f"{quote(client, safe=' ')}.npz")
+
+
+def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArray[Any]) -> Path:
+    samples = stream.samples
+    if not len(rows):
+        raise MissingValueError(
+            f"Expected samples to write to {path} but there are none.", hint="Increase `test` of `split` in the recipe."
+        )
+    pair = samples.get_stored(rows)
+    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
+        raise InvalidValueError(
+            "Expected samples and targets that are arrays to write a split.",
+            hint="Give each node a DataModule instead.",
+        )
+    found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
+    if samples.classes:
+        found |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}
+    if samples.group is not None:
+        found["group"] = samples.group[rows].astype(str)
+    if samples.scale is not None and samples.pixel_encoding is not None:
+        found |= {name: part.numpy() for name, part in zip(("mean", "std"), samples.scale, strict=True)}
+    with atomic_path(path) as part_file, part_file.open("wb") as file:
+        np.savez(file, **found)
+    return path

@@ -1,0 +1,336 @@
+"""What a node is told of a recipe: its parts with every default, and the stream's rounds, classes and tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_origin
+
+import lightning.pytorch as L
+import numpy as np
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ProgressBar
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fcl.annotations import all_argument_types, dataclass_type, members
+from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import (
+    EMPTY,
+    ClassIncremental,
+    DomainIncremental,
+    IntArray,
+    Plan,
+    SamplePool,
+    Scenario,
+    Stationary,
+)
+from lightning_fcl.data.scenarios.base import History, with_history
+from lightning_fcl.data.split import check_classes
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.tables import Table
+from lightning_fcl.deployment.messages import RejectedMessageError
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.io.safe_yaml import read_yaml, resolve_class
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.rng import derive_seed
+from lightning_fcl.simulation.strategy import FederatedStrategy
+
+Groups = tuple[tuple[int, ...], ...]
+_TRAINER = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+)
+"""What of a Trainer's arguments a client's training depends on."""
+_ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
+"""What a node takes of a recipe's stream."""
+_BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
+"""What it takes where the recipe leaves it open, whatever the node's own data say: all nodes train alike."""
+_SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
+
+
+@dataclass(frozen=True)
+class ClientOutline:
+    """The stream as one client sees it, without a sample of it.
+
+    Args:
+        groups: Names of what tasks are made of: the classes, or the domains.
+        groups_are_classes: Whether it is the classes.
+        experiences: The client's experience in each round.
+        tasks: The numbers of the groups of each of its experiences.
+        task_classes: All classes of the task of each experience, or nothing.
+        common_tasks: The classes of each task that all clients have in common.
+        new_classes: The classes that are new to the whole federation in each round.
+        is_partitioned: Whether groups tell a round's samples; if not, a node's data must tell its rounds.
+        present: The experiences that clients of the federation are in during each round.
+        in_step: Whether all clients enter each experience in the same round.
+    """
+
+    client: str
+    classes: tuple[str, ...]
+    groups: tuple[str, ...]
+    groups_are_classes: bool
+    experiences: tuple[int, ...]
+    tasks: Groups
+    task_classes: Groups
+    common_tasks: Groups
+    new_classes: Groups
+    old_classes: Groups
+    history: History = "round"
+    samples_per_round: int | None = None
+    is_partitioned: bool = True
+    present: Groups = ()
+    in_step: bool = True
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ClientOutline:
+        return cls(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class ClientPlan(Plan):
+    """The plan of one client, which knows of the others what the server has told."""
+
+    outline: ClientOutline = field(kw_only=True)
+
+    def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.outline.new_classes[round_idx], self.outline.old_classes[round_idx]
+
+    def present(self, round: int) -> tuple[int, ...]:
+        return self.outline.present[round]
+
+    @property
+    def in_step(self) -> bool:
+        return self.outline.in_step
+
+    @property
+    def common_tasks(self) -> Groups:
+        return self.outline.common_tasks
+
+
+Dealt = ClassIncremental | DomainIncremental
+"""The scenarios in which classes or domains decide the samples of a round."""
+
+
+def dealt_by(scenario: Scenario) -> Dealt | None:
+    """Return the scenario of classes or domains that gives clients the same samples. None if there is none."""
+    if isinstance(scenario, Stationary):
+        return scenario.as_incremental
+    return scenario if isinstance(scenario, Dealt) else None
+
+
+def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
+    """Return what a client is told of a stream."""
+    plan, scenario = stream.plan, dealt_by(stream.scenario)
+    per_round = None if scenario is None else scenario.samples_per_round
+    both = [plan.class_split(round) for round in range(plan.rounds)]
+    domains = stream.samples.group
+    names = stream.samples.classes
+    if not plan.groups_are_classes and domains is not None:
+        names = tuple(map(str, np.unique(domains)))
+    return ClientOutline(
+        client,
+        stream.samples.classes,
+        names,
+        plan.groups_are_classes,
+        plan.experiences[client],
+        plan.tasks[client],
+        plan.task_classes.get(client, ()),
+        plan.common_tasks,
+        tuple(new for new, _ in both),
+        tuple(old for _, old in both),
+        plan.history,
+        per_round,
+        scenario is not None,
+        tuple(plan.present(round) for round in range(plan.rounds)),
+        plan.in_step,
+    )
+
+
+def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.bool_] | None, seed: int) -> ClientPlan:
+    """The plan of a node's own samples.
+
+    Args:
+        groups: The number of each sample's class or domain, shape (n,).
+        rounds: Whether each sample is of each round, shape (n, rounds), where the data say so themselves.
+    """
+    number = len(outline.experiences)
+    if rounds is not None:
+        if rounds.shape[1] != number:
+            raise RejectedMessageError(
+                f"Expected `rounds` of the data of client {outline.client} to have a column for each of {number} "
+                f"rounds but got {rounds.shape[1]}.",
+                hint="Write the data again with `lightning-fcl deploy split` and this recipe.",
+            )
+        dealt = [np.flatnonzero(column) for column in rounds.T]
+    elif not outline.is_partitioned:
+        raise RejectedMessageError(
+            f"Expected the data of client {outline.client} to say in `rounds` which samples come in which round: this "
+            "scenario deals them out one by one.",
+            hint="Write the data with `lightning-fcl deploy split`.",
+        )
+    else:
+        whole = [_rows(outline, groups, round, seed) for round in range(number)]
+        own = [{outline.client: rows} if len(rows) else {} for rows in whole]
+        dealt = [current.get(outline.client, EMPTY) for current in with_history(own, outline.history)]
+    return ClientPlan(
+        train=tuple({outline.client: rows} if len(rows) else {} for rows in dealt),
+        experiences={outline.client: outline.experiences},
+        tasks={outline.client: outline.tasks},
+        groups=groups,
+        test=EMPTY,
+        groups_are_classes=outline.groups_are_classes,
+        task_classes={outline.client: outline.task_classes} if outline.task_classes else {},
+        history=outline.history,
+        outline=outline,
+    )
+
+
+def _rows(outline: ClientOutline, groups: IntArray, round: int, seed: int) -> IntArray:
+    experience = outline.experiences[round]
+    everything = len(outline.tasks) == 1 and not outline.classes
+    wanted = outline.tasks[experience] if experience < len(outline.tasks) else ()
+    rows = np.arange(len(groups)) if everything else np.flatnonzero(np.isin(groups, wanted))
+    if outline.samples_per_round is None:
+        return rows
+    rng = np.random.default_rng(derive_seed(seed, outline.client, "rounds", experience))
+    within, size = round - outline.experiences.index(experience), outline.samples_per_round
+    part = rng.permutation(rows)[within * size : (within + 1) * size]
+    return np.sort(part)
+
+
+def server_plan(
+    scenario: Dealt,
+    samples: Samples,
+    client_of_sample: NDArray[Any] | None,
+    clients: Sequence[str],
+    seed: int,
+) -> Plan:
+    """A plan in which clients have tasks and no samples, and the server's samples are tested on, each in its part."""
+    named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
+    domains, group = np.unique(named, return_inverse=True)
+    check_classes(samples, scenario)
+    number = max(len(samples.classes), len(domains), 1)
+    each = np.arange(number)
+    y = np.concatenate([each % max(len(samples.classes), 1), samples.labels])
+    of_all = None if samples.group is None else np.concatenate([each % len(domains), group])
+    names = () if samples.group is None else tuple(map(str, domains))
+    client_of_sample = np.full(len(samples), "test") if client_of_sample is None else client_of_sample
+    test, validation = (np.flatnonzero(client_of_sample == name) + number for name in ("test", "validation"))
+    pool = SamplePool(y, EMPTY, test, validation, dict.fromkeys(clients, each), of_all, samples.classes, names)
+    plan = replace(scenario, samples_per_round=None).plan(pool, seed)
+    return replace(
+        plan,
+        train=tuple(dict.fromkeys(clients, EMPTY) for _ in plan.train),
+        groups=plan.groups[number:],
+        test=plan.test - number,
+        validation=plan.validation - number,
+    )
+
+
+@dataclass(frozen=True)
+class NodeRecipe:
+    """What a node trains with."""
+
+    module: L.LightningModule
+    stream: FederatedStream
+    strategy: FederatedStrategy
+    callbacks: list[Callback]
+    trainer: dict[str, Any]
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as `lightning-fcl deploy` has written it: with every default."""
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
+        raise InvalidValueError(
+            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not.",
+            hint="Write it again with `lightning-fcl deploy flower`.",
+        )
+    return content
+
+
+def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
+    """A short name of what nodes do with a recipe: another one has another name."""
+    trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
+    data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
+    data |= {"table": table_in(recipe["data"].get("data"))}
+    of = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
+    text = json.dumps({**of, "trainer": trainer, "data": data}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def table_in(data: Any) -> dict[str, Any]:
+    """Return the arguments of the first `Table` in the data of a recipe, without its path. Empty if there is none."""
+    if isinstance(data, Mapping) and "class_path" in data:
+        is_table = data["class_path"] == f"{Table.__module__}.{Table.__name__}"
+        return {n: v for n, v in data.get("init_args", {}).items() if n != "path"} if is_table else {}
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ()
+    return next(filter(None, map(table_in, parts)), {})
+
+
+def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
+    """Seed all random numbers with the recipe's seed. Return the stream of a node, without data."""
+    seed = recipe["seed_everything"]
+    L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
+    own = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
+    return FederatedStream(**{**_BATCHES, **own})
+
+
+def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
+    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
+    stream, trainer = make_stream(recipe), recipe["trainer"]
+    module = _made(recipe["model"])
+    given = trainer.get("callbacks") or []
+    callbacks = [_made(one) for one in (given if isinstance(given, list) else [given])]
+    strategy = trainer.get("strategy")
+    made = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
+    if not isinstance(made, FederatedStrategy) or not isinstance(module, L.LightningModule):
+        raise InvalidValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
+    arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
+    return NodeRecipe(module, stream, made, [one for one in callbacks if runs_on_nodes(one)], arguments)
+
+
+def runs_on_nodes(callback: Callback) -> bool:
+    """Whether a callback acts while a client trains: a method does, what watches or prepares a federation does not."""
+    if isinstance(callback, MethodBase):
+        return True
+    watches = isinstance(callback, Checkpoint | EarlyStopping | ProgressBar)
+    return not watches and not type(callback).__module__.startswith("lightning_fcl.callbacks.")
+
+
+def _made(spec: Any, hint: Any = None) -> Any:
+    """What a part of a recipe stands for, and all that is in it."""
+    if isinstance(spec, Mapping) and "class_path" in spec:
+        kind = resolve_class(spec["class_path"])
+        arguments = _arguments(kind, spec.get("init_args") or {})
+        if isinstance(kind, type) and issubclass(kind, Optimizer | LRScheduler):
+            return partial(kind, **arguments)  # whose parameters come later
+        return kind(**arguments)
+    if isinstance(spec, Mapping):
+        if kind := dataclass_type(hint):
+            return kind(**_arguments(kind, spec))
+        return {name: _made(value) for name, value in spec.items()}
+    if isinstance(spec, list):
+        made: Sequence[Any] = [_made(value) for value in spec]
+        return tuple(made) if any((get_origin(one) or one) is tuple for one in members(hint)) else made
+    return spec
+
+
+def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    types = all_argument_types(kind)
+    return {name: _made(value, types.get(name)) for name, value in given.items()}

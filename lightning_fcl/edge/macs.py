@@ -1,0 +1,181 @@
+"""The layers of a module as they process one sample: their sizes, and their multiply-accumulates (MACs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as it processes one sample.
+
+    Args:
+        is_trained: Whether it belongs to M_T, or comes behind a layer that does: fp32, not int8.
+        inputs: Numbers in its input.
+        outputs: Numbers in its output.
+        weights: Bytes of its weights in the forward pass.
+        trained: Bytes of its weights (of their gradient; of a reservoir's statistics) in learning; 0 if it is frozen.
+        needs_input_gradient: Whether it also hands a gradient on to its input.
+    """
+
+    name: str
+    is_trained: bool
+    inputs: int
+    outputs: int
+    weights: int
+    trained: int = 0
+    needs_input_gradient: bool = False
+
+    @property
+    def activations(self) -> int:
+        return (self.inputs + self.outputs) * (4 if self.is_trained else 1)
+
+    @property
+    def working(self) -> int:
+        """Bytes that each pass through the layer holds: weights, input, output, or their gradients in their place.
+
+        The forward pass holds weights, input and output; that of the weights' gradient the latter, the input and the
+        output's gradient; that of the input's gradient the weights, the output's gradient and the input's.
+        """
+        return self.activations + max(self.weights, self.trained)
+
+    @property
+    def all_buffers(self) -> int:
+        """Bytes if the buffers of all passes are held at once: `working` and every gradient beside it."""
+        gradients = 4 * (self.outputs + (self.inputs if self.needs_input_gradient else 0)) if self.is_trained else 0
+        return self.working + self.trained + gradients
+
+
+class LayerRecorder:
+    """Calls a module on a sample and writes down its layers: the modules that hold no others.
+
+    After `run`, ``layers`` has them in the order of the forward pass; ``folded`` the convolution or linear layer before
+    each batch normalisation; ``in_place`` those that map number by number; ``uncounted`` those with weights and no
+    MACs; ``frozen`` and ``learnt`` are the MACs of the forward pass of M_F and of M_T.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.counter = flop_counter()
+        self.layers: list[Layer] = []
+        self.folded: dict[str, str] = {}
+        self.in_place: set[str] = set()
+        self.uncounted: set[str] = set()
+        self.frozen = self.learnt = 0
+        self._before = 0
+        self._makers: list[tuple[Tensor, str, nn.Module]] = []  # the tensors themselves, so that no id is used twice
+
+    def run(self, sample: Tensor) -> int:
+        """Forward and backward; returns the MACs of the latter."""
+        leaves = {name: part for name, part in self.module.named_modules() if not list(part.children())}
+        handles = []
+        for name, part in leaves.items():
+            handles.append(part.register_forward_pre_hook(self._start))
+            handles.append(part.register_forward_hook(self._hook(name), with_kwargs=True))
+        try:
+            with self.counter:
+                outputs = [output for output in _tensors(self.module(sample)) if output.requires_grad]
+                forward = self.counter.get_total_flops() // 2
+                rest = forward - self.frozen - self.learnt  # operations outside of layers
+                if outputs:
+                    self.learnt += rest
+                    torch.autograd.backward([output.sum() for output in outputs])
+                else:
+                    self.frozen += rest
+            return self.counter.get_total_flops() // 2 - forward
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _start(self, part: nn.Module, args: Any) -> None:
+        self._before = self.counter.get_total_flops()
+
+    def _hook(self, name: str) -> Any:
+        def after(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs, outputs = list(_tensors([args, kwargs])), list(_tensors(output))
+            arriving, leaving = (sum(value.numel() for value in values if value.dim()) for values in (inputs, outputs))
+            macs = (self.counter.get_total_flops() - self._before) // 2
+            learns = any(value.requires_grad for value in outputs)
+            if learns:
+                self.learnt += macs
+            else:
+                self.frozen += macs
+            if isinstance(part, _BatchNorm) and part.running_mean is not None:
+                # The last to hand the tensor out: an activation that works in place hands out its input.
+                made = next(((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None)
+                if made is not None and isinstance(made[1], _ConvNd | nn.Linear):
+                    self.folded[name] = made[0]
+            if arriving == leaving and not hasattr(part, "kernel_size"):
+                self.in_place.add(name)
+            if not macs and any(p.dim() > 1 for p in part.parameters()):
+                self.uncounted.add(name)
+            gradient = any(value.requires_grad for value in inputs)
+            self.layers.append(Layer(name, learns, arriving, leaving, weights=0, needs_input_gradient=gradient))
+            self._makers += [(value, name, part) for value in outputs]
+
+        return after
+
+
+@contextmanager
+def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
+    """Let nothing but M_T require gradients, in evaluation mode; afterwards all is as it was."""
+    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        for name, parameter in module.named_parameters():
+            parameter.grad = None
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name in trained)
+        module.eval()
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, flag, gradient in flags:
+            parameter.requires_grad_(flag)
+            parameter.grad = gradient
+        for part, mode in modes:
+            part.training = mode
+
+
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's counter of FLOPs, two for a MAC, with what it misses.
+
+    It does not know products in place and of vectors, and counts the weights' gradient of a grouped convolution as if
+    it had one group.
+    """
+    ours = torch.ops.aten
+
+    def product(total: Any, a: Any, b: Any, *rest: Any, **kwargs: Any) -> int:
+        return int(2 * prod(a) * (b[-1] if len(b) > 1 else 1))
+
+    def product_of_two(a: Any, b: Any, *rest: Any, **kwargs: Any) -> int:
+        return int(2 * prod(a))
+
+    def convolution(grad: Any, x: Any, w: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        transposed, wanted = rest[4], rest[7]
+        # Each product of the forward pass is in the input's gradient once, and in the weights' once.
+        return sum(map(bool, wanted[:2])) * int(conv_flop_count(x, w, grad, transposed=transposed))
+
+    mapping = dict.fromkeys((ours.addmm_, ours.baddbmm_, ours.addmv, ours.addmv_), product)
+    more = {ours.mv: product_of_two, ours.dot: product_of_two, ours.convolution_backward: convolution}
+    return FlopCounterMode(display=False, custom_mapping={**mapping, **more})
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,228 @@
+"""The figures of a paper: what `rows.yaml` says of them, drawn from the results of its rows over seeds."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import altair as alt
+import numpy as np
+
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
+from lightning_fcl.evaluation.curves import stream_accuracies, task_curves
+from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, STREAM_ACCURACY
+from lightning_fcl.evaluation.record import ACCURACY
+from lightning_fcl.evaluation.summary import (
+    BANDWIDTHS,
+    communication_time,
+    communication_volumes,
+    experience_labels,
+    experience_names,
+)
+from lightning_fcl.io.paths import safe_join
+
+Runs: TypeAlias = Sequence[Mapping[str, Any]]
+"""Contents of ``results.json`` of the seeds of a row."""
+
+Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
+"""For each panel's title the label of each line, with its row and that row's runs."""
+
+_WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}  # of a panel, by how many stand side by side
+
+
+def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Runs]) -> list[Path]:
+    """Draw the figures of a paper, without the panels whose rows were not all run: a line on stderr names those.
+
+    Args:
+        figures: Each has ``file``, the name of a PNG; ``kind``; ``panels``: for each panel's title, the row behind each
+            line's label; and perhaps a ``title``, and the ``scales`` at which it is drawn. What has several seeds is
+            drawn as mean and standard deviation. The kinds: ``stream_accuracy``, the server's after each experience;
+            ``activation_density``, what `ActivationDensity` has recorded after the last experience, or with
+            ``experiences: true`` after each of one row; ``average_accuracy``, average accuracy and forgetting after
+            each task, mean over the clients (`task_curves`); ``communication``, the volume of each row and its time
+            against the bandwidth (`lightning_fcl.evaluation.summary`); ``volume_by_round``.
+        results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
+    """
+    paths = []
+    for figure in figures:
+        every: Mapping[str, Mapping[str, str]] = figure["panels"]
+        missing = dict.fromkeys(row for of in every.values() for row in of.values() if not results_by_row.get(row))
+        panels = {
+            name: {label: (row, results_by_row[row]) for label, row in of.items()}
+            for name, of in every.items()
+            if not {*of.values()} & {*missing}
+        }
+        if missing:
+            what = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
+            print(f"{what} left out: not run: {', '.join(missing)}.", file=sys.stderr)
+        if panels:
+            draw = FIGURE_KINDS[figure["kind"] + (" of experiences" if figure.get("experiences") else "")]
+            paths.append(charts.write_png(safe_join(out, figure["file"]), draw(panels, figure.get("title", ""))))
+    return paths
+
+
+def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
+    """What a function makes of each row's runs, with the panel and the line that it belongs to."""
+    return [
+        {"panel": panel, "line": label, **point}
+        for panel, lines in panels.items()
+        for label, (row, runs) in lines.items()
+        for point in curve(row, runs)
+    ]
+
+
+def _faceted(layers: Sequence[alt.Chart], panels: Panels, height: int, columns: int = 0) -> alt.FacetChart:
+    """The panels beside and below each other, on the same axes."""
+    number = len(panels)
+    columns = columns or (number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4)
+    chart = alt.layer(*layers).properties(width=_WIDTHS[min(columns, 4)], height=height)
+    return chart.facet(alt.Facet("panel:N", title=None, sort=[*panels]), columns=columns)
+
+
+def _names(points: Points) -> list[str]:
+    return list(dict.fromkeys(point["line"] for point in points))
+
+
+def _wrapped(name: str, letters: int = 34) -> str:
+    return "\n".join(textwrap.wrap(name, letters, break_long_words=False))
+
+
+def _alike(points: Points) -> dict[str, str]:
+    """For each line the names of all that have the same points: they are drawn as one."""
+    of: dict[str, list[Any]] = {}
+    for point in points:
+        of.setdefault(point["line"], []).append({**point, "line": ""})
+    groups: dict[str, list[str]] = {}
+    for line, found in of.items():
+        groups.setdefault(repr(found), []).append(line)
+    return {line: _wrapped(", ".join(group)) for group in groups.values() for line in group}
+
+
+def _merged(points: Points, names: dict[str, str]) -> Points:
+    """The points of the first of all lines that share a name, under that name."""
+    first = {name: line for line, name in reversed(names.items())}
+    return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
+
+
+def draw_accuracy(panels: Panels, title: str) -> Spec:
+    called = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
+    names = max(called, key=len)
+    if any(names[: len(other)] != other for other in called):  # only their numbers are common to all
+        names = [str(number + 1) for number in range(len(names))]
+    names = [_wrapped(name, 14) for name in names]
+    rows = _points(panels, lambda _, runs: over_seeds(stream_accuracies(run["record"]) for run in runs))
+    axis = alt.Axis(labelAngle=-30 if sum(map(len, names)) * len(panels) > 120 else 0)
+    x = alt.X("experience:O", title="after experience", sort=names, scale=alt.Scale(domain=names), axis=axis)
+    layers = charts.small_multiples(
+        charts.get_chart("rows").encode(x=x), _names(rows), STREAM_ACCURACY.heading, charts.quantity_scale(ACCURACY)
+    )
+    rows = [{**row, "experience": names[row["round"] - 1]} for row in rows]
+    return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
+
+
+def draw_tasks(panels: Panels, title: str) -> Spec:
+    for row, runs in (line for of in panels.values() for line in of.values()):
+        if not any(len(task_curves(run["record"])[0]) for run in runs):
+            raise InvalidValueError(
+                f"Expected clients with several tasks in the results of row {row} but none was tested.",
+                hint='Run the row with `ContinualMetrics(clients="all")`.',
+                argument="results",
+                value=row,
+            )
+    accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
+    lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
+    x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
+    parts = []
+    for data, metric in (("accuracy", AVERAGE_ACCURACY), ("lost", FORGETTING)):
+        base, scale = charts.get_chart(data), alt.Scale(zero=False)
+        zero = [base.mark_rule().encode(y=alt.datum(0))] if metric is FORGETTING else []
+        layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean of the clients", scale)
+        parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
+    beside = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
+    return spec(beside.properties(title=title), accuracy=accuracy, lost=lost)
+
+
+def draw_communication(panels: Panels, title: str) -> Spec:
+    def volume(row: str, runs: Runs) -> Points:
+        """Megabytes of all clients up, and from there those down, mean over the seeds."""
+        up, down = np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
+        return [{"way": "up", "begin": 0.0, "end": up}, {"way": "down", "begin": up, "end": up + down}]
+
+    def times(row: str, runs: Runs) -> Points:
+        seconds = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
+        means = zip(BANDWIDTHS, np.mean(seconds, axis=0), strict=True)
+        return [{"bandwidth": bandwidth, "value": value or np.nan} for bandwidth, value in means]
+
+    shade = alt.Opacity("way:N", scale=alt.Scale(domain=["up", "down"], range=[1, 0.45]), legend=None)
+    begin = alt.X("begin:Q", title="volume of all clients (MB of a million bytes): dark up, light down")
+    label = "datum.value >= 1e6 ? datum.value / 1e6 + ' MB/s' : datum.value / 1e3 + ' KB/s'"
+    axis = alt.Axis(values=[*BANDWIDTHS], labelAngle=-30, labelExpr=label)
+    bandwidth = alt.X("bandwidth:Q", title="bandwidth of a client", scale=alt.Scale(type="log"), axis=axis)
+    parts: list[alt.HConcatChart] = []
+    data: dict[str, Points] = {}
+    for panel, lines in panels.items():
+        bars, points = _points({panel: lines}, volume), _points({panel: lines}, times)
+        names = _alike([*bars, *points])
+        bars = [{**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars]
+        data |= {f"volumes {panel}": bars, f"times {panel}": _merged(points, names)}
+        base = charts.get_chart(f"volumes {panel}").encode(y=alt.Y("row:N", title=None, sort=None))
+        drawn = base.mark_bar().encode(
+            x=begin, x2="end:Q", color=charts.color_scale("line", _names(bars)), opacity=shade
+        )
+        total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
+        total = total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r"))
+        base = charts.get_chart(f"times {panel}").encode(x=bandwidth)
+        _, *layers = charts.small_multiples(base, _names(bars), "communication time (s)", alt.Scale(type="log"))
+        both = alt.layer(drawn, total), alt.layer(*layers)
+        sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in both]
+        parts.append(alt.hconcat(*sized).properties(title=alt.Title(panel, anchor="start", fontWeight="bold")))
+    beside = alt.vconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    return spec(beside.properties(title=title), **data)
+
+
+def draw_volumes(panels: Panels, title: str) -> Spec:
+    rows = _points(
+        panels, lambda _, runs: over_seeds(communication_volumes(run["record"]).sum(axis=0) / 1e6 for run in runs)
+    )
+    rows = _merged(rows, _alike(rows))
+    longest = max(row["round"] for row in rows)
+    base = charts.get_chart("rows").encode(x=charts.round_axis(longest))
+    layers = charts.small_multiples(base, _names(rows), "MB per round", alt.Scale(zero=True))
+    return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
+
+
+def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spec:
+    """A line for each row after its last experience, or for each experience of a panel's one row; mean over seeds."""
+    rows: Points = []
+    for panel, lines in panels.items():
+        for label, (row, runs) in lines.items():
+            every = [run.get("densities", {}).get("experiences", []) for run in runs]
+            if not all(every):
+                raise MissingValueError(
+                    f"Expected `densities` in the results of row {row} but got none.",
+                    hint="Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
+                    argument="densities",
+                )
+            means = [np.mean([one["all"] for one in entries], axis=0) for entries in zip(*every, strict=False)]
+            names = experience_labels([run["record"] for run in runs]) if experiences else [label]
+            for name, density in zip(names, means if experiences else means[-1:], strict=False):
+                points = charts.density_points(runs[0]["densities"]["edges"], density)
+                rows += [{"panel": panel, "line": name, **point} for point in points]
+    lines_chart = _faceted([charts.density_lines(_names(rows), ordered=experiences)], panels, 200)
+    return spec(lines_chart.properties(title=title), rows=rows)
+
+
+FIGURE_KINDS: Mapping[str, Callable[[Panels, str], Spec]] = {
+    "stream_accuracy": draw_accuracy,
+    "activation_density": draw_densities,
+    "activation_density of experiences": partial(draw_densities, experiences=True),
+    "average_accuracy": draw_tasks,
+    "communication": draw_communication,
+    "volume_by_round": draw_volumes,
+}

@@ -1,0 +1,334 @@
+"""The page of a run: what ran, what came out and for whom, and the recipe.
+
+Its charts show values under the pointer, and have a list to choose the model from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import altair as alt
+import numpy as np
+
+from lightning_fcl.errors import format_names
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import COLORS, Points, Spec, fill_template, responsive_chart
+from lightning_fcl.evaluation.curves import Curve, curves, matrices
+from lightning_fcl.evaluation.metrics import find_metric
+from lightning_fcl.evaluation.record import Quantity, Record, get_quantities, get_quantity
+from lightning_fcl.evaluation.summary import (
+    communication_volumes,
+    describe_run_size,
+    experience_labels,
+    final_client_metrics,
+    format_value,
+    model_name,
+    simulated_times,
+    summary_metrics,
+    task_name,
+)
+from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
+
+Curves: TypeAlias = Mapping[str, Curve]
+
+_VALUES = 20_000  # numbers in one chart
+_BARS = 60
+_SPREAD = ("worst", "lower quarter", "upper quarter", "best")
+_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, what was learnt so far", "clients, mean"
+_LOOKS = {_SERVER: COLORS[0], _STREAM: COLORS[2], _CLIENTS: COLORS[1]}
+_WORST = 10
+
+
+def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
+    """The HTML of a run's page, of its ``results.json`` and, to copy, its recipe with every default."""
+    record, metrics = results["record"], results["metrics"]
+    quantities = get_quantities(record)
+    every, ends = curves(record), final_client_metrics(record)
+    values = [value for _, value in ends]
+    worst = [[model_name(model), f"{value:.3f}", str(every[model].rounds[-1] + 1)] for model, value in ends]
+    kinds = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if not name.endswith("/total")))
+    tested = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
+    limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
+    drawn = {
+        "overview": overview_chart(record, every),
+        "over_time": rounds_chart(record, every),
+        "by_group": group_chart(record, every),
+        "ends": final_metrics_chart(record, ends),
+        "matrix": accuracy_matrix_chart(record),
+        "kept_tasks": forgetting_chart(record),
+        "traffic": communication_chart(record),
+        "densities": density_charts(results.get("densities", {"experiences": []}), experience_labels([record])),
+    }
+    return fill_template(
+        "run.html",
+        results=results,
+        record=record,
+        recipe=recipe,
+        extent=describe_run_size(results),
+        headlines=summary_metrics(results),
+        against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
+        quantity=quantities[0].name,
+        charts=drawn,
+        spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
+        worst_off=worst[:_WORST] if len(worst) > _WORST else [],
+        left_out=[*_left_out(record)],
+        limits=limits[-1] if limits else None,
+        kinds=kinds,
+        metrics=[
+            [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
+            for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
+        ],
+        meanings=[(kind, metric.about) for kind in kinds if (metric := find_metric(kind, quantities))],
+        totals=_totals(metrics, quantities),
+    )
+
+
+def _against(name: str, ours: float | None, paper: float) -> list[str | tuple[str, str]]:
+    if ours is None:
+        return [metric_title(name), "-", metric_number(name, paper), "-"]
+    kind = Cell({0: ours}, paper).verdict
+    return [metric_title(name), (metric_number(name, ours), kind), metric_number(name, paper), f"{ours - paper:+.3f}"]
+
+
+def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Whose upload did not count in which round, and why."""
+    for entry in record["rounds"]:
+        why = [
+            *entry.get("dropped", {}).items(),
+            *((one, "its loss was not finite") for one in entry.get("diverged", [])),
+        ]
+        why += [(one, f"nodes that say they are it: {format_names(of)}") for one, of in entry.get("claims", {}).items()]
+        yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in why)
+
+
+def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> list[list[str]]:
+    """Return the heading, the value and the description of each metric of the whole federation."""
+    found = [(find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
+    return [[one.heading, format_value(value, one.unit), one.about] for one, value in found if one]
+
+
+def overview_chart(record: Record, every: Curves) -> Spec | None:
+    """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
+    quantity, x, spread = get_quantity(record), charts.round_axis(len(record["rounds"])), _spread(record, every)
+    lines = _server(record, every) + [{"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread]
+    if not lines:
+        return None
+    fields = ("round", "best", "upper quarter", "mean", "lower quarter", "worst", "worst client", "clients")
+    band = charts.get_chart("spread").encode(x=x, tooltip=charts.make_tooltips(**dict.fromkeys(fields, "")))
+    layers = [
+        band.mark_area(opacity=opacity, color=COLORS[1]).encode(
+            y=charts.value_axis(quantity, f"{low}:Q"), y2=f"{high}:Q"
+        )
+        for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22))
+        if any(row["clients"] > 1 for row in spread)
+    ]
+    starts = _starts(record, next(iter(every)))
+    begin = charts.get_chart("starts").encode(x=x, tooltip=charts.make_tooltips(experience="", learns=""))
+    if len(starts) > 1:
+        number = begin.mark_text(align="left", dx=4, baseline="top", color="#888888")
+        layers.append(begin.mark_rule(strokeDash=[4, 3], color="#999999"))
+        layers.append(number.encode(y=alt.value(2), text="experience:O"))
+    base = charts.get_chart("lines").encode(x=x, y=charts.value_axis(quantity))
+    layers += _lines(base.encode(tooltip=charts.make_tooltips(line="model", round="", value=quantity.name)), lines)
+    return responsive_chart(alt.layer(*layers), lines=lines, spread=spread, starts=starts)
+
+
+def rounds_chart(record: Record, every: Curves) -> Spec | None:
+    """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
+    times, quantity = simulated_times(record), get_quantity(record)
+    rows = [{**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, every) if len(times)]
+    if not rows:
+        return None
+    x = alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True))
+    tips = charts.make_tooltips(line="model", seconds="", round="", value=quantity.name)
+    base = charts.get_chart("rows").encode(x=x, y=charts.value_axis(quantity), tooltip=tips)
+    return responsive_chart(alt.layer(*_lines(base, rows, interpolate="step-after")), rows=rows)
+
+
+def group_chart(record: Record, every: Curves) -> Spec | None:
+    """Each group of test samples, round by round, of the model that is chosen: lines, or many groups as a heat map."""
+    quantity, names = get_quantity(record), record["groups"]
+    if not every or len(names) < 2:
+        return None
+    models = _first(every, max(curve.accuracy.size for curve in every.values()))
+    rows = [
+        {"model": model, "round": number + 1, "group": name, "value": value}
+        for model in models
+        for number, values in zip(every[model].rounds.tolist(), every[model].accuracy.tolist(), strict=True)
+        for name, value in zip(names, values, strict=True)
+        if np.isfinite(value)
+    ]
+    base = charts.get_chart("rows").encode(tooltip=charts.make_tooltips(group="", round="", value=quantity.name))
+    if len(names) <= len(COLORS):
+        lines = base.encode(x=charts.round_axis(len(record["rounds"])), y=charts.value_axis(quantity))
+        lines = lines.encode(color=charts.color_scale("group", names))
+        return responsive_chart(
+            charts.with_model_selector(alt.layer(lines.mark_line(), charts.draw_points(lines)), models), rows=rows
+        )
+    x = alt.X("round:O", title="round", axis=charts.integer_axis())
+    y = alt.Y("group:N", sort=names, title=None, axis=alt.Axis(labelOverlap=True))
+    cells = base.mark_rect().encode(x=x, y=y, color=charts.heat_scale(quantity))
+    return responsive_chart(charts.with_model_selector(cells, models), max(260, min(16 * len(names), 480)), rows=rows)
+
+
+def accuracy_matrix_chart(record: Record) -> Spec | None:
+    """The value on each task after each task, of the model that is chosen."""
+    found, quantity = matrices(record), get_quantity(record)
+    if not found:
+        return None
+    longest = max(map(len, found.values()))
+    models = _first(found, longest**2)
+    rows = [
+        {"model": model, "after": after + 1, "on": on + 1, "value": value, "groups": task_name(record, model, on)}
+        | {"is": "learnt" if on <= after else "not learnt yet"}
+        for model in models
+        for (after, on), value in np.ndenumerate(found[model])
+        if np.isfinite(value)
+    ]
+    base = charts.get_chart("rows").encode(
+        x=alt.X("on:O", title=f"{quantity.name} on task", axis=charts.integer_axis()),
+        y=alt.Y("after:O", title="after task", axis=charts.integer_axis()),
+        tooltip=charts.make_tooltips(after="after task", on="on task", groups="", value=quantity.name)
+        + charts.make_tooltips(**{"is": ""}),
+    )
+    faint = alt.condition("datum.is == 'learnt'", alt.value(1), alt.value(0.7))
+    layers = [base.mark_rect().encode(color=charts.heat_scale(quantity), opacity=faint)]
+    if longest <= 12 and quantity.bounds:
+        low, high = quantity.bounds
+        ink = alt.condition(f"datum.value < {low + 0.6 * (high - low)}", alt.value("white"), alt.value("black"))
+        layers.append(base.mark_text().encode(text=alt.Text("value:Q", format=".2f"), color=ink))
+    return responsive_chart(
+        charts.with_model_selector(alt.layer(*layers), models), min(420, max(140, 34 * longest)), rows=rows
+    )
+
+
+def forgetting_chart(record: Record) -> Spec | None:
+    """Each task right after it was learnt, and at the end: the length between is what was forgotten."""
+    found, quantity = matrices(record, rounds="last"), get_quantity(record)
+    models = _first(found, max(map(len, found.values()), default=1))
+    ways = ("after its own rounds", "at the end")
+    rows = [
+        {"model": model, "task": task + 1, "groups": task_name(record, model, task), "value": value, "when": when}
+        | dict(zip(ways, both, strict=True))
+        for model in models
+        for task, both in enumerate(zip(found[model].diagonal().tolist(), found[model][-1].tolist(), strict=True))
+        for when, value in zip(ways, both, strict=True)
+        if np.isfinite(both).all()
+    ]
+    if not rows:
+        return None
+    base = charts.get_chart("rows").encode(x=alt.X("task:O", title="task", axis=charts.integer_axis()))
+    base = base.encode(tooltip=charts.make_tooltips(groups="", **dict.fromkeys(ways, "")))
+    rule = base.mark_rule(strokeWidth=2, color="#999999")
+    rule = rule.encode(y=charts.value_axis(quantity, f"{ways[0]}:Q"), y2=f"{ways[1]}:Q")
+    points = base.mark_point(filled=True, size=90, opacity=1).encode(y=charts.value_axis(quantity))
+    points = points.encode(color=charts.color_scale("when", ways), shape=charts.shape("when", ways))
+    return responsive_chart(charts.with_model_selector(alt.layer(rule, points), models), rows=rows)
+
+
+def final_metrics_chart(record: Record, final_values: Sequence[tuple[str, float]]) -> Spec | None:
+    """How each client ended, on all that it has learnt, the worst off first; very many are counted by their values."""
+    quantity = get_quantity(record)
+    rows = [{"client": model_name(model), "value": value} for model, value in final_values]
+    if len(rows) < 2:
+        return None
+    bars = charts.get_chart("rows").mark_bar(color=COLORS[1])
+    title = f"{quantity.name} at the end, on all that the client has learnt"
+    if len(rows) > _BARS:
+        bins = alt.X("value:Q", bin=alt.Bin(maxbins=40), title=title)
+        return responsive_chart(
+            bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows
+        )
+    x = alt.X("value:Q", title=title, scale=charts.quantity_scale(quantity, zero=True))
+    y = alt.Y("client:N", sort=None, title=None)
+    return responsive_chart(
+        bars.encode(x=x, y=y, tooltip=charts.make_tooltips(client="", value=quantity.name)), 17 * len(rows), rows=rows
+    )
+
+
+def communication_chart(record: Record) -> Spec | None:
+    """Megabytes of all clients together, up and down, per round."""
+    sums = communication_volumes(record) / 1e6
+    if not np.any(sums):
+        return None
+    rows = [
+        {"round": entry["round"] + 1, "way": way, "MB": value}
+        for way, values in zip(("up", "down"), sums.tolist(), strict=True)
+        for entry, value in zip(record["rounds"], values, strict=True)
+    ]
+    bars = (
+        charts.get_chart("rows")
+        .mark_bar()
+        .encode(
+            x=alt.X("round:O", title="round", axis=charts.integer_axis()),
+            y=alt.Y("MB:Q", title="MB of all clients (1 MB = 10⁶ bytes)"),
+            color=charts.color_scale("way", ("up", "down")),
+            tooltip=charts.make_tooltips(round="", way="", MB=""),
+        )
+    )
+    return responsive_chart(bars, 180, rows=rows)
+
+
+def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> Spec | None:
+    """The density of a reservoir's activations after each experience, over all test samples or a group's."""
+    rows = [
+        {"model": model, "line": names[entry["experience"]], **point}
+        for entry in density_records["experiences"]
+        for model, density in {"all test samples": entry["all"], **entry["groups"]}.items()
+        for point in charts.density_points(density_records["edges"], density)
+    ]
+    if not rows:
+        return None
+    models, order = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "line"))
+    lines = charts.density_lines(order, ordered=True)
+    lines = lines.encode(tooltip=charts.make_tooltips(line="after", activation="", value="density"))
+    return responsive_chart(charts.with_model_selector(lines, models, "test samples "), rows=rows)
+
+
+def _first(models: Mapping[str, Any], each: int) -> list[str]:
+    """As many of the models as a chart has room for, with so many values each."""
+    return list(models)[: max(1, _VALUES // max(each, 1))]
+
+
+def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
+    """The lines of the server and of the clients that there are, each in its colour."""
+    names = [name for name in _LOOKS if any(row["line"] == name for row in rows)]
+    base = base.encode(color=charts.color_scale("line", names, [_LOOKS[name] for name in names]))
+    return [base.mark_line(**line), charts.draw_points(base)]
+
+
+def _server(record: Record, every: Curves) -> Points:
+    """The server on the whole test set, and with several tasks on what was learnt, round by round."""
+    if (server := every.get("server")) is None:
+        return []
+    shown = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
+    return [
+        {"round": number + 1, "line": line, "value": value}
+        for line, values in shown
+        for number, value in zip(server.rounds.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _spread(record: Record, every: Curves) -> Points:
+    """The clients that were tested in each round, on what they had learnt by then."""
+    rows, way = [], get_quantity(record).sign
+    for number, of in charts.client_curves(every).items():
+        values = way * np.array([*of.values()])
+        quarters = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))
+        who = model_name(min(of, key=lambda client: way * of[client]))
+        counts = {"worst client": who, "clients": len(values)}
+        rows.append({"round": number + 1, "mean": way * values.mean(), **counts, **quarters})
+    return rows
+
+
+def _starts(record: Record, model: str) -> Points:
+    """Where a model's experiences begin, and what is learnt from there."""
+    starts, last = [], -1
+    for entry in record["rounds"]:
+        number = entry["experience"].get(model, last)
+        if last != number < len(record["tasks"][model]):
+            name = task_name(record, model, number)
+            starts.append({"round": entry["round"] + 0.5, "experience": number + 1, "learns": name})
+            last = number
+    return starts

@@ -1,0 +1,220 @@
+"""The main numbers of a run, and its communication in bytes and seconds.
+
+Communication volume and time follow Zuo et al. 2024, "FedViT", section 5.3. They are computed from the record of
+`ContinualMetrics`, which contains the bytes that every client sent and received in every round. If the strategy has a
+schedule, the rounds also contain ``simulated_seconds``, ``late`` and ``staleness``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_fcl.errors import InvalidValueError, format_names
+from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.curves import curves
+from lightning_fcl.evaluation.metric import Unit
+from lightning_fcl.evaluation.metrics import (
+    AVERAGE_ACCURACY,
+    DOWNLOAD_BYTES,
+    FINAL_ACCURACY,
+    FORGETTING,
+    UPLOAD_BYTES,
+)
+from lightning_fcl.evaluation.record import get_quantity
+
+BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+"""Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
+DIRECTIONS = ("upload_bytes", "download_bytes")
+
+
+_HEADLINES = (
+    (FINAL_ACCURACY, {"server": "server, whole test set"}),
+    (AVERAGE_ACCURACY, {"clients": "mean of the clients, over their tasks", "server": "server, over its tasks"}),
+    (FORGETTING, {"clients": "mean of the clients", "server": "server, since each task's own rounds"}),
+)
+"""Metrics at the top of reports, with a note for each model. The first model with a value is shown."""
+
+
+@dataclass(frozen=True)
+class SummaryMetric:
+    """A main number of a run.
+
+    Args:
+        name: Heading.
+        value: Value.
+        note: The model and the test samples of the value.
+        unit: Unit of the value.
+    """
+
+    name: str
+    value: float
+    note: str
+    unit: Unit = ""
+
+    @property
+    def text(self) -> str:
+        return format_value(self.value, self.unit)
+
+
+def format_value(value: float, unit: Unit = "") -> str:
+    """Return a value with three digits and its unit."""
+    if unit == "s":
+        return f"{value:.1f} s"
+    if unit != "B":
+        return f"{value:.0f}" if unit else f"{value:.3f}"
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:.0f} B"
+
+
+def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
+    """Return at most five main numbers of a run."""
+    record, metrics = results["record"], results["metrics"]
+    quantity, found = get_quantity(record), list[SummaryMetric]()
+    for metric, notes in _HEADLINES:
+        if named := metric.for_quantity(quantity):
+            values = ((metrics.get(f"{named.name}/{model}"), note) for model, note in notes.items())
+            shown = [
+                SummaryMetric(named.heading, value, note, named.unit) for value, note in values if value is not None
+            ]
+            found += shown[:1]
+    if len(ends := final_client_metrics(record)) > 1:
+        client, value = ends[0]
+        found.append(SummaryMetric("worst-off client", value, f"{model_name(client)}, on all that it has learnt"))
+    if moved := sum(metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)):
+        found.append(SummaryMetric("traffic", moved, "all clients and rounds, up and down", "B"))
+    return found
+
+
+def final_client_metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the last value of each client on all groups that it has learned, the worst client first."""
+    every = {model: curve.seen_classes for model, curve in curves(record).items() if model != "server"}
+    ends = [(model, float(values[-1])) for model, values in every.items() if np.isfinite(values[-1])]
+    return sorted(ends, key=lambda end: get_quantity(record).sign * end[1])
+
+
+def model_name(model: str) -> str:
+    return "mean of the clients" if model == "clients" else f"client {model}" if model.isdigit() else model
+
+
+def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
+    """The groups of a model's task."""
+    return format_names((record["groups"][group] for group in record["tasks"][model][task]), max_names=12)
+
+
+def experience_names(record: Mapping[str, Any]) -> list[str]:
+    """What the server's experiences are called: by their groups, or their numbers where names would be too long."""
+    names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
+    distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
+    return names if distinct else [str(number + 1) for number in range(len(names))]
+
+
+def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands for each experience of several runs: by name, if it is the same in all of them."""
+    names = experience_names(records[0])
+    numbers = [str(number + 1) for number in range(len(names))]
+    if names != numbers and all(experience_names(record) == names for record in records):
+        return [f"after {name}" for name in names]
+    return [f"after experience {number}" for number in numbers]
+
+
+def describe_run_size(results: Mapping[str, Any]) -> str:
+    """How many rounds and clients a run had."""
+    clients = [model for model in results["record"]["tasks"] if model != "server"]
+    counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
+    return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
+
+
+def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
+    """Bytes that all clients together sent, and received, in each round, shape (2, R).
+
+    Example:
+        >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 40}, "download_bytes": {"a": 50, "b": 50}}]}
+        >>> communication_volumes(record)
+        array([[ 80.],
+               [100.]])
+    """
+    sums = [[sum(entry.get(way, {}).values()) for entry in record["rounds"]] for way in DIRECTIONS]
+    return np.asarray(sums, dtype=np.float64)
+
+
+def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
+    """Seconds of communication of a whole run.
+
+    All clients transfer at once, each over a link of its own, first down and after its training up; a round waits for
+    the client with the most bytes, both ways together. Neither latency nor a limit of the server's own link counts.
+
+    Args:
+        record: That of a run.
+        bandwidth: Bytes per second of each client's link, the same up and down.
+
+    Raises:
+        ValueError: If ``bandwidth`` is not a positive number.
+
+    Example:
+        >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
+        >>> communication_time(record, bandwidth=1e6)
+        3.0
+    """
+    if not 0 < bandwidth < float("inf"):
+        raise InvalidValueError(
+            f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.",
+            argument="bandwidth",
+            value=bandwidth,
+        )
+    slowest = []
+    for entry in record["rounds"]:
+        up, down = (entry.get(way, {}) for way in DIRECTIONS)
+        slowest.append(max((up.get(client, 0) + down.get(client, 0) for client in {*up, *down}), default=0))
+    return float((np.asarray(slowest, dtype=np.float64) / bandwidth).sum())
+
+
+def simulated_times(record: Mapping[str, Any]) -> FloatArray:
+    """Seconds from the beginning of the deployment to the end of each round, shape (R,); of none without a clock.
+
+    Example:
+        >>> simulated_times({"rounds": [{"simulated_seconds": 2.0}, {"simulated_seconds": 3.0}]})
+        array([2., 5.])
+    """
+    seconds = [entry["simulated_seconds"] for entry in record["rounds"] if "simulated_seconds" in entry]
+    return np.cumsum(np.asarray(seconds, dtype=np.float64))
+
+
+def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> float:
+    """Seconds until a model was first so good on the whole test set: time to accuracy.
+
+    Args:
+        record: That of a run.
+        value: Accuracy, or value of the first measure of the record.
+        model: The model.
+
+    Returns:
+        Seconds at the end of that round; infinite if it never was.
+
+    Raises:
+        ValueError: If the run had no clock.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"server": 0}, "correct": {"server": [5 + r]},
+        ...     "simulated_seconds": 10.0} for r in range(3)]
+        >>> record = {"groups": ["x"], "totals": [10], "tasks": {"server": [[0]]}, "rounds": rounds}
+        >>> time_to(record, 0.6), time_to(record, 0.9)
+        (20.0, inf)
+    """
+    times = simulated_times(record)
+    if not len(times):
+        raise InvalidValueError(
+            "Expected a record with simulated seconds but it has none.",
+            hint="Give the strategy a `schedule`, such as `Deadline(Speeds(0.01))`.",
+            argument="schedule",
+        )
+    sign, tested = get_quantity(record).sign, curves(record).get(model)
+    if tested is None:
+        return float("inf")
+    reached = times[tested.rounds][sign * tested.overall >= sign * value]
+    return float(reached[0]) if len(reached) else float("inf")

@@ -1,0 +1,300 @@
+"""The record of a round, and compression of uploads with error feedback.
+
+A client's *update* of an entry is its state minus the state with which it started, plus the residual of earlier rounds.
+The client sends a code of the update, the server decodes it, and the client keeps the *residual*, the update minus what
+the server decodes (Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory", Algorithm 1). So the sum of the
+decoded updates differs from the sum of all updates by one residual at most.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.errors import InvalidValueError, check_arguments
+from lightning_fcl.federation.accumulators import State
+from lightning_fcl.federation.packing import pack_integers, pack_mask, unpack_integers, unpack_mask
+from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.uploads import Code, Forms, Setting, UpdateCodec, Uploads
+
+DIVERGENCE_HINT = (
+    "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
+)
+"""What to do about numbers that are not finite."""
+
+RESIDUAL = "residual"
+"""The section of a client's state that has the residuals of compression."""
+
+
+class Compression(UpdateCodec, ABC):
+    """Lossy compression of updates, for each entry by itself, with error feedback.
+
+    It applies to trainable parameters whose reduction is ``compressible`` and whose code is shorter. Buffers are sent
+    as they are: the residual of a variance could make it negative. A subclass defines what is sent.
+    """
+
+    keeps_state = True
+
+    @abstractmethod
+    def compress(self, updates: Tensor) -> State:
+        """Return the tensors that are sent in place of the updates of several clients, shape (clients, n)."""
+
+    def should_compress(self, value: Tensor) -> bool:
+        """Return whether the code of a tensor is shorter than the tensor. Others are sent as they are."""
+        return self.nbytes(value.numel(), value.element_size()) < value.nbytes
+
+    def codes(self, name: str, setting: Setting) -> bool:
+        return name in setting.trainable and self.should_compress(setting.state[name])
+
+    def setup(self, setting: Setting) -> None:
+        for name in setting.trainable:
+            if not setting.reductions[name].compressible:
+                raise InvalidValueError(
+                    f"Expected a reduction that can be compressed, such as `mean`, for the parameter `{name}` but got "
+                    f"`{setting.reductions[name]}`.",
+                    hint="Use another reduction, or leave `compression` out.",
+                    argument="compression",
+                    value=name,
+                )
+        self._setting = setting
+
+    def encode(self, uploads: Uploads) -> None:
+        before = [kept.get(RESIDUAL, {}) for kept in uploads.kept]
+        uploads.memories[RESIDUAL] = after = [dict(residual) for residual in before]
+        for name in [name for name in uploads.values if self.codes(name, self._setting)]:
+            update = uploads.update(name)
+            if uploads.are_updates:
+                update = update.clone()
+            for row, residual in zip(update, before, strict=True):
+                if name in residual and residual[name].shape == row.shape:
+                    row += residual[name].to(row.device)
+            code = Code(self, self.compress(update.reshape(len(update), -1)), update[0])
+            del uploads.values[name]
+            uploads.codes[name] = code
+            for memory, row in zip(after, update - code.decoded(), strict=True):
+                memory[name] = row.clone()  # A row alone would keep those of all clients in memory.
+
+
+class TopK(Compression):
+    """The elements of an update with the largest absolute values, for each entry by itself.
+
+    Of n elements, ``fraction * n`` are sent, rounded up, with their positions: 4 bytes each, or one bit for each of the
+    n elements, whichever is shorter. With ``bits`` the elements are also quantized as by `Quantize`.
+
+    Args:
+        fraction: Share of an entry's elements that are sent, above 0 and up to 1. With 1 and no ``bits``, the code is
+            not shorter, and entries are sent as they are.
+        bits: Bits of each element. None: elements are not quantized.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> code, update = TopK(fraction=0.5), torch.tensor([[3.0, -1.0, 0.5, -4.0]])
+        >>> code.decompress(code.compress(update), update[0])
+        tensor([[ 3.,  0.,  0., -4.]])
+        >>> TopK(fraction=0.01).nbytes(1000, itemsize=4), TopK(fraction=0.5).nbytes(1000, itemsize=4)
+        (80, 2125)
+    """
+
+    @check_arguments
+    def __init__(self, fraction: float = 0.1, bits: int | None = None) -> None:
+        if not 0 < fraction <= 1:
+            raise InvalidValueError(
+                f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.",
+                argument="fraction",
+                value=fraction,
+            )
+        self.fraction = float(fraction)
+        self.bits = None if bits is None else _checked(bits)
+
+    def compress(self, updates: Tensor) -> State:
+        n = updates.shape[1]
+        k = self._count(n)
+        positions = updates.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+        values = updates.gather(1, positions)
+        tensors = {"values": values} if self.bits is None else _quantize(values, self.bits)
+        if k == n:
+            return tensors
+        if _mask_is_shorter(k, n):
+            chosen = torch.zeros(updates.shape, dtype=torch.bool, device=updates.device)
+            return {**tensors, "mask": pack_mask(chosen.scatter_(1, positions, True))}
+        return {**tensors, "positions": positions.int()}
+
+    def decompress(self, tensors: State, like: Tensor) -> Tensor:
+        n = like.numel()
+        k = self._count(n)
+        values = tensors["values"] if self.bits is None else _dequantize(tensors, k, self.bits, like.dtype)
+        if k == n:
+            return values
+        if "mask" in tensors:
+            chosen = unpack_mask(tensors["mask"], n)
+            if not bool((chosen.sum(dim=1) == k).all()):
+                raise InvalidValueError(f"Expected the positions of {k} elements of a code but got another number.")
+            positions = chosen.nonzero()[:, 1].view(len(values), k)
+        else:
+            positions = tensors["positions"].long()
+            if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
+                raise InvalidValueError(f"Expected ascending positions from 0 to {n - 1} in a code but got others.")
+        return values.new_zeros(len(values), n).scatter_(1, positions, values)
+
+    def scale(self, tensors: State, factors: Tensor) -> State:
+        name = "values" if self.bits is None else "scale"
+        return {**tensors, name: tensors[name] * factors[:, None].to(tensors[name])}
+
+    def forms(self, like: Tensor) -> Forms:
+        n = like.numel()
+        k = self._count(n)
+        forms: Forms = {"values": (like.dtype, (k,))}
+        if self.bits is not None:
+            forms = _quantized_forms(k, self.bits, like.dtype)
+        if k < n:
+            forms |= (
+                {"mask": (torch.uint8, (-(-n // 8),))} if _mask_is_shorter(k, n) else {"positions": (torch.int32, (k,))}
+            )
+        return forms
+
+    def nbytes(self, n: int, itemsize: int) -> int:
+        k = self._count(n)
+        positions = min(4 * k, -(-n // 8)) if k < n else 0
+        return positions + (k * itemsize if self.bits is None else _quantized_nbytes(k, self.bits, itemsize))
+
+    def _count(self, n: int) -> int:
+        return math.ceil(round(self.fraction * n, 6))  # 0.07 * 100 is a bit above 7
+
+
+class Quantize(Compression):
+    """Every element of an update as an integer multiple of the scale of its entry, rounded to nearest.
+
+    The largest absolute value of an entry is ``2^(bits - 1) - 1`` times the scale, which is also sent: 4 bytes, or 8
+    for elements of 8 bytes. Rounding is not stochastic as in Alistarh et al. 2017 (QSGD): error feedback removes the
+    bias.
+
+    Args:
+        bits: Bits of each element, from 2 to 16.
+
+    Raises:
+        ValueError: If ``bits`` is out of range.
+
+    Example:
+        >>> code, update = Quantize(bits=3), torch.tensor([[3.0, -1.2, 0.4, -1.6]])
+        >>> code.decompress(code.compress(update), update[0])
+        tensor([[ 3., -1.,  0., -2.]])
+        >>> Quantize(bits=8).nbytes(1000, itemsize=4)
+        1004
+    """
+
+    @check_arguments
+    def __init__(self, bits: int = 8) -> None:
+        self.bits = _checked(bits)
+
+    def compress(self, updates: Tensor) -> State:
+        return _quantize(updates, self.bits)
+
+    def decompress(self, tensors: State, like: Tensor) -> Tensor:
+        return _dequantize(tensors, like.numel(), self.bits, like.dtype)
+
+    def scale(self, tensors: State, factors: Tensor) -> State:
+        return {**tensors, "scale": tensors["scale"] * factors[:, None].to(tensors["scale"])}
+
+    def forms(self, like: Tensor) -> Forms:
+        return _quantized_forms(like.numel(), self.bits, like.dtype)
+
+    def nbytes(self, n: int, itemsize: int) -> int:
+        return _quantized_nbytes(n, self.bits, itemsize)
+
+
+def _checked(bits: int) -> int:
+    if type(bits) is not int or not 2 <= bits <= 16:
+        raise InvalidValueError(
+            f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.", argument="bits", value=bits
+        )
+    return bits
+
+
+def _mask_is_shorter(k: int, n: int) -> bool:
+    return -(-n // 8) < 4 * k
+
+
+def _quantize(values: Tensor, bits: int) -> State:
+    """Return every row as multiples of its own scale."""
+    levels = 2 ** (bits - 1) - 1
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision is as coarse as the multiples
+    scale = wide.abs().amax(dim=1, keepdim=True) / levels
+    multiples = (wide / torch.where(scale > 0, scale, 1)).round_().clamp_(-levels, levels)
+    integers = multiples.nan_to_num_().int() + levels
+    return {"scale": scale, "integers": pack_integers(integers, bits)}
+
+
+def _dequantize(tensors: State, n: int, bits: int, dtype: torch.dtype) -> Tensor:
+    levels, scale = 2 ** (bits - 1) - 1, tensors["scale"]
+    multiples: Tensor = (unpack_integers(tensors["integers"], n, bits) - levels).to(scale.dtype)
+    return multiples.mul_(scale).to(dtype)
+
+
+def _quantized_forms(n: int, bits: int, dtype: torch.dtype) -> Forms:
+    scale = torch.promote_types(dtype, torch.float32)
+    return {"scale": (scale, (1,)), "integers": (torch.uint8, (-(-n * bits // 8),))}
+
+
+def _quantized_nbytes(n: int, bits: int, itemsize: int) -> int:
+    return -(-n * bits // 8) + max(4, itemsize)
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        trained: Clients whose upload was taken.
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were sampled but had no data, or too few samples to train on.
+        missed: Clients that trained but missed the synchronisation.
+        diverged: Clients whose loss was not finite in some step, though all that they sent is.
+        master: In a swarm, the client that brought the uploads together.
+        late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
+        staleness: There, how many rounds ago clients had downloaded, where any.
+        claims: In a deployment, clients that several nodes say they are, and these nodes, first the one that is let in.
+        limits: In a deployment, what an upload may be at most: the samples that it counts as, and how far it may go.
+        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
+    """
+
+    trained: list[str] = field(default_factory=list)
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+    master: str | None = None
+    late: list[str] = field(default_factory=list)
+    staleness: dict[str, int] = field(default_factory=dict)
+    claims: dict[str, list[str]] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    simulated_seconds: float | None = None
+
+    def add_upload_bytes(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def add_download_bytes(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
+
+    def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what happened to the other ranks' clients, in the round's order of clients."""
+        parts = [vars(record) for record in ranks.all_gather_object(self)]
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                found = [item for part in parts for item in part[name].items()]
+                value.clear()
+                value.update(sorted(found, key=lambda item: order.get(item[0], -1)))
+            elif isinstance(value, list):
+                value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))

@@ -1,0 +1,279 @@
+"""64-bit integers in place of floating-point numbers, which `lightning_fcl.federation.exact_sum` adds up with."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.ranks import Ranks
+
+Digits = dict[int, Tensor]
+"""Whole numbers by the exponent of their unit: they stand for the sum of ``2.0**exponent * digits[exponent]``."""
+
+IntegerScale = tuple[int, int]
+"""The exponent of a unit, and what whole numbers of it may reach."""
+
+CHUNK_SIZE = 1 << 17
+"""How many numbers are worked on at once, in tensors that stay in a CPU's cache."""
+
+NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of types whose numbers, times a whole weight of 29 bits, fit into double precision."""
+
+_LOWEST = -1074  # exponent of the smallest number in double precision
+_HIGHEST = 900  # that of the largest number that is taken: a sum of any number of them stays in double precision
+_BITS = 42  # of a digit
+_ROOM = 1 << 62  # what a sum of whole numbers may reach before it becomes digits
+
+
+class ExactWeights:
+    """The weights of several clients, and what sums want to know of them."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.column = torch.tensor(weights, dtype=torch.float64)[:, None]
+        self.largest = float(max(weights))
+        self.whole = self.largest < 1 << 29 and all(weight % 1 == 0 for weight in weights)
+        self.ones = self.whole and self.largest == 1
+
+
+class _Bench(threading.local):
+    """Where a thread works on pieces: new memory for each of them would cost more than the work."""
+
+    def __init__(self) -> None:
+        self._halves = torch.empty(2, CHUNK_SIZE, dtype=torch.float64, device="cpu")
+        self._views: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def clear(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Two tensors of the shape of ``values``, in double precision, and one of its type, which shares the second."""
+        if values.device.type != "cpu":
+            numbers, spare = (torch.empty_like(values, dtype=torch.float64) for _ in range(2))
+            return numbers, spare, torch.empty_like(values)
+        kind = values.shape, values.dtype
+        if kind not in self._views:
+            if len(self._views) == 64:
+                self._views.clear()
+            numbers, spare = (half[: values.numel()].view(values.shape) for half in self._halves)
+            absolute = self._halves[1].view(values.dtype)[: values.numel()].view(values.shape)
+            self._views[kind] = numbers, spare, absolute
+        return self._views[kind]
+
+
+_bench = _Bench()
+
+
+def to_float64(values: Tensor) -> Tensor:
+    """Values in double precision, for the moment: in a thread's own place, where there are no more than a piece has."""
+    return values.double() if values.numel() > CHUNK_SIZE else _bench.clear(values)[0].copy_(values)
+
+
+@dataclass
+class _Limb:
+    """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number."""
+
+    exponent: int
+    total: Tensor
+    offsets: int = 0
+    bound: int = 0
+
+    def value(self) -> Tensor:
+        return self.total - ((self.offsets + (1 << 63)) % (1 << 64) - (1 << 63))
+
+    def digits(self) -> Digits:
+        """The sum as digits; the upper ones are too long still."""
+        place, shift = divmod(self.exponent - _LOWEST, _BITS)
+        value = self.value()
+        low, high = (value & (1 << _BITS - shift) - 1) << shift, value >> _BITS - shift
+        return {_LOWEST + place * _BITS: low, _LOWEST + (place + 1) * _BITS: high}
+
+
+class ExactChunk:
+    """The sum of so many numbers that they stay in the cache: limbs that grow, and the digits of full ones."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._device = device
+        self._limbs: list[_Limb] = []
+        self._digits: Digits = {}
+
+    def add(self, values: Tensor, weights: ExactWeights, column: Tensor | None, entry: str) -> None:
+        """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights."""
+        if column is not None and values.dtype is torch.float64:
+            for total in _sums(values, weights, column, entry):
+                self._add(total, _bench.clear(total)[1], 1, max_abs(total), 0.0)
+            return
+        numbers, spare, absolute = _bench.clear(values)
+        least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
+        _check(largest, weights, entry)
+        exact = weights.whole and values.dtype in NARROW
+        # A power of two of which all numbers are multiples: the last bit of the smallest.
+        unit = math.ldexp(1.0, math.frexp(least)[1] - NARROW[values.dtype]) if exact and least else 0.0
+        numbers.copy_(values)
+        times = 1
+        if exact and column is None and weights.largest < 1 << 16:
+            times = int(weights.largest)  # integers are multiplied later, at no cost
+        elif not weights.ones:
+            numbers.mul_(weights.largest if column is None else column)
+            largest *= weights.largest
+        self._add(numbers, spare, times, largest, unit)
+
+    def add_multiples(self, values: Tensor, unit: float, largest: float) -> None:
+        """Add numbers of double precision up to ``largest``, shape (size,), which are multiples of ``unit``."""
+        numbers, spare, _ = _bench.clear(values)
+        self._add(numbers.copy_(values), spare, 1, largest, unit)
+
+    def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
+        """Add numbers up to ``largest``, which are multiples of ``unit``, so many times; they are overwritten."""
+        clients = len(numbers) if numbers.dim() == 2 else 1
+        while largest > 0:
+            limb = self._limb(math.frexp(largest)[1], times, clients)
+            complete = math.ldexp(1.0, limb.exponent) <= unit
+            # Between 2^52 and 2^53 units, the last bit of a number is one unit. So this sum is rounded to units, and
+            # its bits count them from those of the offset.
+            offset = math.ldexp(1.5, 52 + limb.exponent)
+            rounded = torch.add(numbers, offset, out=numbers if complete else spare)
+            bits = rounded.view(torch.int64)
+            limb.total.add_(bits if bits.dim() == 1 else bits.sum(dim=0), alpha=times)
+            limb.offsets += times * clients * ((1075 + limb.exponent << 52) + (1 << 51))
+            if complete:
+                return
+            largest = max_abs(numbers.sub_(rounded.sub_(offset)))
+
+    def _limb(self, size: int, times: int, rows: int) -> _Limb:
+        """A limb for numbers below 2^size, which leaves at least 20 bits of the largest."""
+        fitting = [
+            limb
+            for limb in self._limbs
+            if size - limb.exponent <= 51
+            and (size - limb.exponent >= 21 or limb.exponent == _LOWEST)
+            and times * rows << size - limb.exponent <= _ROOM
+        ]
+        if fitting:
+            limb = min(fitting, key=lambda limb: limb.exponent)
+        else:
+            if len(self._limbs) == 3:
+                self.add_digits(self._limbs.pop(0).digits())
+            # Units so small that little is left over, and yet room for many uploads.
+            exponent = max(_LOWEST, size - 50 + max(0, times.bit_length() // 2 - 1))
+            limb = _Limb(exponent, torch.zeros(self.size, dtype=torch.int64, device=self._device))
+            self._limbs.append(limb)
+        bound = times * rows << size - limb.exponent
+        if limb.bound + bound > _ROOM:
+            self.add_digits(limb.digits())
+            limb.total.zero_()
+            limb.offsets = limb.bound = 0
+        limb.bound += bound
+        return limb
+
+    def add_digits(self, digits: Mapping[int, Tensor]) -> None:
+        self._digits = _carry(self._digits, digits)
+
+    def digits(self) -> Digits:
+        return _carry(self._digits, *(limb.digits() for limb in self._limbs))
+
+    def scale(self) -> IntegerScale | None:
+        """The unit of the sum's whole numbers and what these may reach; None: more than one limb has them."""
+        if self._digits or len(self._limbs) > 1:
+            return None
+        return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
+
+    def to_integers(self, unit_exponent: int) -> Tensor:
+        """The sum in units of 2^exponent, of one limb whose unit is no smaller, in memory that others can reach."""
+        if not self._limbs:
+            return torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        return (self._limbs[0].value() << self._limbs[0].exponent - unit_exponent).cpu()
+
+    def load_integers(self, mark: IntegerScale, whole: Tensor) -> None:
+        """Be the sum of whole numbers in the units of a mark."""
+        self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
+
+    def sync(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
+        """Become the sum of all ranks' digits, of which these are its own; together they are of some exponents."""
+        zeros = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        numbers = torch.cat([digits.get(exponent, zeros) for exponent in exponents])
+        ranks.all_reduce(numbers)
+        summed = torch.split(numbers, self.size)
+        self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
+
+    def total(self) -> Tensor:
+        if len(self._limbs) == 1 and not self._digits:  # the same as below, where it is all in 62 bits
+            return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
+        total = torch.zeros(self.size, dtype=torch.float64, device=self._device)
+        left_out = torch.zeros_like(total)
+        for exponent, digit in self.digits().items():  # from the lowest to the highest, each above all before
+            high = digit.double().mul_(math.ldexp(1.0, exponent))
+            both = high + total
+            left_out += total - (both - high)  # exactly what the sum has been rounded by
+            total = both
+        return total + left_out
+
+
+def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> list[Tensor]:
+    """Numbers of several clients, shape (clients, size), added up: a few tensors whose exact sum is theirs.
+
+    Each number, times its weight, is cut into parts of so few bits that no sum of all clients' is rounded.
+    """
+    bits = 52 - len(rows).bit_length()
+    width = max(1, CHUNK_SIZE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
+    sums: list[Tensor] = []
+    for start in range(0, rows.shape[1], width):
+        part = rows[:, start : start + width]
+        rest, high, _ = _bench.clear(part)
+        largest = max_abs(rest.copy_(part))
+        _check(largest, weights, entry)
+        if not weights.ones:
+            rest.mul_(column)
+            largest *= weights.largest
+        level = 0
+        while largest > 0:
+            if level == len(sums):
+                sums.append(rows.new_zeros(rows.shape[1]))
+            offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])  # as in `ExactChunk`
+            torch.add(rest, offset, out=high).sub_(offset)
+            torch.sum(high, dim=0, out=sums[level][start : start + width])
+            largest, level = max_abs(rest.sub_(high)), level + 1
+    return sums
+
+
+def max_abs(values: Tensor) -> float:
+    """The largest absolute value, or NaN if there is one."""
+    return max(abs(bound.item()) for bound in torch.aminmax(values))
+
+
+def _check(largest: float, weights: ExactWeights, entry: str) -> None:
+    if not largest * weights.largest < 2.0**_HIGHEST:
+        raise InvalidValueError(
+            f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and weights "
+            f"up to {weights.largest}.",
+            argument=entry,
+        )
+
+
+def _carry(*summands: Mapping[int, Tensor]) -> Digits:
+    """The digits of a sum, from the lowest to the highest, each from -2^41 on and below 2^41: only one way is left."""
+    digits: Digits = {}
+    exponents = {exponent for summand in summands for exponent in summand}
+    if not exponents:
+        return digits
+    exponent = min(exponents)
+    value = torch.zeros_like(next(summand[exponent] for summand in summands if exponent in summand))
+    while exponent <= max(exponents) or bool(value.any()):
+        for summand in summands:
+            if exponent in summand:
+                value = value + summand[exponent]
+        carry = value + (1 << _BITS - 1) >> _BITS
+        digits[exponent] = value - (carry << _BITS)
+        exponent, value = exponent + _BITS, carry
+    return digits
+
+
+def common_scale(marks: Sequence[IntegerScale | None]) -> IntegerScale | None:
+    """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room."""
+    used = [mark for mark in marks if mark is not None and mark[1]]
+    exponent = min((mark[0] for mark in used), default=0)
+    bound = sum(bound << unit - exponent for unit, bound in used)
+    return (exponent, bound) if None not in marks and bound <= _ROOM else None

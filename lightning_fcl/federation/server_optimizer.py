@@ -1,0 +1,217 @@
+"""Optimizers: made from parameters, their state as tensors by name, moved to others; and those that step the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fcl.annotations import is_nan, is_number
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.accumulators import State
+from lightning_fcl.federation.client_store import StateSection
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Makes an optimizer from parameters."""
+
+SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
+"""What schedules set in an optimizer's groups."""
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
+    """An optimizer of these parameters.
+
+    Args:
+        factory: Makes it.
+        parameters: The parameters.
+        name: The argument that the factory was given as, for messages.
+
+    Example:
+        >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
+        Traceback (most recent call last):
+        lightning_fcl.errors.InvalidValueError: \
+Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Correct \
+the arguments of the optimizer that `optimizer` makes.
+    """
+    try:
+        made = factory(parameters)
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}.",
+            hint=f"Correct the arguments of the optimizer that `{name}` makes.",
+            argument=name,
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise InvalidValueError(
+            f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.", argument=name
+        )
+    check_optimizer(made)
+    return made
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError if a setting of an optimizer is NaN, or a learning rate is infinite.
+
+    Example:
+        >>> check_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float("nan")))
+        Traceback (most recent call last):
+        lightning_fcl.errors.InvalidValueError: \
+Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
+    """
+    for values in group_values(optimizer):
+        for name, value in values.items():
+            if is_nan(value) or (name == "lr" and is_number(value) and not math.isfinite(value)):
+                number = 0.01 if name == "lr" else optimizer.defaults.get(name)
+                usable = 0.0 if number is None or is_nan(number) else number
+                raise InvalidValueError(
+                    f"Expected `{name}` of `{type(optimizer).__name__}` to be a finite number, but got {value}.",
+                    hint=f"Use a finite number, such as `{name}={usable}`.",
+                    argument=name,
+                    value=value,
+                )
+
+
+def get_settings(made: Optimizer | LRScheduler) -> dict[str, Any]:
+    """The settings with which an optimizer or a schedule begins, as far as they are plain values, for checkpoints.
+
+    Example:
+        >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
+        [0.5]
+    """
+    if isinstance(made, Optimizer):
+        names = dict.fromkeys(name for group in made.param_groups for name in group if name != "params")
+        told = {name: [group.get(name) for group in made.param_groups] for name in names}
+    else:
+        told = made.state_dict()
+    return {"class": type(made).__name__, **{name: value for name, value in told.items() if is_plain(value)}}
+
+
+def is_plain(value: object) -> bool:
+    """Whether something is a number, a word, or a list of such."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer's groups hold beside their parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
+    """Let an optimizer's groups hold these values, beside their parameters, and no others."""
+    for group, own in zip(optimizer.param_groups, values, strict=True):
+        for name in group.keys() - own.keys() - {"params"}:
+            del group[name]
+        group.update(own)
+
+
+def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str, Any]] = ()) -> StateSection:
+    """An optimizer's state as a flat dict of tensors.
+
+    Args:
+        optimizer: The optimizer.
+        initial_settings: The `group_values` with which it began afresh: what else its groups hold by now is kept, but
+            for what schedules set.
+
+    Returns:
+        ``"<number of the parameter>.<name>"``, and ``"group.<number of the group>.<name>"``, ``"number..."`` if it is
+        a number of Python.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {f"{i}.{name}": v for i, p in enumerate(parameters) for name, v in optimizer.state.get(p, {}).items()}
+    for i, (group, fresh) in enumerate(zip(group_values(optimizer), initial_settings, strict=False)):
+        for name in group.keys() - SCHEDULED:
+            if not _equal(group[name], fresh.get(name)):
+                state[f"{'group' if isinstance(group[name], Tensor) else 'number'}.{i}.{name}"] = group[name]
+    for key, value in state.items():
+        if not isinstance(value, Tensor | int | float):
+            raise InvalidValueError(
+                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
+                f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
+                hint="Leave `keep_optimizer` out.",
+                argument="keep_optimizer",
+                value=type(optimizer).__name__,
+            )
+    kept = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()}
+    return {key: torch.as_tensor(value).detach().clone() for key, value in kept.items()}
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
+    """Give an optimizer, which begins afresh, what `optimizer_state` took."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, value in state.items():
+        of, rest = key.split(".", 1)
+        if of.isdigit():
+            optimizer.state[parameters[int(of)]][rest] = value.clone()
+        else:
+            group, name = rest.split(".", 1)
+            optimizer.param_groups[int(group)][name] = value.clone() if of == "group" else value.item()
+
+
+def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
+    """The same optimizer for other parameters: ``twins`` by the `id` of those that they stand for."""
+    groups = [
+        {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer)(groups)  # type: ignore[call-arg]
+
+
+class ServerOptimizer:
+    """Steps the server's parameters with a `torch.optim` optimizer on the pseudo-gradient (Reddi et al. 2021).
+
+    The pseudo-gradient is the server state minus the aggregate: ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=.9)``
+    FedAvgM, ``Adam`` FedAdam. It moves the floating-point parameters that are averaged; buffers take the aggregate.
+
+    Args:
+        factory: Makes the optimizer from a list of parameters.
+        names: The entries that it moves.
+
+    Example:
+        >>> import torch
+        >>> optimizer = ServerOptimizer(lambda params: torch.optim.SGD(params, lr=0.5), names=["w"])
+        >>> optimizer.step(server={"w": torch.tensor([1.0])}, aggregate={"w": torch.tensor([3.0])})
+        {'w': tensor([2.])}
+    """
+
+    def __init__(self, factory: OptimizerFactory, names: list[str]) -> None:
+        self._factory = factory
+        self._names = names
+        self._optimizer: Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._pending: dict[str, object] | None = None
+
+    def step(self, server: Mapping[str, Tensor], aggregate: Mapping[str, Tensor]) -> State:
+        """The server state after one step from ``server`` towards ``aggregate``."""
+        if self._optimizer is None:
+            self._parameters = [nn.Parameter(server[name].clone()) for name in self._names]
+            self._optimizer = make_optimizer(self._factory, self._parameters, "server_optimizer")
+            if self._pending is not None:
+                self._optimizer.load_state_dict(self._pending)
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            parameter.data.copy_(server[name])
+            parameter.grad = (server[name] - aggregate[name]).to(parameter.dtype)
+        self._optimizer.step()
+        moved = {name: p.detach().clone() for name, p in zip(self._names, self._parameters, strict=True)}
+        return {**aggregate, **moved}
+
+    def state_dict(self) -> dict[str, object]:
+        """The optimizer's state, for checkpoints; before the first step the one it took over, if any."""
+        return self._optimizer.state_dict() if self._optimizer is not None else self._pending or {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take over the state of an earlier run at the next step."""
+        self._optimizer = None
+        self._pending = state or None

@@ -1,0 +1,376 @@
+"""Who takes part in a round: who is drawn, has left or misses it, and who is in time by a rehearsed deployment's clock.
+
+A schedule is a function of the seed, the plan, who takes part, the clients' speeds and the sizes of messages; nothing
+that training decides changes it. So it is known beforehand, the same on every machine, and whoever is late is not
+trained at all. The clock counts whole nanoseconds: sums of times do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.data.batching import round_half_up
+from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingValueError,
+    above,
+    at_least,
+    check_arguments,
+)
+from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.federation.pipeline import Pipeline
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.rng import derive_keys
+
+__all__ = ["Deadline", "Participation", "RoundTiming", "Schedule", "TimingContext"]
+
+NANO = 10**9
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TimingContext:
+    """What a schedule is made for.
+
+    Args:
+        local_epochs: Passes over a client's samples per round.
+        download_bytes: Bytes that each client receives in a round, as ``upload_bytes`` those that it sends.
+        reductions: The reduction of each entry of the server's state.
+    """
+
+    plan: Plan
+    client_participation: Participation
+    local_epochs: int = 1
+    download_bytes: int = 0
+    upload_bytes: int = 0
+    reductions: Mapping[str, Reduction] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundTiming:
+    """What the clock says of a round.
+
+    Args:
+        clients: The clients whose uploads count, in the plan's order.
+        skipped: Clients that were sampled but have no data, or too few samples to train on.
+        late: Clients whose uploads come too late.
+        duration_s: Seconds from the end of the round before.
+        staleness: Rounds that have ended since a client's download, where there are any.
+    """
+
+    clients: list[str]
+    skipped: list[str]
+    late: list[str] = field(default_factory=list)
+    duration_s: float = 0.0
+    staleness: dict[str, int] = field(default_factory=dict)
+
+
+class Schedule(ABC):
+    """When the uploads of clients, who are so fast, come, and which of them make up a round."""
+
+    context: TimingContext
+    """What it was begun with."""
+
+    time: ClassVar[str] = "per round"
+    """When the number of clients of `Participation` trains."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        if not isinstance(speeds, Speeds):
+            raise InvalidTypeError(
+                f"Expected `speeds` to be `Speeds`, such as `Speeds(0.01)`, but got {speeds!r:.100}.",
+                argument="speeds",
+                value=speeds,
+            )
+        self.speeds = speeds
+
+    def start(self, context: TimingContext, round_idx: int = 0) -> None:
+        """Take over what it is made for; a fit goes on from ``round_idx``."""
+        self.speeds.check_clients(context.plan.clients)
+        self.context = context
+
+    @abstractmethod
+    def round_timing(self, round_idx: int) -> RoundTiming:
+        """What the clock says of a round, also of one that is yet to come."""
+
+    def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
+        """What makes the server, which is told the round, from the arguments of a `FederatedServer`."""
+        return FederatedServer
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Raise InvalidValueError if the schedule cannot be combined with transforms of uploads."""
+        return
+
+    def client_duration_ns(self, client: str, round_idx: int) -> int:
+        """Nanoseconds of a client that downloads in a round, from there to the end of its upload."""
+        of = self.context
+        samples = of.local_epochs * len(of.plan.train[round_idx][client])
+        seed, sizes = of.client_participation.seed, (of.download_bytes, of.upload_bytes)
+        return nanoseconds(self.speeds.seconds(client, round_idx, seed, samples, *sizes))
+
+    @abstractmethod
+    def hparams(self) -> dict[str, Any]:
+        """The arguments, for checkpoints."""
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * NANO)
+
+
+class Deadline(Schedule):
+    """Synchronous rounds that end when enough uploads have come, or at a deadline (Bonawitz et al. 2019, section 2.2).
+
+    Whoever takes longer for download, training and upload is late, as if it had not been drawn. If nobody is in time,
+    the round waits for the first. Draw more clients than the ``goal`` (the paper 1.3 times as many): the round does not
+    wait for the slowest.
+
+    Args:
+        speeds: How fast clients are.
+        seconds: Seconds from a round's beginning after which no upload counts; None: the round waits.
+        goal: Number of uploads with which a round ends; None: all that are in time.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If ``speeds`` are something else.
+
+    Example:
+        >>> from lightning_fcl import FederatedStream
+        >>> stream = FederatedStream("digits")
+        >>> stream.setup("fit")
+        >>> deadline = Deadline(Speeds(0.01, clients={"3": {"latency": 60}}), seconds=30)
+        >>> deadline.start(TimingContext(stream.plan, Participation(schedule=deadline)))
+        >>> deadline.round_timing(round_idx=0).late
+        ['3']
+    """
+
+    @check_arguments
+    def __init__(self, speeds: Speeds, seconds: float | None = None, goal: int | None = None) -> None:
+        super().__init__(speeds)
+        if seconds is not None:
+            above(0, seconds=seconds)
+        if goal is not None:
+            at_least(1, goal=goal)
+        self.seconds = seconds
+        self.goal = goal
+        self._known: tuple[TimingContext, int, list[str], RoundTiming] | None = None  # what was asked last
+
+    def round_timing(self, round_idx: int) -> RoundTiming:
+        of = self.context
+        drawn, skipped = of.client_participation.sample_clients(of.plan, round_idx)
+        if self._known is not None and self._known[0] is of and self._known[1:3] == (round_idx, drawn):
+            return self._known[3]
+        arrives = {client: self.client_duration_ns(client, round_idx) for client in drawn}
+        first = sorted(drawn, key=arrives.__getitem__)  # stable: of those that come at once, in the plan's order
+        limit = arrives[first[-1]] if self.seconds is None else nanoseconds(self.seconds)
+        counted = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
+        last, in_time = arrives[counted[-1]], {*counted}
+        late = [client for client in drawn if client not in in_time]
+        in_vain = bool(late) and len(counted) != self.goal and last <= limit  # it waits until the deadline
+        end = limit if in_vain else last
+        timed = RoundTiming([client for client in drawn if client in in_time], skipped, late, end / NANO)
+        self._known = of, round_idx, drawn, timed
+        return timed
+
+    def hparams(self) -> dict[str, Any]:
+        own = {"seconds": self.seconds, "goal": self.goal}
+        return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
+
+
+def count_sampled_clients(participation: float | int, clients: int) -> int:
+    """How many of so many clients take part: a float is their share, an int their number; at least one.
+
+    Example:
+        >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
+        (3, 1, 4)
+    """
+    return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
+
+
+def draw_client_order(plan: Plan, round_idx: int, seed: int) -> NDArray[np.int64]:
+    """The clients' places in the order in which a round's lots prefer them, shape (clients,)."""
+    return np.argsort(derive_keys(plan.client_keys, seed, round_idx, "participation"), kind="stable")
+
+
+class Participation:
+    """Decides who takes part in each round of a federation.
+
+    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
+
+    Attributes:
+        min_samples: Samples that a client needs to train in a round. A client with fewer samples counts as one without
+            data.
+
+    Args:
+        fraction_or_count: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
+            least one.
+        seed: Seed of all choices.
+        swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
+        schedule: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
+
+    Raises:
+        ValueError: If ``fraction_or_count`` is out of range, or there are a swarm and a schedule.
+
+    Example:
+        >>> participation = Participation(fraction_or_count=2, swarm=Swarm(leaves={"client1": 3}))
+        >>> participation.withdraw("client4")
+        >>> sorted(participation.unavailable(2)), sorted(participation.unavailable(3))
+        (['client4'], ['client1', 'client4'])
+    """
+
+    def __init__(
+        self,
+        fraction_or_count: int | float = 1.0,
+        seed: int = 0,
+        swarm: Swarm | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        if not fraction_or_count > 0 or (isinstance(fraction_or_count, float) and fraction_or_count > 1):
+            raise InvalidValueError(
+                "Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                f"{fraction_or_count}.",
+                hint="Use 1.0 for all clients.",
+                argument="participation",
+                value=fraction_or_count,
+            )
+        if swarm is not None and schedule is not None:
+            raise InvalidValueError(
+                f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
+                "kept by a server, which a swarm has not.",
+                hint="Leave `swarm` or `schedule` out.",
+                argument="swarm",
+                value=swarm,
+            )
+        self.fraction_or_count = fraction_or_count
+        self.seed = seed
+        self.swarm = swarm
+        self.schedule = schedule
+        self.min_samples = 1
+        self.withdrawn_clients: set[str] = set()
+        self._master: str | None = None  # of the last round
+
+    @property
+    def explicit_clients(self) -> list[str]:
+        """The clients that the settings name: each should be one of the stream's."""
+        own = self.schedule.speeds.explicit_clients if self.schedule is not None else []
+        return [*own, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
+
+    @property
+    def may_miss_sync(self) -> bool:
+        """Whether clients may miss a synchronisation, and go on from their own state."""
+        return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each client trains, and is heard, in each round in which it has data."""
+        everyone = isinstance(self.fraction_or_count, float) and self.fraction_or_count == 1.0
+        return everyone and self.swarm is None and self.schedule is None
+
+    def describe(self, clients: int) -> str:
+        """Return how many of the stream's clients train, such as "1 of 10 clients per round"."""
+        time = "per round" if self.schedule is None else self.schedule.time
+        return f"{min(clients, count_sampled_clients(self.fraction_or_count, clients))} of {clients} clients {time}"
+
+    def check_rounds(self, rounds: int) -> None:
+        """Raise ValueError if the swarm names a round that is not one of the stream's first ``rounds``."""
+        if self.swarm is None:
+            return
+        for round in self.swarm.explicit_rounds:
+            if round >= rounds:
+                raise InvalidValueError(
+                    f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
+                    f"but got {round}, which never comes.",
+                    hint="Name an earlier one.",
+                    argument="leaves" if round in self.swarm.leaves.values() else "missing",
+                    value=round,
+                )
+
+    def check_samples(self, plan: Plan, rounds: int) -> None:
+        """Raise ValueError if one of the first rounds has no client with `min_samples`."""
+        for round in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
+            if not self.candidates(plan, round):
+                raise MissingValueError(
+                    f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
+                    f"{round}, and the module cannot train on a batch of one sample.",
+                    hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
+                    argument="min_samples",
+                )
+
+    def candidates(self, plan: Plan, round: int) -> set[str]:
+        """Return the clients that can train in a round: those that are available and have enough samples."""
+        current = plan.train[round]
+        present = current.keys() - self.unavailable(round)
+        if self.min_samples > 1:  # the server of a deployment does not know samples
+            present = {client for client in present if not 0 < len(current[client]) < self.min_samples}
+        return present
+
+    def sample_on_time_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
+        """As `sample_clients`; where there is a schedule, those train whose uploads come in time."""
+        if self.schedule is None:
+            return self.sample_clients(plan, round_idx)
+        timed = self.schedule.round_timing(round_idx)
+        return timed.clients, timed.skipped
+
+    def sample_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
+        """Return the sampled clients of a round and those of them that have too few samples, in the plan's order.
+
+        At least one client trains. Unavailable clients do not change the sampling of the others.
+
+        Raises:
+            ValueError: If no client has data in the round.
+        """
+        clients, absent = plan.clients, self.unavailable(round_idx)
+        present = self.candidates(plan, round_idx)
+        if not present:
+            gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+            raise InvalidValueError(
+                f"Expected at least one client with data in round {round_idx} but none has any{gone}.",
+                argument="max_epochs",
+            )
+        number = count_sampled_clients(self.fraction_or_count, len(clients))
+        if number >= len(clients) == len(present):
+            return list(clients), []
+        order = draw_client_order(plan, round_idx, self.seed).tolist()
+        drawn = [clients[place] for place in sorted(order[:number])]
+        training = [client for client in drawn if client in present]
+        skipped = [client for client in drawn if client not in present and client not in absent]
+        return training or [next(clients[place] for place in order if clients[place] in present)], skipped
+
+    def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        return self.sample_on_time_clients(plan, round_idx)[0] if self.candidates(plan, round_idx) else []
+
+    def unavailable(self, round_idx: int) -> set[str]:
+        """The clients that have left the swarm, or were withdrawn."""
+        return self.withdrawn_clients | (self.swarm.departed_nodes(round_idx) if self.swarm is not None else set())
+
+    def withdraw(self, client: str) -> None:
+        """Let a client take part in no later round."""
+        self.withdrawn_clients.add(client)
+
+    def misses_sync(self, client: str, round_idx: int) -> bool:
+        """Whether a client trains in a round but misses its synchronisation."""
+        return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
+
+    def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:
+        """Name the master of a round in a swarm, the first of the clients in reach, over whose radio nothing went."""
+        if self.swarm is None:
+            return
+        record.master = self.swarm.elect_master([client for client in clients if client in record.upload_bytes])
+        if record.master is None:
+            return
+        if self._master not in (None, *record.upload_bytes):
+            log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
+        self._master = record.master
+        record.upload_bytes[record.master] = record.download_bytes[record.master] = 0

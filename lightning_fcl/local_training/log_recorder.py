@@ -1,0 +1,199 @@
+"""What a step logs while clients train side by side: recorded for each, and logged once for all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.federation.obstacles import ObstacleError, Reason
+from lightning_fcl.federation.protocols import Vectorizable
+from lightning_fcl.federation.reductions import METRIC_REDUCTIONS
+
+_SIGNATURE = inspect.signature(L.LightningModule.log)
+_REDUCTIONS: dict[object, str] = {
+    **{name: name for name in ("mean", "sum", "max", "min")},
+    **{"avg": "mean", torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"},
+    **{sum: "sum", max: "max", min: "min"},
+}
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """Something that a step logs: all but its value.
+
+    Args:
+        name: Its name.
+        log_options: The other arguments of `log`.
+        reduction: How the values of an epoch come together: ``mean``, ``sum``, ``max`` or ``min``.
+        size: What a client's value weighs in a mean.
+    """
+
+    name: str
+    log_options: dict[str, Any]
+    reduction: str
+    size: int
+
+
+@dataclass(frozen=True)
+class MetricUpdate:
+    """That a step updates a metric: all but the tensors that it gives it.
+
+    Args:
+        metric: The metric's name in the module.
+        is_called: Whether it is called, and not its `update`.
+        arguments_spec: The nest of arguments.
+    """
+
+    metric: str
+    is_called: bool
+    arguments_spec: TreeSpec
+
+
+class _BatchValue:
+    """What a metric that is called gives a step: of several clients at once, nothing to compute with."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ObstacleError(Reason.METRIC)
+
+
+class LogRecorder:
+    """Stands in the place of a module's `log`, its metrics and its `update_train_loss`, if there, while a step runs.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        lines: What the step has logged and measured, in order.
+        values: Their values: a tensor, of what was measured a list of all that the metric was given.
+    """
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self.lines: list[LogEntry | MetricUpdate] = []
+        self.values: list[Any] = []
+        self._module = module
+        parts = dict(module.named_modules())
+        self._metrics = {name: part for name, part in parts.items() if isinstance(part, Metric | MetricCollection)}
+        self._batch: Batch = None
+        own = vars(module)
+        self._stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(own, "log", self._record)]
+        self._counts = module if isinstance(module, Vectorizable) else None
+        if self._counts is not None:
+            self._stand_ins.append((own, "update_train_loss", self._count))
+        for name, metric in self._metrics.items():
+            for function, stand_in in (
+                ("forward", partial(self._measure, name, True)),
+                ("update", partial(self._measure, name, False)),
+                ("compute", _refuse_value),
+                ("reset", _refuse_value),
+            ):
+                self._stand_ins.append((vars(metric), function, stand_in))
+
+    @contextmanager
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """Record what a step on a batch logs, and forget what others have."""
+        self.lines, self.values, self._batch = [], [], batch
+        before = [own.get(function) for own, function, _ in self._stand_ins]
+        for own, function, stand_in in self._stand_ins:
+            own[function] = stand_in
+        try:
+            yield
+        finally:
+            for (own, function, _), replaced in zip(self._stand_ins, before, strict=True):
+                if replaced is None:
+                    del own[function]
+                else:
+                    own[function] = replaced
+
+    def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
+        values, given = tree_flatten((args, kwargs))
+        if not (values and all(isinstance(value, Tensor) for value in values)):
+            raise ObstacleError(Reason.METRIC)
+        self.lines.append(MetricUpdate(name, called, given))
+        self.values.append([value.detach().clone() for value in values])
+        return _BatchValue() if called else None
+
+    def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        flags = dict(_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)
+        for known in ("self", "name", "value"):
+            del flags[known]
+        if isinstance(value, Metric | _BatchValue):
+            names = [attribute for attribute, metric in self._metrics.items() if metric is value]
+            if not names:
+                raise ObstacleError(Reason.METRIC)
+            self.lines.append(LogEntry(name, {**flags, "metric_attribute": names[0]}, "metric", 0))
+            self.values.append([])
+            return
+        reduction = _REDUCTIONS.get(flags.get("reduce_fx", "mean"))
+        if not isinstance(value, Tensor | int | float) or reduction is None:
+            raise ObstacleError(Reason.LOG_VALUE, name)
+        size = flags.pop("batch_size", None)
+        if size is None:
+            size = extract_batch_size(self._batch) if flags.get("on_epoch") and reduction == "mean" else 1
+        self._keep(LogEntry(name, flags, reduction, int(size)), value)
+
+    def _count(self, total: Tensor, samples: int) -> None:
+        self._keep(LogEntry("", {"samples": samples}, "sum", 1), total)
+
+    def _keep(self, line: LogEntry, value: Tensor | float) -> None:
+        if isinstance(value, Tensor):
+            value = value.detach().clone()  # which a step may go on to change
+        else:
+            value = torch.tensor(value, dtype=torch.get_default_dtype(), device=self._module.device)
+        self.lines.append(line)
+        self.values.append(value.reshape(()))
+
+    def replay(self, groups: Sequence[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]]) -> None:
+        """Log once what several groups of clients have logged, and update metrics by what each has given them.
+
+        Args:
+            groups: For each the lines, and of every line the clients' values, shape (clients, ...).
+        """
+        measured: dict[str, LogEntry] = {}
+        found: dict[tuple[str, int], tuple[LogEntry, list[Tensor], list[int]]] = {}
+        for lines, columns in groups:
+            often: dict[str, int] = {}
+            for line, values in zip(lines, columns, strict=True):
+                if isinstance(line, MetricUpdate):
+                    self._update(line, values)
+                    continue
+                if line.reduction == "metric":
+                    measured[line.name] = line
+                    continue
+                often[line.name] = often.get(line.name, 0) + 1
+                _, all_values, sizes = found.setdefault((line.name, often[line.name]), (line, [], []))
+                all_values.append(values)
+                sizes += [line.size if line.name else line.log_options["samples"]] * len(values)
+        for line, parts, sizes in found.values():
+            values = torch.cat(parts)
+            if not line.name and self._counts is not None:
+                self._counts.update_train_loss(values.sum(), sum(sizes))
+            else:
+                value = METRIC_REDUCTIONS[line.reduction](values, torch.tensor(sizes, device=values.device))
+                self._module.log(line.name, value, **line.log_options, batch_size=sum(sizes))
+        for name, line in measured.items():
+            metric = self._metrics[line.log_options["metric_attribute"]]
+            if isinstance(metric, Metric):  # none else is logged
+                self._module.log(name, metric, **line.log_options)
+
+    def _update(self, line: MetricUpdate, values: Sequence[Tensor]) -> None:
+        """Update a metric by each client's batch: it may be of any shape."""
+        metric = self._metrics[line.metric]
+        for each in zip(*values, strict=True):
+            args, kwargs = tree_unflatten(list(each), line.arguments_spec)
+            (metric if line.is_called else metric.update)(*args, **kwargs)
+
+
+def _refuse_value(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ObstacleError(Reason.METRIC)

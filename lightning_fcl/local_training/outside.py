@@ -1,0 +1,298 @@
+"""State outside a module that its training can read: of callbacks, metrics, classes and global variables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fcl.local_training.search import INTERNAL, Search, is_below
+from lightning_fcl.local_training.user_code import (
+    closure_of,
+    functions_in,
+    globals_in,
+    is_users,
+    names_in,
+    reached,
+    user_classes,
+)
+from lightning_fcl.snapshot_values import ContainerValue, NamedValues, find_kind
+
+_LARGEST = 1_000_000  # numbers or items of a global variable: larger ones are taken for data
+# Attributes that Lightning gives callbacks, and this library its methods.
+_NO_STATE = frozenset({"log", "log_dict", "local", "_client"})
+
+
+class _Scope(MutableMapping[str, Any]):
+    """Some of the names of a mapping: those that code uses."""
+
+    def __init__(self, values: MutableMapping[str, Any], names: Collection[str]) -> None:
+        self._values, self._names = values, sorted(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self._values)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _ClassAttributes(MutableMapping[str, Any]):
+    """The attributes of a class."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in [*vars(self._kind)] if not name.startswith(("__", "_abc_")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of a function that enclosing functions have made."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        return closure_of(self._function)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(closure_of(self._function))
+
+    def __len__(self) -> int:
+        return len(closure_of(self._function))
+
+
+class Outside:
+    """The state outside a module that its training can read, as far as code and attributes of users lead to it.
+
+    Args:
+        module: The module.
+        holders: Users' callbacks and data modules, whose hooks run in training.
+        ignored: Ids of objects that are no such state, such as the Trainer.
+
+    Attributes:
+        names: Each holder by the prefix of its attributes' names.
+        shared: The prefixes of the names of classes' attributes and of variables.
+        functions: The users' functions that training can call.
+    """
+
+    def __init__(self, module: nn.Module, holders: Sequence[object] = (), ignored: Iterable[int] = ()) -> None:
+        self._module = module
+        networks = (part for part in module.modules() if not isinstance(part, Metric))
+        self._ignored = {*ignored, *map(id, networks), *map(id, module.parameters())}
+        numbers: dict[str, int] = {}
+        self.names: dict[str, object] = {}
+        for holder in holders:
+            name = type(holder).__name__
+            numbers[name] = numbers.get(name, 0) + 1
+            self.names[f"{name}." if numbers[name] == 1 else f"{name}#{numbers[name]}."] = holder
+        kinds = {type(part): None for part in (*module.modules(), *holders)}
+        self.functions: dict[int, FunctionType] = {}
+        classes: dict[type, None] = {}
+        for kind in kinds:
+            own = functions_in(kind)
+            self.functions |= {id(function): function for function in reached(own.values(), own)}
+            classes |= dict.fromkeys(user_classes(kind))
+        self._roots: list[tuple[str, MutableMapping[str, Any]]] = []
+        for kind in classes:
+            self._roots.append((_prefix(kind), _ClassAttributes(kind)))
+        self._add_functions(classes)
+        self.shared = [prefix for prefix, _ in self._roots]
+
+    def _add_functions(self, classes: Mapping[type, None]) -> None:
+        """Add the attributes, default values and variables of the functions."""
+        used: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
+        for function in self.functions.values():
+            prefix = _prefix(function)
+            self._roots += [(prefix, _Cells(function)), (prefix, vars(function))]
+            names, values = globals_in(function.__code__), function.__globals__
+            used.setdefault(id(values), (function.__module__, values, set()))[2].update(names)
+            for name in names:
+                value = values.get(name)
+                if isinstance(value, ModuleType) and is_users(value):
+                    own = vars(value)
+                    used.setdefault(id(own), (value.__name__, own, set()))[2].update(names_in(function.__code__))
+                elif isinstance(value, type) and is_users(value) and value not in classes:
+                    self._roots.append((_prefix(value), _ClassAttributes(value)))
+        self._roots += [(f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()]
+
+    def search(self, records: Mapping[int, ContainerValue] | None = None) -> Search:
+        """Find the state as it is now."""
+        found = Search(self._ignored, records=records, metrics=True)
+        for path, part in self._module.named_modules():
+            found.look(_metrics_in(path, part))
+        for prefix, holder in self.names.items():
+            found.look_below(prefix, vars(holder), _NO_STATE)
+        for function in self.functions.values():
+            given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            found.look((f"{_prefix(function)}__defaults__", value) for value in given if _is_state(value))
+        for prefix, values in self._roots:
+            found.look_below(prefix, values, follow=_is_state)
+        return found
+
+
+def _prefix(owner: type | FunctionType) -> str:
+    """Return the prefix of the names of a class's or a function's attributes: its file and its own name."""
+    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__.replace('<locals>.', '')}."
+
+
+def _metrics_in(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a part of a module if it is a metric, and the metrics in its attributes."""
+    prefix = f"{path}." if path else ""
+    if isinstance(part, Metric):
+        yield path, part
+    for name, value in vars(part).items():
+        if name in INTERNAL:
+            continue
+        yield from _metrics_within(f"{prefix}{name}", value)
+
+
+def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield a value if it is a metric, and the metrics in nested containers."""
+    if isinstance(value, Metric):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _metrics_within(f"{name}[{key!r}]", one)
+    elif isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from _metrics_within(f"{name}[{place}]", one)
+
+
+def _is_state(value: object) -> bool:
+    """Return whether a class attribute or a global variable may be state and not data or another package's object."""
+    if isinstance(value, Tensor):
+        return value.numel() <= _LARGEST
+    if isinstance(value, np.ndarray):
+        return value.size <= _LARGEST
+    if isinstance(value, nn.Module):
+        return sum(p.numel() for p in value.parameters()) <= _LARGEST
+    if isinstance(value, list | tuple | dict | set):
+        return len(value) <= _LARGEST
+    return find_kind(value) is not None or is_users(type(value))
+
+
+class Carried:
+    """State outside a module that starts anew with each client, because training reads it.
+
+    Args:
+        outside: All state outside the module.
+        names: The names of the state that starts anew.
+        metrics: The names of the metrics that start anew, and accumulate over a round.
+        whole: Prefixes of names of which all state starts anew, but for metrics.
+    """
+
+    def __init__(
+        self,
+        outside: Outside,
+        names: Collection[str] = (),
+        metrics: Collection[str] = (),
+        whole: Collection[str] = (),
+    ) -> None:
+        self._outside, self.names, self.metrics, self.whole = (
+            outside,
+            frozenset(names),
+            frozenset(metrics),
+            tuple(whole),
+        )
+
+    def search(
+        self, records: Mapping[int, ContainerValue]
+    ) -> tuple[list[NamedValues | ContainerValue], list[ClientMetric]]:
+        """Find the state that starts anew as it is now."""
+        found = self._outside.search(records)
+        parts: list[NamedValues | ContainerValue] = []
+        for part in found.parts:
+            name = part.name if isinstance(part, ContainerValue) else part.prefix
+            if name.startswith(self.whole) and not is_below(name, found.metrics):
+                parts.append(part)
+            elif isinstance(part, ContainerValue):
+                parts += [part] if is_below(name, self.names) else []
+            elif is_below(name, self.names):
+                parts.append(part)
+            elif own := {n.removeprefix(name) for n in self.names if n.startswith(name)}:
+                values = _Scope(part.values, {n for n in own if "." not in n})
+                parts.append(NamedValues(name, values, part.ignored, dict(values), part.attributes))
+        return parts, [ClientMetric(metric) for name, metric in found.metrics.items() if name in self.metrics]
+
+
+class ClientMetric:
+    """A metric that training reads: it starts anew with each client, and accumulates over the clients of a round.
+
+    Args:
+        metric: The metric.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._earlier: dict[str, Any] | None = None  # the state before the current client
+        self._updates = 0
+        self._open = False  # whether a client trains
+
+    def begin(self) -> None:
+        """Start anew for a client."""
+        self._close()
+        self._earlier = _copied(self._metric) if self._updates else None
+        self._metric.reset()
+        self._open = True
+
+    def show(self) -> None:
+        """Let the metric contain the updates of all clients."""
+        if self._open:
+            self._close()
+            self._open = False
+
+    def _close(self) -> None:
+        updates = self._metric.update_count
+        if self._open and self._earlier is not None and can_merge(self._metric):
+            if updates:
+                self._metric.merge_state(self._earlier)
+            else:
+                for name, value in self._earlier.items():
+                    setattr(self._metric, name, value)
+        self._updates = updates + (self._updates if self._open else 0)
+        self._metric._update_count, self._metric._computed = self._updates, None
+
+
+def can_merge(metric: Metric) -> bool:
+    """Return whether torchmetrics can merge two states of a metric."""
+    return metric.full_state_update is False and not metric.dist_sync_on_step
+
+
+def _copied(metric: Metric) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else [*value]
+        for name, value in metric.metric_state.items()
+    }

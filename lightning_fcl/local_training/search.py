@@ -1,0 +1,159 @@
+"""Search for state: the attributes, containers, tensors and generators that an object reaches."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Set
+from typing import Any
+
+import lightning.pytorch as L
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fcl.snapshot_values import (
+    CONSTANT,
+    LEFT_ALONE,
+    Change,
+    ContainerValue,
+    NamedValues,
+    ValueKind,
+    find_kind,
+    is_of,
+)
+
+INTERNAL = frozenset(vars(L.LightningModule()))
+"""Attributes of a module that Lightning and torch set."""
+NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
+NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and datasets
+
+
+class Search:
+    """The state that some objects reach, as it is when it is found.
+
+    Args:
+        seen: Ids of objects to leave alone.
+        state: Ids of the tensors of the module's state.
+        records: The lists to which earlier rounds have appended, by their ids.
+        metrics: Whether to look into metrics of torchmetrics.
+
+    Attributes:
+        parts: The attributes and contents.
+        modes: Each network with its name and its training mode.
+        learn: Each parameter with its name and its `requires_grad`.
+        leaves: Other tensors that require gradients.
+        metrics: The metrics that are looked into, by name.
+        unknown: Names of objects that cannot be snapshotted, such as iterators.
+        others: Names of objects of other packages that are left alone, such as loggers and data sets.
+    """
+
+    def __init__(
+        self,
+        seen: Iterable[int] = (),
+        state: Collection[int] = (),
+        records: Mapping[int, ContainerValue] | None = None,
+        metrics: bool = False,
+    ) -> None:
+        self.parts: list[NamedValues | ContainerValue] = []
+        self.modes: list[tuple[str, nn.Module, bool]] = []
+        self.learn: list[tuple[str, Tensor, bool]] = []
+        self.leaves: list[Tensor] = []
+        self.metrics: dict[str, Metric] = {}
+        self.unknown: list[str] = []
+        self.others: list[str] = []
+        self._seen, self._state, self._metrics = {*seen, *state}, state, metrics
+        self._records = records or {}
+
+    def look(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Find the state of some values, each with its name."""
+        todo = list(named)
+        while todo:
+            name, value = todo.pop()
+            if isinstance(value, NO_STATE) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            kind = find_kind(value)
+            if isinstance(value, nn.Module):
+                todo += self._network(name, value)
+            elif kind is not None or not is_of(value, NOT_OF_CLIENTS):
+                todo += self._value(name, value, kind)
+            else:
+                self.others.append(name)
+
+    def look_below(
+        self,
+        prefix: str,
+        values: MutableMapping[str, Any],
+        ignored: Set[str] = frozenset(),
+        follow: Callable[[object], bool] = lambda value: True,
+    ) -> None:
+        """Find the values that have names in a mapping, and the state of those to follow."""
+        self.look((name, value) for name, value in self._names(prefix, values, ignored) if follow(value))
+
+    def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
+        """The changes since the search, or those of some names and of all below them."""
+        for part in self.parts:
+            for change in part.changes():
+                if names is None or is_below(change.name, names):
+                    yield change
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Undo the changes since the search, or those of some names."""
+        for change in [*self.changes(names)]:
+            change.undo()
+
+    def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        for path, part in network.named_modules(prefix=name):
+            self._seen.add(id(part))
+            own, prefix = vars(part), f"{path}." if path else ""
+            if self._metrics and isinstance(part, Metric):
+                self.metrics[path] = part
+                found += self._names(prefix, own, INTERNAL)
+                continue
+            self.modes.append((prefix, part, part.training))
+            learning = {n: p for n, p in own["_parameters"].items() if p is not None}
+            self.learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
+            if type(part).__module__.startswith("lightning_fcl.") or is_of(part, ("torchmetrics.",)):
+                continue
+            found += self._names(prefix, own, INTERNAL)
+            for values in (own["_buffers"], own["_parameters"], own["_modules"]):
+                kept = {name for name, value in values.items() if value is None or id(value) in self._state}
+                found += self._names(prefix, values, kept, attributes=False)
+        return found
+
+    def _value(self, name: str, value: Any, kind: ValueKind | None) -> list[tuple[str, Any]]:
+        if kind is not None and kind.can_change(value):
+            part = ContainerValue(name, value, kind, kind.copy(kind.read(value)))
+            part.load_history(self._records.get(id(value)))
+            self.parts.append(part)
+        inner: list[tuple[str, Any]] = []
+        # Immutable, like a date or a path, if equality is by value and the object is hashable.
+        immutable = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
+        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+            self.leaves.append(value)
+        if isinstance(value, list | tuple | set | frozenset | deque | dict):
+            inner = [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
+        elif kind is None and not (hasattr(value, "__dict__") or callable(value) or immutable):
+            self.unknown.append(name)
+        return [*inner, *self._names(f"{name}.", vars(value))] if hasattr(value, "__dict__") else inner
+
+    def _names(
+        self,
+        prefix: str,
+        values: MutableMapping[str, Any],
+        ignored: Set[str] = frozenset(),
+        attributes: bool = True,
+    ) -> list[tuple[str, Any]]:
+        self.parts.append(NamedValues(prefix, values, ignored, dict(values), attributes))
+        return [(f"{prefix}{name}", value) for name, value in values.items() if name not in ignored]
+
+
+def is_below(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is one of some names, or of an attribute of theirs.
+
+    Example:
+        >>> is_below("EMA.mean.count", ["EMA.mean"]), is_below("EMA.means", ["EMA.mean"])
+        (True, False)
+    """
+    return name in names or any(name.startswith(f"{one}.") for one in names)

@@ -1,0 +1,173 @@
+"""Local training of one client at a time, in the module that Lightning trains."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.plain_tensors import plain_tensor
+from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.local_trainer import LocalResult
+from lightning_fcl.federation.server_optimizer import group_values, load_optimizer_state, optimizer_state
+from lightning_fcl.library_errors import LibraryError, match_error
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.methods.context import strip_prefix
+from lightning_fcl.methods.keyed_dropout import KeyedRandomness
+from lightning_fcl.methods.method import get_driver
+from lightning_fcl.rng import Keys, make_client_keys, random_uint64
+
+
+class SequentialTrainer:
+    """Trains one client after the other: any LightningModule, with all that Lightning does around a step.
+
+    Args:
+        module: The module.
+        methods: The methods of its Trainer.
+        optimizers: Its optimizers.
+        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        seed: Seed of clients' random layers and replay samples.
+        step: Lightning's own training step.
+    """
+
+    num_vectorized_clients = 1
+    is_stacked = False
+    optimizer = None
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[MethodBase],
+        optimizers: Sequence[Optimizer],
+        keep_optimizer: bool,
+        seed: int,
+        step: Callable[..., Any],
+    ) -> None:
+        self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
+        self._keep_optimizer, self._seed = keep_optimizer, seed
+        self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
+        self._losses: list[Tensor] = []  # of the client's steps
+        self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
+        self._draws = True  # whether steps of the client may draw: its first step tells
+
+    def with_methods(self, methods: Sequence[MethodBase]) -> SequentialTrainer:
+        """Return such a trainer with other methods, which keeps no optimizer."""
+        return SequentialTrainer(self._module, methods, self._optimizers, False, self._seed, self._step)
+
+    def start(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        method_states: Sequence[Sequence[StateSection]],
+        optimizer_states: Sequence[StateSection],
+    ) -> None:
+        state = states[0]
+        self._client_rounds, self._steps, self._losses, self._draws = clients, 0, [], True
+        self._received = set(state)
+        load_state_tensors(self._module, state)
+        self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.state.clear()
+            load_optimizer_state(optimizer, strip_prefix(optimizer_states[0], str(number)))
+        if self._methods:
+            get_driver(self._module.trainer).start_clients(clients[0], state, method_states[0], self._seed)
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        if self._steps == 1:
+            self._draws = self._random.has_read_rng_state
+        if self._draws:
+            self._random = KeyedRandomness(partial(self._key, self._steps))
+        self._steps += 1
+        try:
+            with self.keyed_rng():
+                loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
+        except ValueError as error:
+            reraise_batchnorm_error(error, self._client_rounds[0])
+            raise
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach())
+        return loss
+
+    def _key(self, step: int) -> Tensor:
+        """What random layers draw by in a step."""
+        keys = client_round_keys(self._seed, self._client_rounds, "layers")
+        return step_keys(keys, step)[0].to(self._module.device)
+
+    def keyed_rng(self) -> AbstractContextManager[None]:
+        """What draws in a step, and in its backward pass, draws by its key."""
+        return self._random.recomputable() if self._draws else nullcontext()
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        return step()
+
+    def finish(self) -> LocalResult:
+        """Take the client's state from the module."""
+        own = {name: plain_tensor(value) for name, value in state_tensors(self._module).items()}
+        if new := [name for name in own if name not in self._received]:
+            raise InvalidValueError(
+                "Expected a module whose state is there before it trains but a step of client "
+                f"{self._client_rounds[0].client_id} has made {format_code_names(new)}.",
+                hint="Make it in `__init__` or in `configure_model`.",
+                argument=new[0],
+            )
+        losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
+        driver = get_driver(self._module.trainer) if self._methods else None
+        finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.has_finite_loss))
+        kept: StateSection | None = None
+        if self._keep_optimizer:  # what the optimizers know, each below its number
+            of_each = (optimizer_state(*each) for each in zip(self._optimizers, self._begun, strict=True))
+            kept = {
+                f"{number}.{name}": value for number, memory in enumerate(of_each) for name, value in memory.items()
+            }
+        return LocalResult(
+            {name: value[None] for name, value in own.items()},
+            [driver.memories if driver is not None else []],
+            own,
+            kept,
+            torch.tensor([finite]),
+        )
+
+
+def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
+    """Raise an error that names the client if batch normalization fails on a batch of one sample.
+
+    A trial before the first round finds such modules, except those whose step fails in the trial.
+    """
+    if match_error(error, LibraryError.ONE_SAMPLE):
+        raise InvalidValueError(
+            f"Expected batches of at least two samples for batch normalization, but client {client_round.client_id} "
+            "has a batch "
+            f"of one sample in round {client_round.round_idx}, of {client_round.samples} samples.",
+            hint="Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two "
+            "samples.",
+        ) from error
+
+
+def client_round_keys(seed: int, client_rounds: Sequence[ClientRound], *purpose: str) -> Keys:
+    """Return the keys of some clients in a round, for the draws that ``purpose`` names."""
+    if isinstance(client_rounds, ClientRounds):
+        return make_client_keys(seed, client_rounds.client_ids, client_rounds.round_idx, *purpose)
+    return make_client_keys(seed, [part.client_id for part in client_rounds], client_rounds[0].round_idx, *purpose)
+
+
+def replay_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Callable[[str], Keys]:
+    """Return a function from a method's name to the keys by which its clients' replay samples are drawn."""
+    return partial(client_round_keys, seed, client_rounds, "recall")  # the word is part of the seed of existing runs
+
+
+def step_keys(keys: Keys, step: int) -> Tensor:
+    """What the draws of random layers depend on in a step, shape (clients,)."""
+    return torch.from_numpy(random_uint64(keys, 1, start=step)[:, 0].view(np.int64))

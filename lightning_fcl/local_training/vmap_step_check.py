@@ -1,0 +1,285 @@
+"""A trial of a module's own training step on a few samples of two clients: is it the same if it is vectorized?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_fcl.data.batching import Batch, ShapeGroup, group_by_shape, stack_nested
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import format_code_names
+from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
+from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, obstacle_of
+from lightning_fcl.federation.server_optimizer import group_values, set_group_values, with_parameters
+from lightning_fcl.local_training.drawn import trial_rows
+from lightning_fcl.local_training.log_recorder import LogEntry, LogRecorder, MetricUpdate
+from lightning_fcl.local_training.loop_counts import counting
+from lightning_fcl.local_training.method_trial import method_obstacle
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.outside import Outside
+from lightning_fcl.local_training.search import Search
+from lightning_fcl.local_training.sequential import client_round_keys, step_keys
+from lightning_fcl.local_training.vectorized import StackedPrecision
+from lightning_fcl.local_training.vmap_check import copy_module, generators, metric_update_counts
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.methods.context import is_labelled
+from lightning_fcl.methods.dry_run import prepare_batch
+from lightning_fcl.methods.functional import trainable_parameters
+from lightning_fcl.methods.keyed_dropout import KeyedRandomness
+
+_STEPS = 3
+"""Steps that the trial takes: what a step does every other time is seen."""
+_CLIENTS = [ClientRound("a", 0), ClientRound("b", 0)]
+# Whoever overrides one of these sees the gradients of one model, or one optimizer, at a time.
+_HOOKS = ("backward", "optimizer_zero_grad")
+
+
+def find_step_obstacle(
+    module: L.LightningModule, methods: Sequence[MethodBase], optimizer: Optimizer, stream: FederatedStream
+) -> Obstacle | None:
+    """Return the obstacle to vectorizing a module's own training step, or None.
+
+    There is none if a trial succeeds: two clients take a few steps, vectorized and sequentially, to the same loss,
+    gradients, buffers and logs, the step changes nothing else, and each method has the same penalty.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        return Obstacle(Reason.MANUAL, (name,))
+    for hook in _HOOKS:
+        if is_overridden(hook, module, L.LightningModule):
+            return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `{hook}`",))
+    if not isinstance(module.trainer.precision_plugin, StackedPrecision):
+        return Obstacle(Reason.PRECISION, (f"that of `{type(module.trainer.precision_plugin).__name__}`",))
+    if hooked := _hooked(module):
+        return Obstacle(Reason.HOOKED, (hooked[0], name))
+    with isolate_rng(), torch.enable_grad(), _apart(module, optimizer):
+        torch.manual_seed(0)
+        try:
+            batches = _batches(module, stream)
+            return _unfit(methods, batches) or _Trial(module, optimizer, batches).find_obstacle(methods)
+        except Exception as error:  # Code of a user may raise anything. Such a module cannot be vectorized.
+            return obstacle_of(error)
+
+
+_UNLIKE = {"loss": Reason.STEP_LOSS, "gradients": Reason.STEP_GRADIENTS, "logs": Reason.STEP_LOGS}
+
+
+class _StepOutcome(NamedTuple):
+    """A client's step: what it logs, and its loss, gradients and the values that it logs as numbers in a row."""
+
+    lines: Sequence[LogEntry | MetricUpdate]
+    loss: Tensor
+    gradient: Tensor
+    values: Tensor
+
+    def unlike(self, other: _StepOutcome, tolerance: float) -> str | None:
+        """What is unlike another's, in words; None: nothing."""
+        if self.lines != other.lines:
+            return "logs"
+        parts = {"loss": (self.loss, other.loss), "gradients": (self.gradient, other.gradient)}
+        for what, (own, theirs) in {**parts, "logs": (self.values, other.values)}.items():
+            if not (own - theirs).nan_to_num().norm() <= tolerance * theirs.nan_to_num().norm():
+                return what
+        return None
+
+
+class _Trial:
+    """Two clients take a few steps, one at a time and side by side, in a copy of a module.
+
+    Args:
+        module: The module.
+        optimizer: Its optimizer.
+        batches: A batch of each, of one shape.
+    """
+
+    def __init__(self, module: L.LightningModule, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
+        self._module = copy_module(module)
+        self._real, self._batches = optimizer, batches
+        twins = dict(zip(map(id, module.parameters()), self._module.parameters(), strict=True))
+        self._optimizer = with_parameters(optimizer, twins)
+        self._state = {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
+        self._numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def find_obstacle(self, methods: Sequence[MethodBase]) -> Obstacle | None:
+        """Return the obstacle, or None."""
+        around = Outside(self._module).search()
+        try:
+            if obstacle := self._step_obstacle(around):
+                return obstacle
+            load_state_tensors(self._module, self._state)
+            return method_obstacle(self._module, methods, self._optimizer, self._batches[0], padded=False)
+        finally:
+            around.restore()
+
+    def _step_obstacle(self, around: Search) -> Obstacle | None:
+        loose, groups, counts = (
+            ModuleSnapshot(self._module),
+            group_values(self._real),
+            metric_update_counts(self._module),
+        )
+        drawn, torch_drawn = generators(), torch.get_rng_state()
+        alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
+        if metric_update_counts(self._module) != counts:
+            return Obstacle(Reason.METRIC)
+        if groups != group_values(self._real):
+            return Obstacle(Reason.CHANGES_OPTIMIZER)
+        if not torch.equal(torch.get_rng_state(), torch_drawn):
+            return Obstacle(Reason.RANDOM)
+        if generators() != drawn:
+            return Obstacle(Reason.OTHER_RANDOM)
+        if obstacle := self._left_behind(loose, around):
+            return obstacle
+        again, _ = self._alone(0, batches=7)
+        if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
+            return Obstacle(Reason.NOT_REPEATABLE)
+        if moved := [n for n in trainable_parameters(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
+            return Obstacle(Reason.WRITES_PARAMETER, (format_code_names(moved),))
+        for side_by_side in (True, False):
+            beside, entries_after = self._beside(side_by_side)
+            if obstacle := self._left_behind(loose, around):
+                return obstacle
+            for row in range(len(_CLIENTS)):
+                for name, value in buffers[row].items():
+                    if not torch.allclose(entries_after[name][row], value, 1e-5, 1e-6, equal_nan=True):
+                        return Obstacle(Reason.NEW_BUFFER, (name,))
+                for one, other in zip(beside[row], alone[row], strict=True):
+                    if what := one.unlike(other, 1e-5):
+                        return Obstacle(_UNLIKE[what])
+        return None
+
+    def _left_behind(self, loose: ModuleSnapshot, around: Search) -> Obstacle | None:
+        """Return the state that a step has changed and that the next client would see."""
+        if changed := loose.changes() or _hooked(self._module):
+            return Obstacle(Reason.STATE, (format_code_names(changed),))
+        outside = sorted({change.name for change in around.changes()})
+        return Obstacle(Reason.OUTSIDE, (format_code_names(outside),)) if outside else None
+
+    def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
+        """Return a client's steps, as they are, and its entries afterwards."""
+        load_state_tensors(self._module, self._state)
+        keys, recorder, taken = client_round_keys(0, [_CLIENTS[row]], "layers"), LogRecorder(self._module), []
+        params = [p for p in self._module.parameters() if p.requires_grad]
+        for step in range(_STEPS):
+            key, batch = step_keys(keys, step)[0].to(self._module.device), copy.deepcopy(self._batches[row])
+            counted = counting(self._module.trainer, step, batches)
+            with counted, recorder.recording(batch), KeyedRandomness(key).recomputable():
+                given = (batch, step) if self._numbered else (batch,)
+                result = self._module.training_step(*given)
+                loss = result.get("loss") if isinstance(result, dict) else result
+                if not isinstance(loss, Tensor):
+                    raise ObstacleError(Reason.NO_LOSS)
+                gradients = torch.autograd.grad(loss.reshape(()), params, materialize_grads=True)
+            taken.append(_step_outcome(recorder.lines, loss, gradients, recorder.values))
+        return taken, {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
+
+    def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
+        """The same of both side by side: as of one shape, or each on its own."""
+        load_state_tensors(self._module, self._state)
+        number, device = len(_CLIENTS), self._module.device
+        trainer = StepTrainer(self._module, [], self._optimizer, number, 0, "error")
+        trainer.start(_CLIENTS, [self._state] * number, [[]] * number, [{}] * number)
+        taken: list[list[_StepOutcome]] = [[] for _ in _CLIENTS]
+        groups = group_by_shape(self._batches)
+        if not side_by_side:
+            groups = [ShapeGroup(torch.tensor([row]), stack_nested([own])) for row, own in enumerate(self._batches)]
+        for step in range(_STEPS):
+            given = [ShapeGroup(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
+            with counting(self._module.trainer, step, _STEPS):
+                total = trainer.group_losses(given, step if self._numbered else None)
+            if total is None:
+                raise ObstacleError(Reason.NO_LOSS)
+            gradients = trainer.param_gradients(total)
+            logged = [
+                (lines, tree_map(itemgetter(row), values))
+                for (rows, _), (lines, values) in zip(given, trainer.logged, strict=True)
+                for row in range(len(rows))
+            ]
+            for row, own in enumerate(taken):
+                each = [torch.zeros_like(p[row]) if g is None else g[row] for p, g in gradients]
+                own.append(_step_outcome(logged[row][0], trainer.losses[row], each, logged[row][1]))
+        return taken, dict(trainer.finish().uploads)
+
+
+def _step_outcome(
+    lines: Sequence[LogEntry | MetricUpdate], loss: Tensor, gradients: Sequence[Tensor], values: Sequence[Any]
+) -> _StepOutcome:
+    flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
+    numbers = torch.cat([flat.new_zeros(0), *(value.detach().to(flat).flatten() for value in tree_leaves(values))])
+    return _StepOutcome(lines, loss.detach().reshape(()), flat, numbers)
+
+
+class _NoLogger(DummyLogger):
+    """Refuses to log: what a step gives a logger itself would be of several clients at once."""
+
+    @property
+    def experiment(self) -> NoReturn:
+        _refuse_logger()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_logger()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_logger()
+
+
+def _refuse_logger() -> NoReturn:
+    raise ObstacleError(Reason.LOGGER)
+
+
+@contextmanager
+def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
+    """What a step does to loggers and the optimizer is refused or undone."""
+    trainer, groups = module.trainer, copy.deepcopy(group_values(optimizer))
+    loggers = trainer.loggers
+    trainer.loggers = [_NoLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+        set_group_values(optimizer, groups)
+
+
+def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
+    """Return a batch for each of two clients, of one shape."""
+    if (rows := trial_rows(stream)) is None:
+        raise ObstacleError(Reason.NO_SAMPLES)
+    for others in (rows[::-1].copy(), rows):
+        found = [prepare_batch(module, stream.get_samples(chosen)) for chosen in (rows, others)]
+        for leaf in tree_leaves(found):
+            if not isinstance(leaf, Tensor):
+                raise ObstacleError(Reason.BATCH_CONTENT, type(leaf).__name__)
+        if len(group_by_shape(found)) == 1:
+            return found
+    raise ObstacleError(Reason.SHAPES)
+
+
+def _unfit(methods: Sequence[MethodBase], batches: Sequence[Batch]) -> Obstacle | None:
+    """Return which method needs pairs, if batches are not pairs."""
+    for method in methods:
+        if (method.needs.labels or method.needs.logits) and not is_labelled(batches[0]):
+            return Obstacle(Reason.METHOD_PAIRS, (type(method).__name__,))
+    return None
+
+
+def _hooked(module: nn.Module) -> list[str]:
+    """The parts, and parameters, with hooks."""
+    parts = module.named_modules()
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]
+    learning = module.named_parameters()
+    return found + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]

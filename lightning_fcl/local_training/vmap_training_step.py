@@ -1,0 +1,234 @@
+"""Local training of many clients at once by the module's own training step, whatever is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fcl.data.batching import Batch, ShapeGroup
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.local_trainer import LocalResult
+from lightning_fcl.local_training.log_recorder import LogEntry, LogRecorder, MetricUpdate
+from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
+from lightning_fcl.local_training.sequential import reraise_batchnorm_error
+from lightning_fcl.local_training.stacked_trainer import StackedTrainer
+from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.methods.context import is_labelled, without_call
+from lightning_fcl.methods.keyed_dropout import KeyedRandomness
+
+
+class StepTrainer(StackedTrainer):
+    """Trains several clients' copies of one module, stacked, by the module's own `training_step` under `vmap`.
+
+    Batches are never padded: in a step, clients whose batches have one shape go together, one such group after the
+    other, all of them to one gradient and one step of the optimizer. What the step logs is logged once for all.
+
+    Args:
+        module: As for `StackedTrainer`, and so are the others.
+        randomness: What random layers do that draw by no key: see `torch.func.vmap`.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[MethodBase],
+        optimizer: Optimizer,
+        num_vectorized_clients: int,
+        seed: int,
+        randomness: str = "different",
+    ) -> None:
+        super().__init__(module, methods, optimizer, num_vectorized_clients, seed)
+        self.recorder = LogRecorder(module)
+        self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
+        self.logged: list[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]] = []  # in it, group by group
+        self._randomness = randomness
+        self._step = _OwnStep(module)
+        self._leaves: list[tuple[Tensor, list[Tensor]]] = []  # each group's rows and parameters
+        self._called: tuple[Any, Tensor] | None = None
+        self._gives = True  # whether the step returns a loss
+
+    def start(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        method_states: Sequence[Sequence[StateSection]],
+        optimizer_states: Sequence[StateSection],
+    ) -> None:
+        super().start(clients, states, method_states, optimizer_states)
+        self._client_rounds = clients
+        schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
+        self._loose = ModuleSnapshot(self._module, [self._template], schedules)
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        loss = self.group_losses(batch, batch_idx)
+        self.recorder.replay(self.logged)
+        self.update_finite(self.losses)
+        return loss
+
+    def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
+        """The sum of the losses in a step; `losses` and `logged` tell each client's."""
+        device = groups[0].rows.device
+        keys, known = self.next_keys(device), self.method_inputs(device) if self.methods else {}
+        self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
+        found: list[Tensor] = []
+        with self._watching(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+            for rows, own in groups:
+                losses = self._group(rows, own, batch_idx, keys, known)
+                if losses is not None:
+                    self.losses[rows] = losses.detach().to(self.losses.dtype)
+                    found.append(losses.sum())
+        if found and len(found) < len(groups):
+            raise InvalidValueError(
+                "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
+                f"none, but it did for {len(found)} of {len(groups)} shapes of batches.",
+                hint="Set `cohort_size=1`.",
+            )
+        return torch.stack(found).sum() if found else None
+
+    def _group(
+        self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, known: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The losses of clients whose batches have one shape."""
+        whole = len(rows) == self.number  # in their order
+        params: dict[str, Tensor] = dict(self.params)
+        rest = self.untrained_state
+        if not whole:
+            params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
+            rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
+            known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
+        self._gives = True
+        together = vmap(partial(self._client, batch_idx), randomness=self._randomness)
+        try:
+            losses, values = together(params, rest, keys, known, batch)
+        except Exception as error:
+            error.add_note(
+                "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
+                "then, set `cohort_size=1`."
+            )
+            if isinstance(error, ValueError):
+                reraise_batchnorm_error(error, self._client_rounds[int(rows[0])])
+            raise
+        if not whole:  # what the step has written in place
+            stacked = {**self.params, **self.untrained_state}
+            for name, value in (*params.items(), *rest.items()):
+                stacked[name].data[rows] = value.detach()
+        self.logged.append((self.recorder.lines, values))
+        self._leaves.append((rows, list(params.values())))
+        return losses if self._gives else None
+
+    def _client(
+        self,
+        batch_idx: int | None,
+        params: Mapping[str, Tensor],
+        rest: State,
+        key: Tensor,
+        known: Mapping[str, Any],
+        batch: Batch,
+    ) -> tuple[Tensor, list[Any]]:
+        """One client's loss, and what it logs."""
+        self._called = None
+        named = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
+        with KeyedRandomness(key):
+            with self.recorder.recording(batch):
+                result = functional_call(self._step, named, (batch, batch_idx))
+            values, loss = self.recorder.values, result.get("loss") if isinstance(result, Mapping) else result
+            if loss is None:
+                self._gives = False
+                return key.new_zeros((), dtype=torch.get_default_dtype()), values
+            loss = loss.reshape(())
+            if not self.methods:
+                return loss, values
+            why = None if self._called else without_call(self._module)
+            x, output = self._called or (None, loss)
+            y = batch[1] if is_labelled(batch) else None
+            scale, extra = self.compose_in_vmap(params, rest, known, x, output, y, reason=why)
+        return scale * loss + extra, values
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note what the module is called with, for methods."""
+        if not self.methods:
+            yield
+            return
+        handle = self._module.register_forward_hook(self._watch)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._called = None
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and args:
+            self._called = args[0], output
+
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        return self.reorder_gradients([gradient for _, gradient in self.param_gradients(loss)])
+
+    def param_gradients(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """The clients' parameters, stacked, each with its gradient."""
+        leaves = [leaf for _, own in self._leaves for leaf in own]
+        found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        columns = [[(rows, next(found)) for _ in own] for rows, own in self._leaves]
+        gathered = [self._gathered(column) for column in zip(*columns, strict=True)]
+        return list(zip(self.params.values(), gathered, strict=True))
+
+    def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
+        """The gradients of one parameter, of all clients: 0 for those that have no batch."""
+        there = [(rows, gradient) for rows, gradient in parts if gradient is not None]
+        if not there or (len(parts) == 1 and len(parts[0][0]) == self.number):
+            return parts[0][1]
+        if len(there) < len(parts):
+            raise InvalidValueError(
+                "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
+                "train side by side, but some learn for some of them alone.",
+                hint="Set `cohort_size=1`.",
+            )
+        every = there[0][1].new_zeros(self.number, *there[0][1].shape[1:])
+        for rows, gradient in there:
+            every[rows] = gradient
+        return every
+
+    def finish(self) -> LocalResult:
+        """The clients' states.
+
+        Raises:
+            ValueError: If their steps have left something on the module, where the next client would find it.
+        """
+        if changed := self._loose.changes():
+            raise InvalidValueError(
+                "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
+                f"round {self._client_rounds[0].round_idx} it has changed {format_code_names(changed)}.",
+                hint="Set `cohort_size=1`.",
+                argument="cohort_size",
+                value=changed,
+            )
+        self._leaves = []
+        return super().finish()
+
+
+class _OwnStep(nn.Module):
+    """A module whose output is the training step of another, so that `torch.func.functional_call` can call it."""
+
+    prefix = "module."
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Batch, batch_idx: int | None) -> Any:
+        """What the step returns."""
+        return self.module.training_step(*(batch,) if batch_idx is None else (batch, batch_idx))

@@ -1,0 +1,104 @@
+"""What a module makes of a few samples before it learns from any, found out without a trace."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import move_batch
+from lightning_fcl.methods.context import is_labelled
+from lightning_fcl.methods.functional import evaluation_mode
+from lightning_fcl.rng import seed_all
+from lightning_fcl.tasks.base import Task
+
+_FEW = 8
+
+
+@contextmanager
+def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
+    """Evaluation of a module beside its Trainer's loops: what that draws, logs and leaves in the module is undone."""
+    trainer, precision = module.trainer, module.trainer.precision_plugin
+    before, loggers = trainer.state.stage, trainer.loggers
+    with isolate_rng(), _untouched(module), evaluation_mode(module), torch.no_grad(), precision.forward_context():
+        seed_all(stream.seed, "test")
+        trainer.state.stage = stage
+        trainer.loggers = [DummyLogger()] if loggers else []
+        try:
+            yield
+        finally:
+            trainer.state.stage, trainer.loggers = before, loggers
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """The attributes of a module and its parts are as before, buffers and what lists and the like hold as well."""
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    growing = [v for _, kept in attributes for v in kept.values() if isinstance(v, list | dict | set | deque)]
+    contents = [(value, copy.copy(value)) for value in growing]
+    buffers = [(value, value.clone()) for value in module.buffers()]
+    try:
+        yield
+    finally:
+        for now, kept in [*attributes, *contents]:
+            now.clear()
+            now.extend(kept) if isinstance(now, list | deque) else now.update(kept)
+        for value, was in buffers:
+            value.copy_(was)
+
+
+def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
+    """A batch as a Trainer hands it to its module: of its precision, on the device, through its hooks."""
+    return move_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
+
+
+def first_indices(stream: FederatedStream) -> IntArray | None:
+    """The samples of the first client that has some; None where there are none, as beside a deployment's server."""
+    return next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
+
+
+def few_samples(samples: IntArray) -> IntArray:
+    few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
+    return few
+
+
+def find_logits_obstacle(
+    module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
+) -> str | None:
+    """Why an output are no logits of a stream's classes (``exact``: as many as these), in words; None: they may be."""
+    with isolated_evaluation(module, stream, RunningStage.TESTING):
+        part = "validation" if samples is stream.plan.validation else "test"
+        batch = prepare_batch(module, stream.samples.get(few_samples(samples), part))
+        if not is_labelled(batch):
+            return f"a batch is a {type(batch).__name__} and no pair of samples and labels"
+        if not stream.num_classes or batch[1].dim() != 1:
+            return "the targets are no classes"
+        try:
+            output = module(batch[0])
+        except Exception as error:  # whatever a user's own code has to say
+            # One of ours may have nothing to predict with as yet.
+            return None if isinstance(module, Task) else f"`forward` fails with `{type(error).__name__}: {error}`"
+    why = describe_non_logits(output, len(batch[1]))
+    if why is None and exact and output.shape[-1] != stream.num_classes:
+        return f"the output has the shape {tuple(output.shape)}"
+    return why
+
+
+def describe_non_logits(output: object, samples: int | None = None) -> str | None:
+    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be."""
+    if not isinstance(output, Tensor):
+        return f"the output is a {type(output).__name__}"
+    fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))
+    return None if fits else f"the output has the shape {tuple(output.shape)}"

@@ -1,0 +1,263 @@
+"""The server makes the head of sums of features: CCVR and HGP by Gaussians of classes, Fed3R by ridge regression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidValueError, above, at_least, one_of, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.methods.context import Client, Server, strip_prefix, with_prefix
+from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.functional import embeddings, head_of
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.prototypes import SparseSum, class_sums, zero_class_sums
+from lightning_fcl.models.ridge import accumulate, pack_upper, solve, unpack_upper
+
+
+@dataclass(eq=False)
+class Fed3R(Method):
+    """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
+
+    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S are the
+    samples' features by the client's model after local training, with a column of ones for the bias. Y are the one-hot
+    classes. The server adds the sums to all earlier ones and those of the base session. Then it puts
+    ``A (B + beta I)^-1 / temperature`` into the module's last layer. From then on the layer is trained as any other
+    (the authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+
+    With a frozen body the result equals ridge regression on all samples in one place, for any partition: frozen batch
+    normalization keeps the server's statistics. In the paper the body is frozen while clients compute the sums.
+
+    Args:
+        beta: Regulariser, at least 0.
+        temperature: Ridge regression aims at 1 for the class of a sample and at 0 for others, which a softmax takes for
+            little more than a tie: the solution is divided by it. Above 0.
+
+    Raises:
+        ValueError: If the Trainer is no federation's, clients see earlier samples again (``history``), or the module
+            has no last layer on features that it tells.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> from lightning_fcl.models import MLP
+        >>> state = Fed3R(beta=1.0).init_server_state(Classifier(MLP([6, 5, 4]), num_classes=4))
+        >>> {name: tuple(value.shape) for name, value in state.items()}
+        {'A': (4, 6), 'B': (21,)}
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        round_samples=True,
+        features=True,
+        tensors=True,
+        federation_reason="no server adds up. Use the strategy, with one client if need be",
+    )
+    reductions: ClassVar[ReductionRules] = {"A": SparseSum(), "B": SparseSum()}
+
+    beta: float = validated(1.0, at_least, 0)
+    temperature: float = validated(0.1, above, 0)
+    _base: State = field(default_factory=dict, init=False, repr=False)  # sums of the base session
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        last_layer(pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._base, stream = {}, find_stream(trainer)
+        if stream is None or trainer.ckpt_path is not None:
+            return
+        if stream.plan.history != "round":
+            raise InvalidValueError(
+                f'Expected a stream with `history="round"` for `Fed3R` but got "{stream.plan.history}": samples that '
+                "come again would count twice.",
+                hint="Leave `history` out.",
+                argument="history",
+                value=stream.plan.history,
+            )
+        if len(stream.plan.base_samples):
+            self._base = self._sums(pl_module, state_tensors(pl_module), stream.get_samples(stream.plan.base_samples))
+
+    def init_server_state(self, module: L.LightningModule) -> State:
+        return {**_no_sums(module), **self._base}
+
+    def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
+        sums, earlier = (
+            self._sums(client.module, trained_state, client.new_samples(data)),
+            strip_prefix(client.method_state, "unsent"),
+        )
+        return {name: value + earlier[name].to(value.device) for name, value in sums.items()} if earlier else sums
+
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return with_prefix(self.upload_statistics(client, trained_state, data), "unsent") if client.missed else {}
+
+    def process_aggregate(self, server: Server) -> State:
+        sums, (weight, bias) = server.server_state, last_layer(server.module)
+        if sums["B"][-1] == strip_prefix(server.previous_state, self.section_name)["B"][-1]:  # the number of samples
+            return {}
+        found = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
+        return {weight: found[:, :-1], bias: found[:, -1]}
+
+    @staticmethod
+    def _sums(module: L.LightningModule, state: State, data: Batch) -> State:
+        x, y = finite_pairs(data)
+        features, sums = embeddings(module, state, x), _no_sums(module)
+        targets = F.one_hot(y.to(features.device), len(sums["A"]))
+        accumulate(sums["A"], sums["B"], F.pad(features, (0, 1), value=1.0), targets)
+        return sums
+
+
+def _no_sums(module: L.LightningModule) -> State:
+    a = zero_class_sums(module).double()
+    size = a.shape[1]
+    return {"A": a, "B": a.new_zeros(size * (size + 1) // 2)}
+
+
+def last_layer(module: L.LightningModule) -> tuple[str, str]:
+    """Return the names of weight and bias of the layer from a module's features to its outputs."""
+    if (layer := head_of(module)) is not None:
+        names = {id(value): name for name, value in state_tensors(module).items()}
+        return names[id(layer.weight)], names[id(layer.bias)]
+    raise InvalidValueError(
+        "Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
+        f"but this `{type(module).__name__}` has none.",
+        hint="Use a `Classifier` with such a network.",
+        argument="module",
+        value=type(module).__name__,
+    )
+
+
+_BATCH = 64  # samples of a step
+
+
+@dataclass(eq=False)
+class CCVR(Method):
+    """Every experience: its last round ends with a head trained on drawn features (Luo et al. 2021; HGP, Salami 2024).
+
+    For an experience a client uploads, for each class of its samples, their number, the sum of their features by its
+    own model, and that of the features' products: see `MethodBase.contribute_experience`. The server adds them up over
+    clients, which gives the exact mean and covariance of all clients' features of a class (CCVR), and over experiences,
+    as HGP keeps the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and
+    trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen body, whose
+    batch normalization keeps the server's statistics, the moments are those of all samples so far. Otherwise the
+    moments of earlier experiences are of earlier features.
+
+    HGP draws from each client's Gaussian; here a class has one. The loss is the cross-entropy among the classes that
+    have come, of `decoupled_logits` where ``logit_norm`` is given, as HGP's is with 0.1.
+
+    Args:
+        covariance: ``"full"``, or ``"diagonal"``: a client then sends as many numbers as features for it.
+        samples: Drawn for each class, at least 1.
+        epochs: Passes over them, at least 1.
+        learning_rate: At the start of each calibration, above 0.
+        logit_norm: Above 0; None: logits are left as they are.
+
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> from lightning_fcl.models import MLP
+        >>> state = CCVR().init_server_state(Classifier(MLP([6, 5, 4]), num_classes=4))
+        >>> {name: tuple(value.shape) for name, value in state.items()}
+        {'sums': (4, 6), 'products': (4, 15), 'task': (4,)}
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        round_samples=True, features=True, tensors=True, federation_reason="no server adds up. Use the strategy"
+    )
+    reductions: ClassVar[ReductionRules] = {"sums": SparseSum(), "products": SparseSum(), "task": "fixed"}
+
+    covariance: Literal["full", "diagonal"] = validated("full", one_of, ("full", "diagonal"))
+    samples: int = validated(256, at_least, 1)
+    epochs: int = validated(5, at_least, 1)
+    learning_rate: float = validated(0.01, above, 0)
+    logit_norm: float | None = validated(None, above, 0)
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        last_layer(pl_module)
+
+    def init_server_state(self, module: L.LightningModule) -> State:
+        sums = zero_class_sums(module).double()
+        size = sums.shape[1] - 1
+        numbers = size * (size + 1) // 2 if self.covariance == "full" else size
+        task = sums.new_zeros(len(sums), dtype=torch.long)  # the calibration for which a class has come, from 1
+        return {"sums": sums, "products": sums.new_zeros(len(sums), numbers), "task": task}
+
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+        x, y = finite_pairs(data)
+        features = embeddings(client.module, own, x).double()
+        products = torch.zeros_like(client.server_state["products"])
+        for label in torch.unique(y).tolist():
+            of = features[(y == label).to(features.device)]
+            products[label] = pack_upper(of.T @ of) if self.covariance == "full" else of.square().sum(dim=0)
+        return {"sums": class_sums(client.module, features, y), "products": products}
+
+    def process_aggregate(self, server: Server) -> State:
+        kept, generator, names = server.server_state, server.generator, last_layer(server.module)
+        has = kept["sums"][:, 0] > 0
+        if not (server.ends and has.any()):
+            return {}
+        kept["task"] = torch.where(has & (kept["task"] == 0), kept["task"].max() + 1, kept["task"])
+        layer, known = [server.state[name] for name in names], has.nonzero()[:, 0]
+        moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
+        x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer[0])
+        y = torch.arange(len(known)).repeat_interleave(self.samples).to(x.device)
+        weight, bias = (p.detach()[known].clone().requires_grad_() for p in layer)
+        orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
+        batches = [chosen for order in orders for chosen in torch.split(order, _BATCH)]
+        optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+        for chosen in batches:
+            with torch.enable_grad():
+                logits = F.linear(x[chosen], weight, bias)
+                if self.logit_norm is not None:
+                    logits = decoupled_logits(logits, kept["task"][known], self.logit_norm)
+                loss = F.cross_entropy(logits, y[chosen])
+            weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
+            optimizer.step()
+            schedule.step()
+        learnt = [p.index_copy(0, known, value) for p, value in zip(layer, (weight, bias), strict=True)]
+        return dict(zip(names, learnt, strict=True))
+
+
+def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
+    """Logits divided by ``logit_norm`` times the mean, over tasks, of the norms of a task's (Zhang et al. 2023: SLCA).
+
+    How large a class's weights are then makes no difference. ``task`` has the task of each class, shape (classes,).
+
+    Example:
+        >>> logits, task = torch.tensor([[3.0, 4.0, 1.0]]), torch.tensor([1, 1, 2])
+        >>> decoupled_logits(logits, task, logit_norm=1.0)
+        tensor([[1.0000, 1.3333, 0.3333]])
+    """
+    norms = torch.stack([logits[:, task == number].norm(dim=1) for number in torch.unique(task)])
+    return logits / (logit_norm * norms.mean(dim=0).clamp(min=1e-7))[:, None]
+
+
+def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean, shape (d,), and the covariance, shape (d, d), or its diagonal, shape (d,), of the samples of a class.
+
+    Of their number and the sum of their features, shape (1 + d,), and that of the packed products, or of the squares.
+    """
+    count, total = sums[0], sums[1:]
+    mean, size = total / count, len(total)
+    if len(products) == size:
+        return mean, (products - total * mean) / (count - 1).clamp(min=1)
+    return mean, (unpack_upper(products, size) - torch.outer(total, mean)) / (count - 1).clamp(min=1)
+
+
+def draw_gaussian(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Samples of a Gaussian, shape (number, d), whose covariance, or its diagonal, may be singular."""
+    noise = torch.randn(number, len(mean), dtype=mean.dtype, generator=generator)
+    if covariance.dim() == 1:
+        return mean + noise * covariance.clamp(min=0).sqrt()
+    values, vectors = torch.linalg.eigh(covariance)
+    spread: Tensor = vectors * values.clamp(min=0).sqrt()
+    return mean + noise @ spread.T

@@ -1,0 +1,170 @@
+"""Intrinsic plasticity: reservoirs that adapt to what drives them, without labels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.methods.context import Client, Server
+from lightning_fcl.methods.method import Method
+from lightning_fcl.tasks.reservoir import ReservoirTask
+
+log = logging.getLogger(__name__)
+
+
+class IntrinsicPlasticity(Method):
+    """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
+
+    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the
+    server averages them; in the last one they send the statistics of the readout. Over several experiences it is
+    FedCLIP, with `Replay` or without; with one client that holds all data, IP and CLIP.
+
+    Args:
+        sigma: Standard deviation of the activations aimed at.
+        mu: Their mean.
+        eta: Step size.
+        local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
+        normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
+            ``eta`` must be very small: gains diverge at 0.01.
+        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
+            brings all earlier data back (joint training, from scratch).
+        min_gain: Gains stay at least this large; where one is driven below, a warning says so.
+
+    Raises:
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
+
+    Example:
+        >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
+        0.01
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        sigma: float = 0.1,
+        mu: float = 0.0,
+        eta: float = 0.01,
+        local_epochs: int = 1,
+        normalize_grad: bool = True,
+        restart: bool | Literal["auto"] = "auto",
+        min_gain: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
+            if not 0 < value < float("inf"):
+                raise InvalidValueError(
+                    f"Expected `{name}` to be above 0 and finite but got {value}.", argument=name, value=value
+                )
+        if not abs(mu) < float("inf"):
+            raise InvalidValueError(f"Expected `mu` to be finite but got {mu}.", argument="mu", value=mu)
+        at_least(1, local_epochs=local_epochs)
+        self.sigma = sigma
+        self.mu = mu
+        self.eta = eta
+        self.epochs = local_epochs
+        self.normalize_grad = normalize_grad
+        self.restart = restart
+        self.min_gain = min_gain
+        self._warned = False
+
+    def local_epochs(self, client: Client) -> int | None:
+        return 1 if client.client_round.is_last_round else self.epochs
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(pl_module, ReservoirTask):
+            raise InvalidValueError(
+                "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
+                f"`{type(pl_module).__name__}`, which has no reservoir.",
+                argument="module",
+                value=type(pl_module).__name__,
+            )
+        pl_module.plasticity, stream = self, find_stream(trainer)
+        if stream is not None and len(set(stream.plan.experiences.values())) > 1:
+            raise InvalidValueError(
+                "Expected clients that pass from experience to experience in the same rounds for "
+                f'`IntrinsicPlasticity` but those of the scenario "{stream.scenario}" do not.',
+                hint="Use another `scenario`.",
+                argument="scenario",
+                value=stream.scenario,
+            )
+        numbers = next(iter(stream.plan.experiences.values())) if stream is not None else ()
+        adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
+        if not adapts:
+            raise InvalidValueError(
+                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, "
+                "the readout's: nothing would adapt.",
+                hint="Raise `rounds_per_experience` and `max_epochs`.",
+                argument="max_epochs",
+            )
+
+    def restore_module(self, module: L.LightningModule) -> None:
+        if isinstance(module, ReservoirTask):
+            module.is_adapting, module.plasticity = False, None
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, ReservoirTask)  # as `prepare` has it
+        stream, round = find_stream(trainer), trainer.current_epoch
+        first, last = round == 0, round + 1 == trainer.max_epochs
+        if stream is not None:
+            numbers = next(iter(stream.plan.experiences.values()))
+            first = first or numbers[round] != numbers[round - 1]
+            last = stream.client_round(stream.plan.clients[0], round).is_last_round
+        again = stream is not None and stream.plan.history == "seen" if self.restart == "auto" else self.restart
+        if again and first:
+            pl_module.reservoir.reset_plasticity()
+        pl_module.is_adapting = not last
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, ReservoirTask)
+        if not pl_module.is_adapting or find_federation(trainer) is not None:
+            return
+        reservoir = pl_module.reservoir
+        directions = reservoir.plasticity_gradients(batch[0], self.mu, self.sigma)
+        dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
+        gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
+        with torch.no_grad():
+            reservoir.gain.copy_(gain[0])
+            reservoir.bias.copy_(bias[0])
+
+    def process_aggregate(self, server: Server) -> State:
+        return {"reservoir.gain": server.state["reservoir.gain"].clamp(min=self.min_gain)}
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
+        """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
+        if self.normalize_grad:
+            dg, db = (F.normalize(d.view(len(d), layers, -1), dim=2).flatten(1) for d in (dg, db))
+        gain, bias = gain + self.eta * dg, bias + self.eta * db
+        if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
+            raise InvalidValueError(
+                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}.",
+                hint="Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
+                argument="eta",
+                value=self.eta,
+            )
+        low = gain < self.min_gain
+        if low.any():
+            gain = gain.clamp(min=self.min_gain)
+            if not self._warned:
+                log.warning(
+                    "%d gains were driven below `min_gain`=%g (a unit of gain 0 is dead) and are kept there. Lower "
+                    "`eta` (%g) or raise `sigma` (%g).",
+                    int(low.sum()),
+                    self.min_gain,
+                    self.eta,
+                    self.sigma,
+                )
+            self._warned = True
+        return gain, bias

@@ -1,0 +1,215 @@
+"""Random layers that draw by a client's key: side by side it has the numbers that it would have alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils.weak import WeakIdKeyDictionary
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone: padding changes none."""
+    counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
+    value = _mixed(_mixed(key + stream) + counter)
+    # 24 bits: as many as a float holds.
+    drawn: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
+    return drawn.view(tuple(shape))
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """The finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed numbers."""
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    result: Tensor = value ^ _shifted(value, 31)
+    return result
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    shifted: Tensor = (value >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+class KeyedRandomness(TorchFunctionMode):
+    """While it is entered, dropout draws by a key, in place of torch's global generator.
+
+    It covers ``dropout``, ``dropout1d`` to ``dropout3d``, ``alpha_dropout`` and ``feature_alpha_dropout`` of
+    `torch.nn.functional`, which torch's layers call, the dropout of ``scaled_dot_product_attention``, and
+    ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
+    """
+
+    def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._key = key  # what tells it is asked with the first draw, if there is any
+        self._stream = 0
+        self.has_read_rng_state = False  # whether anything was called that may draw by it
+        # States of torch's generator: the stream that was at hand with each, and whether this was entered.
+        self._noted: WeakIdKeyDictionary | None = None
+
+    def __enter__(self) -> KeyedRandomness:
+        _ENTERED.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _ENTERED.pop()
+
+    @contextmanager
+    def recomputable(self) -> Iterator[None]:
+        """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
+
+        Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
+        Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
+        """
+        get, put = torch.get_rng_state, torch.set_rng_state
+
+        def get_rng_state() -> Tensor:
+            state = get()
+            self.has_read_rng_state = True
+            if self._noted is None:
+                self._noted = WeakIdKeyDictionary()
+            self._noted[state] = self._stream, _is_entered(state)
+            return state
+
+        def set_rng_state(new_state: Tensor) -> None:
+            put(new_state)
+            noted = {} if self._noted is None else self._noted
+            self._stream, inside = noted.get(new_state, (self._stream, None))
+            entered = _is_entered(new_state)
+            if inside is True and not entered:
+                super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
+            elif inside is False and entered:
+                super(KeyedRandomness, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+        try:
+            with self:
+                yield
+        finally:
+            torch.get_rng_state, torch.set_rng_state = get, put
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        own = _KEYED.get(function)
+        if own is None:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        self.has_read_rng_state = True
+        return own(self, *args, **(kwargs or {}))
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """The numbers of the next call of a random layer."""
+        self._stream += 1
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
+        return uniform(self._key, self._stream, shape)
+
+    def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
+        """Which numbers are kept, as 0 and 1; with ``channels`` whole ones are."""
+        shape = x.shape[:2] if channels else x.shape
+        return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
+
+    def dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, channels: bool = False
+    ) -> Tensor:
+        if not training or p == 0:
+            return input
+        return _given(input, input * (self._keep_mask(input, p, channels) / (1 - p) if p < 1 else 0.0), inplace)
+
+    def alpha_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
+    ) -> Tensor:
+        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
+        if not training or p == 0:
+            return input
+        alpha = 1.7580993408473766
+        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+        kept = self._keep_mask(input, p, channels)
+        return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As `torch.nn.functional.scaled_dot_product_attention`; with dropout, in plain products."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(
+                scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not(), -torch.inf
+            )
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self.dropout(scores.softmax(dim=-1), dropout_p) @ value
+
+    def rand_like(self, input: Tensor, **kwargs: Any) -> Tensor:
+        return self.uniform(input.shape).to(kwargs.get("dtype") or input.dtype)
+
+    def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
+        return (self.uniform(input.shape) < (input if p is None else p)).to(input.dtype)
+
+    def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
+        return input.copy_(self.bernoulli(input, p))
+
+
+def _is_entered(x: Tensor) -> bool:
+    """Whether what is called here draws by a key."""
+    return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
+
+
+def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
+    return input.copy_(output) if inplace else output
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """What is drawn here by a key is drawn once more by what comes after: a look aside changes no draw."""
+    entered = _ENTERED[-1:]
+    streams = [mode._stream for mode in entered]
+    try:
+        yield
+    finally:
+        for mode, stream in zip(entered, streams, strict=True):
+            mode._stream = stream
+
+
+_ENTERED: list[KeyedRandomness] = []
+
+_KEYED: dict[Callable[..., Any], Callable[..., Any]] = {
+    _is_entered: lambda mode, x: True,
+    F.dropout: KeyedRandomness.dropout,
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), partial(KeyedRandomness.dropout, channels=True)),
+    F.alpha_dropout: KeyedRandomness.alpha_dropout,
+    F.feature_alpha_dropout: partial(KeyedRandomness.alpha_dropout, channels=True),
+    F.scaled_dot_product_attention: KeyedRandomness.attention,
+    torch.rand_like: KeyedRandomness.rand_like,
+    torch.bernoulli: KeyedRandomness.bernoulli,
+    Tensor.bernoulli_: KeyedRandomness.bernoulli_,
+}

@@ -1,0 +1,169 @@
+"""Gradients of each sample's own objective, many at once, and what is summed of them over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_fcl.errors import InvalidTypeError
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.methods.context import zeros_like_state
+from lightning_fcl.methods.functional import evaluation_mode, to_input
+
+Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+
+_CHUNK = 256  # samples whose gradients are taken at once, at most
+_DECIDING = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
+_NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
+
+
+class OuterProduct(NamedTuple):
+    """Gradients of samples that are outer products: that of sample n is ``left[n] right[n]^T``."""
+
+    left: Tensor
+    right: Tensor
+
+
+def over_samples(measure: Callable[[Tensor], Tensor], gradients: Tensor | OuterProduct) -> Tensor:
+    """The sum over samples of a measure of each number, one with ``measure(a b) = measure(a) measure(b)``."""
+    if isinstance(gradients, OuterProduct):
+        return measure(gradients.left).T @ measure(gradients.right)
+    return measure(gradients).sum(dim=0)
+
+
+def squared_norms(gradients: Tensor | OuterProduct) -> Tensor:
+    """The squared norm of each sample's gradient, shape (samples,)."""
+    if isinstance(gradients, OuterProduct):
+        return gradients.left.square().sum(dim=1) * gradients.right.square().sum(dim=1)
+    return gradients.flatten(1).square().sum(dim=1)
+
+
+class _OtherUseError(Exception):
+    """A parameter is used otherwise than in a linear layer that sees a row for each sample, or more than once."""
+
+
+class _LinearLayers(TorchFunctionMode):
+    """Notes what linear layers see and give, and ends with `_OtherUseError` where a parameter is used otherwise.
+
+    What samples go through between them must not depend on each other, which is so in evaluation mode.
+    """
+
+    def __init__(self, params: State, samples: int) -> None:
+        super().__init__()
+        self.unused = {id(value): name for name, value in params.items()}
+        self.params, self.samples = {*self.unused}, samples
+        self.calls: list[tuple[list[str], Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DECIDING:  # of a batch, where it should be of a sample
+            raise _OtherUseError
+        output = func(*args, **(kwargs or {}))
+        if used := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
+            row_each = func is F.linear and len(args) > 1 and args[0].shape[:-1] == (self.samples,)
+            if not (row_each and id(args[0]) not in used and self.unused.keys() >= {*used} and output.requires_grad):
+                raise _OtherUseError
+            self.calls.append(([self.unused.pop(one) for one in used], args[0], output))
+        return output
+
+
+def outer_gradients(
+    objective: Objective, params: State, x: Tensor, y: Tensor
+) -> dict[str, Tensor | OuterProduct] | None:
+    """`per_sample_gradients` in one pass, if each parameter is a linear layer's with a row a sample; else None."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    layers = _LinearLayers(leaves, len(x))
+    with torch.enable_grad():
+        try:
+            with layers:
+                total = objective(leaves, x, y)
+        except _OtherUseError:
+            return None
+        if not total.requires_grad:
+            return None
+        outputs = [output for _, _, output in layers.calls]
+        errors = torch.autograd.grad(total, outputs, allow_unused=True, materialize_grads=True)
+    found: dict[str, Tensor | OuterProduct] = {}
+    for (names, rows, _), error in zip(layers.calls, errors, strict=True):
+        found |= {name: OuterProduct(error, rows.detach()) if params[name].ndim == 2 else error for name in names}
+    return {n: found[n] if n in found else value.new_zeros(len(x), *value.shape) for n, value in params.items()}
+
+
+def per_sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
+    """The gradient of each sample's own objective, by parameter: vectorised, or in a loop where that fails."""
+
+    def single(params: State, x: Tensor, y: Tensor) -> Tensor:
+        return objective(params, x[None], y[None])
+
+    try:
+        stacked: State = vmap(grad(single), in_dims=(None, 0, 0))(params, x, y)
+    except (RuntimeError, ValueError):  # random layers, control flow by the data, no batching rule: as a task says it
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        inputs = list(leaves.values())
+        with torch.enable_grad():
+            rows = [
+                torch.autograd.grad(single(leaves, *pair), inputs, allow_unused=True, materialize_grads=True)
+                for pair in zip(x, y, strict=True)
+            ]
+        stacked = {name: torch.stack(row) for name, row in zip(leaves, zip(*rows, strict=True), strict=True)}
+    return stacked
+
+
+def module_per_sample_gradients(
+    module: nn.Module,
+    objective: Callable[[Tensor, Tensor], Tensor],
+    state: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    names: Iterable[str],
+) -> Iterator[Mapping[str, Tensor | OuterProduct]]:
+    """The gradients of samples' own ``objective(output, y)``, a sum over samples, by parameter, some samples at once.
+
+    The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
+    """
+    chosen = {*names}
+    params = {name: value.detach() for name, value in state.items() if name in chosen}
+    rest = {name: value.detach().clone() for name, value in state.items() if name not in chosen}
+    x = to_input(module, x)
+
+    def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        output = functional_call(module, {**params, **rest}, (x,))
+        if not isinstance(output, Tensor):
+            raise InvalidTypeError(
+                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}.",
+                hint="Return the logits alone.",
+                argument="forward",
+            )
+        return objective(output, y)
+
+    chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
+    with evaluation_mode(module), isolate_rng():
+        for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
+            yield outer_gradients(of_output, params, inputs, targets) or per_sample_gradients(
+                of_output, params, inputs, targets
+            )
+
+
+def mean_sample_measure(
+    module: nn.Module,
+    objective: Callable[[Tensor, Tensor], Tensor],
+    measure: Callable[[Tensor], Tensor],
+    state: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    names: Iterable[str],
+) -> State:
+    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
+    chosen = {*names}
+    total = zeros_like_state({name: value for name, value in state.items() if name in chosen})
+    for gradients in module_per_sample_gradients(module, objective, state, x, y, chosen):
+        for name, value in gradients.items():
+            total[name] += over_samples(measure, value)
+    return {name: value / len(x) for name, value in total.items()}

@@ -1,0 +1,330 @@
+"""Remembered samples chosen one by one: by lot, with logits (DER++), by gradients (Re-Fed), by leverage (FedCBDR)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.batching import Batch, concat_nested
+from lightning_fcl.errors import InvalidValueError, above, at_least, validated
+from lightning_fcl.federation.aggregation import ReductionRules, State
+from lightning_fcl.federation.client_store import StateSection
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.methods.base import ReplaySamples
+from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix, zeros_like_state
+from lightning_fcl.methods.episodic import finite_pairs, memory_pairs
+from lightning_fcl.methods.functional import embeddings, predictions, require_sample_loss, trainable_parameters
+from lightning_fcl.methods.method import Method, class_mask, match_output
+from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.per_sample_gradients import module_per_sample_gradients, over_samples, squared_norms
+from lightning_fcl.methods.prototypes import SparseSum, zero_class_sums
+from lightning_fcl.rng import derive_seed
+
+
+@dataclass(eq=False)
+class DERpp(Method):
+    """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
+
+    ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
+    what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
+    when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+
+    A client keeps a uniform choice of all samples that it has trained on (reservoir sampling). Each sample is offered
+    once, after the client's first round with it, with the logits of the model that the client has just trained.
+
+    Args:
+        max_size: Samples that a client remembers, at least 1.
+        alpha: Weight of the distance from the remembered logits, at least 0.
+        beta: Weight of the remembered samples' task loss, at least 0.
+        batch_size: Samples in each of the two draws of a step, at least 1.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> DERpp(batch_size=16).replay_batch_size
+        32
+    """
+
+    needs: ClassVar[Needs] = Needs(sample_loss=True, tensors=True)
+
+    max_size: int = validated(200, at_least, 1)
+    alpha: float = validated(0.1, at_least, 0)
+    beta: float = validated(0.5, at_least, 0)
+    batch_size: int = validated(32, at_least, 1)
+
+    @property
+    def replay_batch_size(self) -> int:
+        return 2 * self.batch_size
+
+    def replay_samples(self, client: Client) -> ReplaySamples:
+        return {name: client.method_state[name] for name in ("x", "y", "logits") if name in client.method_state}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if not step.replay_samples:
+            return 0.0
+        (first, second), (_, y), (logits, _) = (step.replay_samples[name].chunk(2) for name in ("x", "y", "logits"))
+        output = step.forward_fn(first)
+        distance = F.mse_loss(output, logits.to(output.device))
+        return step.replay_weight * (self.alpha * distance + self.beta * step.loss_fn(second, y))
+
+    def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        x, y = finite_pairs(client.new_samples(data))
+        if not len(y):
+            return client.method_state
+        lots = torch.rand(len(y), generator=client.generator).to(x.device)
+        new = {"x": x, "y": y, "logits": predictions(client.module, trained_state, x).to(x.device), "lot": lots}
+        if client.method_state:
+            new = {name: concat_nested([client.method_state[name].to(x.device), value]) for name, value in new.items()}
+        kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
+        return {name: value[kept] for name, value in new.items()}
+
+
+@dataclass(eq=False)
+class ReFed(Method):
+    """Every batch: joins remembered samples, those of greatest gradients (Re-Fed, Li et al. 2024, CVPR).
+
+    For an experience a client computes `sample_importance` of its samples of the last round that it trained in and of
+    its replay samples, and keeps the ``max_size`` with the largest. For this a personal model ``v`` takes steps on
+    them, each of which is drawn to the model that the client received. ``v`` starts there, continues from the last
+    experience, and is client-local. The client uploads what FedAvg uploads.
+
+    In the paper this comes when the next experience begins, with the server's model after the last round. The defaults
+    are this library's.
+
+    Args:
+        max_size: Samples that a client keeps, of all experiences together, at least 1.
+        iterations: Steps of ``v``, at least 1.
+        learning_rate: Size of its steps, above 0.
+        strength: Weight of the pull, q(lambda) in the paper, at least 0; with 0, ``v`` learns from the client's samples
+            alone.
+
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart, or ``v`` diverges.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> ReFed(max_size=100).strength
+        0.5
+    """
+
+    needs: ClassVar[Needs] = Needs(round_samples=True, sample_loss=True, tensors=True)
+    accumulates: ClassVar[bool] = True
+
+    max_size: int = validated(200, at_least, 1)
+    iterations: int = validated(5, at_least, 1)
+    learning_rate: float = validated(0.01, above, 0)
+    strength: float = validated(0.5, at_least, 0)
+
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return memory_pairs(client.method_state)
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        x, y = finite_pairs(data)
+        memory = client.result or client.method_state
+        old = memory_pairs(memory) or (x[:0], y[:0])
+        x, y = (concat_nested([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
+        if not len(y):
+            return memory
+        before = {name: value.to(own[name].device) for name, value in strip_prefix(memory, "v").items()}
+        importance, v = sample_importance(
+            client.module, client.received_state, before, x, y, self.iterations, self.learning_rate, self.strength
+        )
+        if not torch.isfinite(importance).all():
+            raise InvalidValueError(
+                f"Expected `learning_rate` to keep the personal model of client {client.client_round.client_id} finite "
+                "but got "
+                f"{self.learning_rate}.",
+                hint="Lower `learning_rate`.",
+                argument="learning_rate",
+                value=self.learning_rate,
+            )
+        kept = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
+        return {"x": x[kept], "y": y[kept], **with_prefix(v, "v")}
+
+
+def sample_importance(
+    module: L.LightningModule,
+    received: Mapping[str, Tensor],
+    personal: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    iterations: int,
+    learning_rate: float,
+    strength: float,
+) -> tuple[Tensor, State]:
+    """How much samples matter to a personal model v, ``sum_s ||g_s||^2 / s``, shape (n,), and where v ends.
+
+    g_s is the gradient of a sample's loss at v in iteration s = 1, 2, ...; then v takes the step ``v - learning_rate *
+    (mean g_s + strength * (v - w))``, of which w is the received state. The module is in evaluation mode, and what v
+    has no entry for is that of w.
+
+    Args:
+        personal: Where v begins, by name; an entry that it has not begins at w.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> from lightning_fcl.models import MLP
+        >>> task = Classifier(MLP([2, 2]), num_classes=2)
+        >>> w = {name: torch.zeros_like(value) for name, value in task.state_dict().items()}
+        >>> x, y = Tensor([[0, 0], [1, 1]]), torch.tensor([0, 1])
+        >>> sample_importance(task, w, {}, x, y, iterations=1, learning_rate=0.1, strength=0.5)[0]
+        tensor([0.5000, 1.5000])
+    """
+    loss = require_sample_loss(module).sample_loss
+    names = [*trainable_parameters(module)]
+    w = {name: received[name].detach() for name in module.state_dict()}
+    v = {name: {**w, **personal}[name] for name in names}
+    importance = w[names[0]].new_zeros(len(y))
+    for iteration in range(1, iterations + 1):
+        squares, total = [], zeros_like_state(v)
+        for gradients in module_per_sample_gradients(
+            module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names
+        ):
+            squares.append(torch.stack([squared_norms(of) for of in gradients.values()]).sum(dim=0))
+            total = {name: total[name] + over_samples(lambda value: value, gradients[name]) for name in names}
+        importance = importance + torch.cat(squares) / iteration
+        v = {n: p - learning_rate * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}
+    return importance, v
+
+
+@dataclass(eq=False)
+class FedCBDR(Method):
+    """Every batch: joins remembered samples, chosen by their leverage among all clients' (FedCBDR, NeurIPS 2025).
+
+    A sample's leverage is ``x^T (X^T X)^+ x`` of its features x among those X of all clients: what is rare among all
+    has more, wherever it is. A client uploads ``X_k^T X_k`` of its features of an experience, by its own model, and
+    receives the sum over all clients when the experience ends. Of its samples it then keeps ``max_size`` times its
+    share of all leverage, beside those of earlier experiences. They are drawn without replacement, with probabilities
+    proportional to the leverage, and never leave the client.
+
+    In the paper a client sends ``P_k X_k Q``, P_k and Q random and orthogonal, and the server draws. The scores are the
+    same, and ``X_k^T X_k`` up to a rotation is all that these hide. Logits of classes of earlier experiences and of
+    others are divided by a temperature each, and the cross-entropy of a sample is multiplied by a weight of either;
+    where a temperature or a weight is not 1, the task's loss has to be cross-entropy. The paper has 0.9, 1.1, 1.1 and
+    0.9.
+
+    Args:
+        max_size: Samples kept of an experience by all clients together, at least 1.
+        old_temperature: Of logits of old classes, above 0.
+        new_temperature: Of all other logits, above 0.
+        old_weight: Of samples of old classes, at least 0.
+        new_weight: Of all other samples, at least 0.
+
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
+
+    Example:
+        >>> FedCBDR(max_size=100).max_size
+        100
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        round_samples=True,
+        features=True,
+        logits=True,
+        tensors=True,
+        federation_reason="no server adds up. Use the strategy",
+    )
+    accumulates: ClassVar[bool] = True
+    reductions: ClassVar[ReductionRules] = {"gram": SparseSum()}
+
+    max_size: int = validated(500, at_least, 1)
+    old_temperature: float = validated(1.0, above, 0)
+    new_temperature: float = validated(1.0, above, 0)
+    old_weight: float = validated(1.0, at_least, 0)
+    new_weight: float = validated(1.0, at_least, 0)
+
+    def init_server_state(self, module: L.LightningModule) -> State:
+        size = zero_class_sums(module).shape[1] - 1
+        return {"gram": zero_class_sums(module).new_zeros(size, size, dtype=torch.float64)}
+
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return memory_pairs(client.method_state)
+
+    @property
+    def _tells_apart(self) -> bool:
+        return {self.old_temperature, self.new_temperature, self.old_weight, self.new_weight} != {1.0}
+
+    def prepare_client_state(self, client: Client) -> StateSection:
+        if not self._tells_apart:
+            return client.method_state
+        return {
+            **client.method_state,
+            "old": class_mask(client.client_round.num_classes, client.client_round.old_classes),
+        }
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if not self._tells_apart or step.y is None:
+            return 0.0
+        old = match_output(client.method_state["old"], step.output)
+        scaled = step.output / torch.where(old, self.old_temperature, self.new_temperature)
+        weighted = torch.where(old[step.y], self.old_weight, self.new_weight) * _cross_entropy(scaled, step.y)
+        return step.mean(weighted - _cross_entropy(step.output, step.y))
+
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+        features = embeddings(client.module, own, finite_pairs(data)[0]).double()
+        return {"gram": features.T @ features}
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+        if client.missed or not client.is_active:
+            return client.method_state
+        x, y = finite_pairs(data)
+        new = {"x": x, "y": y, "features": embeddings(client.module, own, x)}
+        earlier = strip_prefix(client.result, "new")
+        new = {name: concat_nested([earlier[name], value]) if earlier else value for name, value in new.items()}
+        return client.method_state | with_prefix(new, "new")
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = find_federation(trainer)
+        if federation is None or not (gram := federation.server.get_section(self.section_name)["gram"]).any():
+            return
+        server = federation.server
+        ended = [
+            part for part in federation.ending_clients(federation.current_round.round_idx) if self.applies_to(part)
+        ]
+        if not ended:
+            return
+        rank, inverse = int(torch.linalg.matrix_rank(gram, hermitian=True)), torch.linalg.pinv(gram, hermitian=True)
+        hosted = {part.client_id for part in ended if federation.hosts(part.client_id)}
+        memories = {client: server.client_store.get_section(client, self.section_name) for client in hosted}
+        having = {client for client, memory in memories.items() if strip_prefix(memory, "new")}
+        for client in sorted(set().union(*federation.ranks.all_gather_object(having))):
+            server.send(client, {"gram": gram})
+        for part in (part for part in ended if part.client_id in having):
+            memory = memories[part.client_id]
+            new = strip_prefix(memory, "new")
+            scores = leverage(new.pop("features"), inverse).cpu()
+            size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
+            generator = torch.Generator().manual_seed(
+                derive_seed(federation.seed, part.client_id, part.round_idx, self.section_name)
+            )
+            chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
+            kept = {n: concat_nested([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
+            server.client_store.set_section(part.client_id, self.section_name, kept)
+        server.extra_tensors[f"{self.section_name}.gram"] = torch.zeros_like(gram)
+
+
+_cross_entropy = partial(F.cross_entropy, reduction="none")
+
+
+def leverage(features: Tensor, inverse: Tensor) -> Tensor:
+    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and G^+, of ``X^T X`` of all samples' X.
+
+    The scores, shape (n,), of all samples add up to the rank of G.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])
+        >>> leverage(x, torch.linalg.pinv(x.T @ x))
+        tensor([0.5000, 0.5000, 1.0000], dtype=torch.float64)
+    """
+    wide = features.double()
+    return torch.einsum("nd,de,ne->n", wide, inverse.double(), wide)

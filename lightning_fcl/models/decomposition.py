@@ -1,0 +1,346 @@
+"""Networks whose shared weights are added to: for each task of a client (FedWEIT), or at low rank (LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_fcl.errors import InvalidValueError, above, at_least, format_names
+from lightning_fcl.models.readout import EmbedsSamples
+from lightning_fcl.models.serialization import Serializable, serializable
+from lightning_fcl.models.vit import ViT
+
+State = dict[str, Tensor]
+
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Decomposed(Serializable):
+    """The decomposition of FedWEIT: ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (Yoon et al. 2021, equation 1).
+
+    B, the base, is the network's own weights. Each task that the client has begun has a mask m, one number for each
+    output unit of each weight, an adaptive A, and one attention alpha for each layer and each adaptive A_j of the
+    knowledge base, as in the authors' code. The linear and convolutional weights that ``layers`` matches are
+    decomposed; everything else (biases, normalisation, tokens, the head) is trained as it is and copied when a task
+    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``.
+
+    In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
+    task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
+    the labels tell its task, see `outputs_by_task`. Without any task the network is what it was.
+
+    Args:
+        net: Any network, a `SplitViT` for example.
+        tasks: Most tasks that a client can have.
+        layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
+        threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
+
+    Raises:
+        ValueError: If a number is out of range, or ``net`` has no weights to decompose.
+
+    Example:
+        >>> from lightning_fcl.models import ViT
+        >>> model = Decomposed(ViT(num_classes=10), tasks=5)
+        >>> model.size, model(torch.zeros(2, 3, 32, 32)).shape
+        (2663424, torch.Size([2, 10]))
+        >>> model.start_task(classes=torch.tensor([3, 4]))
+        >>> model.num_started_tasks, model.outputs_by_task(torch.zeros(2, 3, 32, 32), torch.tensor([3, 4])).shape
+        (1, torch.Size([2, 10]))
+    """
+
+    lightning_fcl_protocols: ClassVar[bool] = True
+
+    def __init__(self, net: nn.Module, tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
+        super().__init__()
+        if tasks < 1:
+            raise InvalidValueError(
+                f"Expected `tasks` to be at least 1 but got {tasks}.",
+                hint="Pass the number of experiences of the stream.",
+                argument="tasks",
+                value=tasks,
+            )
+        at_least(0, threshold=threshold)
+        names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
+        params = dict(net.named_parameters())
+        self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
+        if not self.names:
+            raise InvalidValueError(
+                f"Expected `layers` to match weights of linear or convolutional layers but `{layers}` matches none of "
+                f"{', '.join(names[:3]) or 'none'}.",
+                hint=f'Use a pattern of layers, such as `layers="{names[0]}"`.'
+                if names
+                else "Use a network with linear or convolutional layers.",
+                argument="layers",
+            )
+        self.net = net
+        self.threshold = threshold
+        self.shapes = [params[name].shape for name in self.names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.units = [shape[0] for shape in self.shapes]
+        self.size = sum(self.sizes)
+        self.tasks = nn.ModuleList(_Task() for _ in range(tasks))
+        self._base_of_others: list[Tensor] = []  # of each layer, (adaptives, numbers): downloaded, not the module's
+
+    @property
+    def num_started_tasks(self) -> int:
+        """Tasks that the client, whose state is in the module, has begun."""
+        return sum(1 for task in self.tasks if attrgetter("adaptive")(task).numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the present task in training, of every class's own task in evaluation."""
+        begun = self.num_started_tasks
+        if not begun:
+            plain: Tensor = self.net(x)
+            return plain
+        logits = self._run(begun - 1, x, begun)
+        for number in range(0 if self.training else begun - 1):
+            classes = self._task(number).classes
+            logits = logits.index_copy(1, classes, self._run(number, x, begun)[:, classes])
+        return logits
+
+    def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task."""
+        begun = self.num_started_tasks
+        if self.training or begun < 2:
+            return self.forward(x)
+        owner = torch.full_like(y, begun - 1)
+        for number in range(begun - 1):
+            owner[torch.isin(y, self._task(number).classes)] = number
+        parts = [
+            (rows := owner == number, self._run(number, x[rows], begun)) for number in torch.unique(owner).tolist()
+        ]
+        logits = parts[0][1].new_empty(len(x), parts[0][1].shape[1])
+        for rows, part in parts:
+            logits[rows] = part
+        return logits
+
+    def _run(self, number: int, x: Tensor, begun: int) -> Tensor:
+        """The network's output with the weights of a task; those of a past one with all that the task had."""
+        state = self._weights(number)
+        if number < begun - 1:
+            state |= self._rest(self._task(number).rest)
+        logits: Tensor = functional_call(self.net, state, (x,))
+        return logits
+
+    def _weights(self, number: int) -> State:
+        own = self._task(number)
+        adaptive = own.adaptive if self.training else prune(own.adaptive, self.threshold)
+        live = self.training and bool(self._base_of_others)
+        if not live and own.knowledge.numel():
+            adaptive = adaptive + own.knowledge
+        gates, pieces = torch.split(torch.sigmoid(own.mask), self.units), torch.split(adaptive, self.sizes)
+        weights: State = {}
+        for layer, (name, gate, piece) in enumerate(zip(self.names, gates, pieces, strict=True)):
+            base = attrgetter(name)(self.net)
+            if live:
+                piece = piece + own.attention[layer] @ self._base_of_others[layer]
+            weights[name] = torch.addcmul(piece.view_as(base), base, gate.view(-1, *[1] * (base.dim() - 1)))
+        return weights
+
+    def _task(self, number: int) -> _Task:
+        task = self.tasks[number]
+        assert isinstance(task, _Task)
+        return task
+
+    # The state of a client.
+
+    def base_vector(self) -> Tensor:
+        """B as one vector, part of the graph."""
+        return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
+
+    def mask_vector(self, mask: Tensor) -> Tensor:
+        """``sigmoid(m)`` as one vector, each number as often as its unit has weights."""
+        counts = [size // units for size, units in zip(self.sizes, self.units, strict=True)]
+        parts = zip(torch.split(torch.sigmoid(mask), self.units), counts, strict=True)
+        return torch.cat([part.repeat_interleave(count) for part, count in parts])
+
+    @torch.no_grad()
+    def start_task(self, classes: Tensor, adaptives: int = 0) -> None:
+        """Begin the client's next task: A = B / 3, as the authors begin; m and alpha normal, of variance 1 / length.
+
+        ``adaptives`` is the number of those in the knowledge base that comes with `set_adaptives`.
+        """
+        begun = self.num_started_tasks
+        if begun == len(self.tasks):
+            raise InvalidValueError(
+                f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.",
+                hint="Pass a larger `tasks` to `Decomposed`.",
+                argument="tasks",
+                value=begun,
+            )
+        own, base = self._task(begun), self.base_vector()
+        own.adaptive.data = base / 3
+        own.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
+        own.classes, own.rest = classes.to(base.device, copy=True), self._flat()
+        self._attend(own, adaptives)
+
+    @torch.no_grad()
+    def resume_task(self, classes: Tensor, adaptives: int = 0) -> None:
+        """Let the client's last task have further classes: its mask and A go on, alpha begins anew."""
+        own = self._task(self.num_started_tasks - 1)
+        own.classes = torch.cat([own.classes, classes.to(own.classes.device)])
+        self._attend(own, adaptives)
+
+    def _attend(self, own: _Task, adaptives: int) -> None:
+        own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(own.mask)
+        own.knowledge = own.mask.new_zeros(self.size if adaptives else 0)
+
+    def set_adaptives(self, adaptives: Sequence[Tensor]) -> None:
+        """Make these the knowledge base that the present task trains with; they are no part of the state."""
+        layers = zip(*(torch.split(adaptive, self.sizes) for adaptive in adaptives), strict=True) if adaptives else []
+        self._base_of_others = [torch.stack(parts) for parts in layers]
+
+    @torch.no_grad()
+    def update_buffers_(self) -> None:
+        """Bring up to date in place, after training, what the task keeps: ``sum_j alpha_j A_j``, and all else."""
+        own = self._task(self.num_started_tasks - 1)
+        if self._base_of_others:
+            mixed = zip(own.attention, self._base_of_others, strict=True)
+            own.knowledge.copy_(torch.cat([attention @ others for attention, others in mixed]))
+        own.rest.copy_(self._flat())
+
+    def _others(self) -> State:
+        state = self.net.state_dict().items()
+        return {name: v for name, v in state if name not in self.names and v.is_floating_point()}
+
+    def _flat(self) -> Tensor:
+        return torch.cat([value.flatten() for value in self._others().values()])
+
+    def _rest(self, rest: Tensor) -> State:
+        others = self._others()
+        parts = torch.split(rest, [value.numel() for value in others.values()])
+        return {name: part.view_as(v) for part, (name, v) in zip(parts, others.items(), strict=True)}
+
+
+class _Task(nn.Module):
+    """What a client keeps of one task; empty before the task begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.empty(0))
+        self.adaptive = nn.Parameter(torch.empty(0))
+        self.attention = nn.Parameter(torch.empty(0, 0))
+        self.knowledge: Tensor
+        self.rest: Tensor
+        self.classes: Tensor
+        self.register_buffer("knowledge", torch.empty(0))
+        self.register_buffer("rest", torch.empty(0))
+        self.register_buffer("classes", torch.empty(0, dtype=torch.long))
+
+
+@serializable
+def decomposed_vit(
+    tasks: int = 10,
+    num_classes: int = 100,
+    image_size: int = 32,
+    patch_size: int = 4,
+    width: int = 192,
+    depth: int = 6,
+    heads: int = 12,
+    mlp_ratio: float = 4.0,
+    channels: int = 3,
+    threshold: float = 1e-3,
+) -> Decomposed:
+    """A `ViT` whose body is `Decomposed`, with the arguments of both, for recipes.
+
+    Example:
+        >>> decomposed_vit(tasks=2, num_classes=10, patch_size=16, width=24, depth=1, heads=2).net.head
+        Linear(in_features=24, out_features=10, bias=True)
+    """
+    net = ViT(num_classes, image_size, patch_size, width, depth, heads, mlp_ratio, channels)
+    return Decomposed(net, tasks, threshold=threshold)
+
+
+def prune(adaptive: Tensor, threshold: float) -> Tensor:
+    """An adaptive without its numbers up to a magnitude."""
+    return adaptive * (adaptive.abs() > threshold)
+
+
+class LoRA(Serializable):
+    """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` on frozen W (Hu et al. 2022).
+
+    A, ``a.weight`` of shape (rank, inputs), begins at random, B, ``b.weight`` of shape (outputs, rank), at zero, so
+    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen.
+
+    A mean of clients' A and B is no mean of their products. With ``train_a=False`` it is: A is the same for all, and
+    only B and the head are averaged, which is FFA-LoRA (Sun et al. 2024). Declare
+    ``FederatedStrategy(reductions={"model.*.a.weight": "fixed"})``, and A never travels, as little as frozen weights.
+
+    Args:
+        net: A network; its layers are replaced in place.
+        rank: Rank of the additions, at least 1.
+        alpha: Scale of the additions, above 0.
+        head: Shell-style pattern of the parameters that learn as they are; all other `nn.Linear` get an addition.
+        train_a: Whether A learns, too.
+
+    Raises:
+        ValueError: If a number is out of range, or ``head`` matches nothing, or all linear layers.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> model = LoRA(MLP([6, 5, 4]), rank=2, head="3.*", train_a=False)
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['net.1.b.weight', 'net.3.weight', 'net.3.bias']
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        rank: int = 8,
+        alpha: float = 1.0,
+        head: str = "head.*",
+        train_a: bool = True,
+    ) -> None:
+        super().__init__()
+        at_least(1, rank=rank)
+        above(0, alpha=alpha)
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(fnmatchcase(name, head))
+        chosen = [
+            (name, layer)
+            for name, layer in net.named_modules()
+            if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
+        ]
+        if not chosen or not any(p.requires_grad for p in net.parameters()):
+            raise InvalidValueError(
+                f"Expected `head` to match some of the network's layers but got {head} for "
+                f"{format_names((name for name, _ in net.named_parameters()))}.",
+                hint='Use a pattern of the last layer, such as `head="head.*"`.',
+                argument="head",
+                value=head,
+            )
+        for name, layer in chosen:
+            net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))
+        self.net = net
+        if isinstance(net, EmbedsSamples):
+            self.features = net.features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the network makes of ``x``."""
+        output: Tensor = self.net(x)
+        return output
+
+    def embed(self, x: Tensor) -> Tensor:
+        """The network's features, shape (batch, features)."""
+        body: EmbedsSamples = self.net  # type: ignore[assignment]
+        return body.embed(x)
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, ``layer``, and ``scale * B A`` beside it. See `LoRA`."""
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float, train_a: bool) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, scale
+        self.a = nn.Linear(layer.in_features, rank, bias=False).to(layer.weight).requires_grad_(train_a)
+        self.b = nn.Linear(rank, layer.out_features, bias=False).to(layer.weight)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.scale * self.b(self.a(x))
+        return output

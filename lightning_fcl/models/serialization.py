@@ -1,0 +1,187 @@
+"""What a network or a task was made with, as plain data, and made again from it: ours and torch's optimizers, no other.
+
+A description is data: nothing that it names is imported, and nothing is called before its class and its arguments are
+known and checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, wraps
+from importlib import import_module
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import torch
+from torch import nn
+
+from lightning_fcl.annotations import accepts, all_argument_types, to_plain
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_arguments, did_you_mean
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made", bound="Serializable")
+
+_MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
+
+
+class Serializable(nn.Module):
+    """A module that knows what it was made with: ``init_config`` is its class path and arguments, as plain data."""
+
+    init_config: dict[str, Any]
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            setattr(cls, "__init__", check_arguments(cls.__init__))  # noqa: B010 # mypy rejects an assignment
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __new__(cls, *args: object, **kwargs: object) -> Serializable:
+        made = super().__new__(cls)
+        object.__setattr__(made, "init_config", _description(cls, args, kwargs))
+        return made
+
+
+def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """A function that makes a network, which then is described as made by it."""
+    make = check_arguments(make)
+
+    @wraps(make)
+    def making(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        made = make(*args, **kwargs)
+        made.init_config = _description(make, args, kwargs)
+        return made
+
+    return making
+
+
+def to_plain_config(value: object) -> Any:
+    """An argument as plain data; what cannot be made again is told by its class alone."""
+    value = to_plain(value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Serializable):
+        return value.init_config
+    if isinstance(value, list | tuple):
+        return [to_plain_config(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_config(item) for key, item in value.items()}
+    made, arguments = value, {}
+    if isinstance(value, partial):  # a recipe's is one of what makes objects, with the class as its last argument
+        *_, made = (value.func, *value.args)
+        arguments = to_plain_config(value.keywords)
+    if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
+        return {"class_path": path, "init_args": arguments}
+    kind = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def build_from_config(init_config: object, name: str) -> Any:
+    """An argument, made again from what `to_plain_config` gave, from a file that need not be trusted."""
+    if isinstance(init_config, list | tuple):
+        return [build_from_config(item, name) for item in init_config]
+    if not isinstance(init_config, Mapping):
+        return init_config
+    if "class_path" not in init_config:
+        return {key: build_from_config(item, f"{name}.{key}") for key, item in init_config.items()}
+    make, arguments = _class_named(init_config["class_path"]), init_config.get("init_args")
+    if make is None or not isinstance(arguments, Mapping):
+        top = name.partition(".")[0]
+        raise InvalidValueError(
+            f"Expected `{top}` to be handed in but it was not: what describes it names {init_config['class_path']}, "
+            f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description.",
+            hint=f"Pass the object as `{top}=...`.",
+            argument=top,
+        )
+    arguments = {key: build_from_config(value, f"{name}.{key}") for key, value in arguments.items()}
+    if make.__module__.startswith(_OPTIMIZERS):
+        cast = validate_arguments(make, {"params": [], **arguments}, name)
+        return partial(make, **{key: cast[key] for key in arguments})
+    return make(**validate_arguments(make, arguments, name))
+
+
+def validate_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
+    """The arguments of a class or function from plain data, by their names and types, before it is called."""
+    signature = inspect.signature(make)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
+        raise UnknownNameError(
+            f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint, argument=name
+        ) from None
+    types = all_argument_types(make)
+    cast: dict[str, object] = {}
+    for key, value in arguments.items():
+        hint = types.get(key, Any)
+        try:
+            cast[key] = _cast(value, hint)
+        except TypeError:
+            kind = hint.__name__ if isinstance(hint, type) and not get_origin(hint) else hint
+            raise InvalidValueError(
+                f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.",
+                argument=f"{name}.{key}",
+                value=value,
+            ) from None
+    return cast
+
+
+def _description(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    signature = inspect.signature(make)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # the call itself will say so; or a copy is being made
+        return {}
+    bound.apply_defaults()
+    arguments: dict[str, object] = {}
+    for key, value in bound.arguments.items():
+        arguments |= value if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD else {key: value}
+    return {"class_path": _named(make), "init_args": to_plain_config(arguments)}
+
+
+def _named(make: Callable[..., object]) -> str:
+    public = make.__module__.startswith(_MODELS) and make.__name__ in import_module(_MODELS).__all__
+    return f"{_MODELS if public else make.__module__}.{make.__name__}"
+
+
+def _class_named(path: object) -> Callable[..., Any] | None:
+    """The network or optimizer of a public name; None: it is neither."""
+    package, _, name = str(path).rpartition(".")
+    if package == _MODELS and name in import_module(_MODELS).__all__:
+        make: Callable[..., Any] = getattr(import_module(_MODELS), name)
+        return make if not isinstance(make, type) or issubclass(make, Serializable) else None
+    if package == _OPTIMIZERS:
+        made = vars(torch.optim).get(name)
+        return made if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) else None
+    return None
+
+
+def _cast(value: Any, hint: Any) -> Any:
+    """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one."""
+    origin, within = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        fits = value in within
+    elif origin in (Union, UnionType):
+        for one in within:
+            with suppress(TypeError):
+                return _cast(value, one)
+        fits = False
+    elif origin in (list, tuple, Sequence, Iterable) and isinstance(value, list):
+        items = [_cast(item, within[min(place, len(within) - 1)]) for place, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {_cast(key, within[0]): _cast(item, within[1]) for key, item in value.items()}
+    elif hint is Any:
+        fits = True
+    elif origin is not None:
+        fits = isinstance(value, origin) and not isinstance(value, str)
+    elif hint in (int, float):
+        fits = accepts(value, hint)
+    else:
+        fits = isinstance(value, hint) if isinstance(hint, type) else True
+    if not fits:
+        raise TypeError
+    return value

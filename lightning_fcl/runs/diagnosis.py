@@ -1,0 +1,342 @@
+"""Errors for recipes that the parser rejects, with the argument, its value and the nearest name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from lightning_fcl.annotations import (
+    argument_types,
+    describe,
+    explain,
+    is_maker,
+    item_type,
+    members,
+    object_types,
+)
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+    did_you_mean,
+    format_names,
+    nearest_name,
+    other_lightning,
+)
+from lightning_fcl.io.safe_yaml import load_yaml, resolve_class
+from lightning_fcl.library_errors import first_line, one_line
+from lightning_fcl.runs.merging import SECTIONS, argument_names, full_name, is_spec
+
+MODE = "recipe"
+"""The mode of jsonargparse in which values are read within limits."""
+
+_OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
+_ANY = inspect.Parameter.empty
+
+
+def explain_parser_error(
+    error: ArgumentError,
+    keys: Iterable[str],
+    owners: Mapping[str, Callable[..., Any]],
+    bases: Mapping[str, Callable[..., Any]],
+    content: Mapping[str, Any],
+) -> LightningFCLError:
+    """Return an error that says which value of a recipe the parser rejects, and why.
+
+    The recipe is compared with the parser's keys and with the annotations of the classes that it names.
+
+    Args:
+        error: The parser's error.
+        keys: The parser's keys.
+        owners: For each section that holds the arguments of a class, the class.
+        bases: For each section that names its class, a base of that class.
+        content: The recipe.
+    """
+    try:
+        _Diagnosis(keys, owners, bases).check(content)
+    except LightningFCLError as found:
+        return found
+    return InvalidValueError(f"Expected a recipe that can be read but got: {one_line(error)}.", code="not-understood")
+
+
+class _Diagnosis:
+    """A check of a recipe, value by value, that raises an error at the first one that the parser rejects."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        owners: Mapping[str, Callable[..., Any]],
+        bases: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._owners, self._bases, self._keys = owners, bases, set(keys)
+        self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in self._keys)]))
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        for section, value in content.items():
+            if section not in self._top:
+                raise UnknownNameError(
+                    f"Expected {', '.join(SECTIONS[:3])} or the like but got `{section}`.",
+                    hint=did_you_mean(section, self._top),
+                    argument=section,
+                )
+            owner = self._owners.get(section)
+            if owner is not None:
+                if not isinstance(value, Mapping):
+                    raise InvalidTypeError(
+                        f"Expected `{section}` to hold arguments by name but got {value!r:.100}.",
+                        argument=section,
+                        value=value,
+                    )
+                self._check_arguments(f"`{section}`", section, owner, value)
+            elif section in self._bases:
+                self._check_value(section, value, self._bases[section], _ANY)
+            elif section in _OPTIONS:
+                self._check_value(section, value, _OPTIONS[section], _ANY)
+        if "model" in self._bases and "model" not in content:
+            raise MissingValueError(
+                "Expected a recipe with a `model` but got none.",
+                hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
+                argument="model",
+            )
+
+    def _check_arguments(self, owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Check arguments of a class or function by their names and types."""
+        if not isinstance(values, Mapping):
+            raise InvalidTypeError(
+                f"Expected arguments of {owner} by name but got {values!r:.100}.", argument=path, value=values
+            )
+        types, names = argument_types(made), argument_names(made)
+        for name, value in values.items():
+            plain = str(name).removesuffix("+")
+            if plain not in names and f"{path}.{plain}" not in self._keys:
+                raise UnknownNameError(
+                    f"Expected arguments of {owner} but got `{f'{path}.{name}' if path in self._owners else name}`.",
+                    hint=_nearest_argument(path, plain, names, values),
+                    argument=f"{path}.{name}",
+                    value=value,
+                )
+            hint, default = types.get(plain, (Any, _ANY))
+            self._check_value(f"{path}.{plain}", value, hint, default)
+
+    @staticmethod
+    def _check_required(owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Check whether a class or function gets all arguments that have no default."""
+        try:
+            parameters = inspect.signature(made).parameters
+        except ValueError:  # a built-in class
+            return
+        for name, one in parameters.items():
+            if one.default is _ANY and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in values:
+                raise MissingValueError(
+                    f"Expected `{name}` of {owner} but got none.", hint=f"Set {path}.{name}.", argument=f"{path}.{name}"
+                )
+
+    def _check_value(self, path: str, value: Any, hint: Any, default: object) -> None:
+        """Check a value by the annotation of its argument."""
+        name = path.rpartition(".")[2]
+        if isinstance(value, list):
+            inner = item_type(hint)
+            for one in value if object_types(inner) else ():
+                self._check_value(path, one, inner, _ANY)
+        elif isinstance(value, Mapping) and not is_spec(value) and object_types(hint):
+            self._check_shorthand(path, value)
+        elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
+            spec = value if isinstance(value, Mapping) else {"class_path": value}
+            made = _resolve(path, spec["class_path"], object_types(hint))
+            self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
+            if not any(is_maker(one) for one in members(hint)):  # a function gets further arguments when it is called
+                self._check_required(full_name(made), path, made, spec.get("init_args") or {})
+            if not self._accepts(value, hint):
+                self._check_short_names(path, made, spec.get("init_args") or {})
+            return
+        if not self._accepts(value, hint):
+            read = value
+            if isinstance(value, str):
+                with contextlib.suppress(Exception):
+                    read = load_yaml(value)
+            wrong = read if not isinstance(read, str | NoneType) else value
+            message, fix = explain(name, wrong, hint, default)
+            raise InvalidTypeError(message, hint=fix, argument=path, value=wrong)
+
+    @staticmethod
+    def _check_short_names(path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Reject a class without its module in the arguments of another class, where the parser does not find it."""
+        types = argument_types(made)
+        for argument, value in values.items():
+            if is_spec(value) and "." not in str(value["class_path"]):
+                hint, _ = types.get(argument, (Any, _ANY))
+                found = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
+                raise InvalidValueError(
+                    f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
+                    hint=f"Write {full_name(found)}.",
+                    argument=f"{path}.{argument}",
+                    value=value["class_path"],
+                )
+
+    @staticmethod
+    def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
+        """Reject arguments below the name of their class, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
+        (first, inner), *more = value.items() or [("", None)]
+        if not more and ("." in str(first) or isinstance(inner, Mapping)):
+            raise InvalidValueError(
+                f"Expected {{class_path: {first}, init_args: {{...}}}} but got {dict(value)}.",
+                hint=f"Write {{class_path: {first}, init_args: {inner}}}.",
+                argument=path,
+                value=value,
+            )
+
+    @staticmethod
+    def _accepts(value: Any, hint: Any) -> bool:
+        """Return whether the parser accepts a value for an annotation alone."""
+        if hint in (Any, _ANY):
+            return True
+        parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
+        try:
+            parser.add_argument("--value", type=hint)
+            parser.parse_object({"value": value})
+        except ArgumentError:
+            return False
+        except ValueError:  # an annotation that the parser does not support is not checked by it either
+            return True
+        except Exception:  # the module of a class may raise any error when the parser imports it
+            return False
+        return True
+
+
+def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
+    """Return the class or function that a recipe names.
+
+    Raises:
+        InvalidTypeError: If it is not derived from one of ``bases``.
+        InvalidValueError: If there is none, or several.
+    """
+    if not isinstance(name, str):
+        raise InvalidTypeError(
+            f"Expected `{path}.class_path` to be a name but got {name!r:.100}.", argument=path, value=name
+        )
+    module, _, short = name.rpartition(".")
+    if module and not module.replace(".", "").isidentifier():
+        module = ""
+    if not module:
+        known = _known_classes(bases)
+        found = sorted(known.get(short, []), key=lambda full: not full.startswith("lightning_fcl."))
+        if len(found) > 1:
+            raise InvalidValueError(
+                f"Expected one class {name} but there are {len(found)}.",
+                hint=f"Write the full name of one of them: {format_names(found)}.",
+                argument=path,
+                value=name,
+            )
+        if not found:
+            raise UnknownNameError(
+                f"Expected `{path}` to be {_described(bases)} but got {name}.",
+                hint=did_you_mean(name, known) or "Write the full name of a class, as in torch.optim.SGD.",
+                argument=path,
+                value=name,
+            )
+        module, _, short = found[0].rpartition(".")
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError as error:
+        first = module.partition(".")[0]
+        raise UnknownNameError(
+            f"Expected a class of a module that can be imported but got {name}: {first_line(error)}.",
+            hint=_where(first) or did_you_mean(first, ["lightning_fcl", "lightning", "torch", "torchmetrics"]),
+            argument=path,
+            value=name,
+        ) from error
+    except Exception as error:  # a module may raise anything when it is imported
+        raise InvalidValueError(
+            f"Expected a class of a module that can be imported but {module} raised {type(error).__name__}: "
+            f"{first_line(error)}.",
+            hint=f'Correct {module} until `python -c "import {module}"` works.',
+            argument=path,
+            value=name,
+        ) from error
+    if not hasattr(home, short):
+        raise UnknownNameError(
+            f"Expected a class of {module} but it has no {short}.",
+            hint=did_you_mean(short, getattr(home, "__all__", dir(home))),
+            argument=path,
+            value=name,
+        )
+    made = getattr(home, short)
+    if not isinstance(made, type):
+        if "return" in getattr(made, "__annotations__", {}):
+            return made
+        raise InvalidTypeError(
+            f"Expected a class but got {name}, a {type(made).__name__}.",
+            hint="Name a class in `class_path`.",
+            argument=path,
+            value=name,
+        )
+    if reason := other_lightning(made):
+        raise InvalidTypeError(reason, argument=path, value=name)
+    checked = [kind for kind in bases if not getattr(kind, "_is_protocol", False)]
+    if checked == [*bases] and bases and not issubclass(made, bases):
+        raise InvalidTypeError(
+            f"Expected `{path}` to be {_described(bases)} but got the class {name}.", argument=path, value=name
+        )
+    return made
+
+
+def _may_name_class(value: object, hint: Any) -> bool:
+    """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
+    is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+    return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
+
+
+def _where(module: str) -> str:
+    """Return the hint for a module that lies in a folder of the working directory; empty if there is none."""
+    found = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
+    return f"Run the command in {found[0]}, where {module}.py is." if found else ""
+
+
+def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
+    """Return the full names of the imported public subclasses of some classes, by their names."""
+    found: dict[str, list[str]] = {}
+    more = list(bases)
+    seen = set(more)
+    for kind in more:  # grows meanwhile
+        new: set[type] = set(type.__subclasses__(kind)) - seen
+        more.extend(new)
+        seen |= new
+        if not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__ and not inspect.isabstract(kind):
+            found.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
+    return found
+
+
+def _described(bases: tuple[type, ...]) -> str:
+    return " or ".join(describe(kind) for kind in bases) or "an object"
+
+
+def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return the hint with the nearest name among the arguments of a class, and of the classes in its arguments."""
+    prefix = f"{path}." if path in SECTIONS else ""
+    known = {one: f"{prefix}{one}" for one in names}
+    for argument, value in values.items():
+        if is_spec(value):
+            with contextlib.suppress(LightningFCLError):
+                inner = argument_names(_resolve(path, value["class_path"], (object,)))
+                known |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in known}
+    if near := nearest_name(name, known):
+        return f"Did you mean {known[near]}?"
+    return "" if path in SECTIONS else f"Use {format_names(names)}."
+
+
+def check_class_paths(content: object) -> None:
+    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
+    content = vars(content) if isinstance(content, Namespace) else content
+    if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
+        resolve_class(path)
+    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
+        check_class_paths(part)

@@ -1,0 +1,316 @@
+"""LightningCLI for a federation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as L
+import yaml
+from jsonargparse import ArgumentError, Namespace, set_loader
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import get_callbacks
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean
+from lightning_fcl.evaluation.results import LAST, find_run_folder, write_files, write_results
+from lightning_fcl.io.atomic import run_lock
+from lightning_fcl.io.checkpoint import newest_checkpoint, resolve_checkpoint
+from lightning_fcl.io.safe_yaml import load_yaml
+from lightning_fcl.runs.diagnosis import MODE, check_class_paths, explain_parser_error
+from lightning_fcl.runs.lightning_errors import convert_errors
+from lightning_fcl.runs.outcome import make_results
+from lightning_fcl.runs.recipe import Recipe, take_settings
+from lightning_fcl.runs.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
+from lightning_fcl.runs.secret_values import with_variables
+from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
+
+Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
+
+
+@dataclass
+class RecipeInfo:
+    """The section ``recipe`` of a recipe.
+
+    Args:
+        paper: Short name of the paper.
+        row: Name of the row of the paper's table.
+        expected: The paper's numbers, by metric.
+        measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
+        tasks: Each client's first tasks, which alone are trained, whatever ``max_epochs`` says; None: all.
+    """
+
+    paper: str = ""
+    row: str = ""
+    expected: dict[str, float] = field(default_factory=dict)
+    measure_on: Literal["test", "validation"] = "test"
+    tasks: int | None = None
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI for a federation: a fit's results lie in one folder, ``--out``; mistakes get one sentence.
+
+    A project with one is in `docs/own-project.md`.
+
+    Args:
+        model_class: The LightningModule to train; default: any, by its ``class_path``.
+        datamodule_class: A class of streams, such as a `FederatedStream` of your own.
+        program_name: What stands before ``fit`` on a command line; default: the script that runs.
+        kwargs: Arguments of LightningCLI, over those that serve a federation.
+    """
+
+    program_name = ""
+
+    def __init__(
+        self,
+        model_class: type[L.LightningModule] = L.LightningModule,
+        datamodule_class: type[L.LightningDataModule] = FederatedStream,
+        program: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self.program_name = program or self.program_name
+        _import_public_classes()
+        args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
+        first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
+        if asked := {name: skip for name, skip in self.subcommands().items() if name == first}:
+            self.subcommands = lambda: asked  # type: ignore[method-assign] # parsers of the others take as long again
+        chosen = {
+            "subclass_mode_model": model_class is L.LightningModule,
+            "seed_everything_default": 0,
+            "auto_configure_optimizers": False,
+            "save_config_callback": SaveConfig,
+            "save_config_kwargs": {"overwrite": True},
+            "trainer_defaults": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy"}},
+            **kwargs,
+        }
+        try:
+            with convert_errors():
+                super().__init__(model_class, datamodule_class, **chosen)
+        except LightningFCLError as error:
+            if chosen.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+                raise
+            self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that raises its errors and reads values within limits. A name cut short is no name."""
+        return super().init_parser(**{"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE} | kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what recipes say beside model, data and trainer."""
+        parser.add_argument("--out", type=str | None, help="folder of this run's results (default: runs/fit)")
+        parser.add_class_arguments(RecipeInfo, "recipe")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse arguments.
+
+        Raises:
+            LightningFCLError: If the parser rejects an argument.
+        """
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            raise self._explain(error, parser, args) from error
+
+    def _explain(self, error: ArgumentError, parser: LightningArgumentParser, args: ArgsType) -> LightningFCLError:
+        """Return the error that says which argument the parser rejects."""
+        command, words, content = None, list[str](), dict(args) if isinstance(args, Mapping) else {}
+        if isinstance(args, Mapping):
+            command = content.get("subcommand")
+            content = content.get(str(command), content)
+        else:
+            words = sys.argv[1:] if args is None else list(args)
+            command = next((word for word in words[:1] if word in self.subcommands()), None)
+        if command:
+            parser = self._parser(command)
+        if not isinstance(args, Mapping):
+            flags = [
+                option
+                for action in parser._actions
+                if action.nargs in (0, "?", "*")
+                for option in action.option_strings
+            ]
+            content = Recipe(tuple(take_settings(words, flags)[1])).content()
+        trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else L.Trainer
+        owners: dict[str, Callable[..., Any]] = {"trainer": trainer_class, "recipe": RecipeInfo}
+        bases: dict[str, Callable[..., Any]] = {}
+        if not (self.subclass_mode_model and parser.default_config_files):  # these may name the model
+            (bases if self.subclass_mode_model else owners)["model"] = self._model_class
+        (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
+        keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # flat ones
+        if "trainer.max_epochs" not in keys:  # a command is missing
+            given = words[0] if words else "none"
+            return UnknownNameError(
+                f"Expected one of the commands {', '.join(self.subcommands())} but got {given}.",
+                hint=did_you_mean(given, self.subcommands()),
+                value=given,
+            )
+        return explain_parser_error(error, keys, owners, bases, content)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse what would be called and makes nothing; take a checkpoint from afar here, verified, as data alone."""
+        config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
+        for name in ("data", "recipe", "trainer"):
+            if not isinstance(config[name], Namespace):
+                raise InvalidValueError(
+                    f"Expected `{name}` to hold arguments by name but got {config[name]!r}.",
+                    argument=name,
+                    value=config[name],
+                )
+        check_class_paths(config)
+        if self.config.get("subcommand") and config["ckpt_path"]:
+            if config["weights_only"] is False:
+                raise InvalidValueError(
+                    "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
+                    "values alone.",
+                    hint="Leave `weights_only` out.",
+                    argument="weights_only",
+                )
+            config["ckpt_path"], config["weights_only"] = str(resolve_checkpoint(config["ckpt_path"])), True
+
+    def instantiate_classes(self) -> None:
+        """Make the parts. An error of a class itself is raised as it is, also for an argument of several types."""
+        failed: list[Exception] = []
+
+        def make(class_type: type, *args: Any, **kwargs: Any) -> object:
+            try:
+                made: object = class_type(*args, **with_variables(kwargs, (class_type.__name__,)))
+            except Exception as error:
+                failed.append(error)
+                raise
+            failed.clear()
+            return made
+
+        self.parser.add_instantiator(make, object)
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            cause = failed[-1] if failed else error.__cause__  # of a class, or of a function
+            if type(error) is ValueError and isinstance(cause, Exception):
+                raise cause from None  # the parser's error lists all types that it has tried
+            raise
+
+    @property
+    def output_folder(self) -> Path:
+        """The run's folder: as the command line or a recipe says, or that in which the recipe of a run lies."""
+        config = self.config.get(self.config.get("subcommand") or "", self.config)
+        if config["out"] is None:
+            runs = [run for file in config.get("config") or [] if (run := find_run_folder(Path(file.relative)))]
+            return runs[-1] if runs else Path("runs/fit")
+        return Path(config["out"])
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
+        if not self.config.get("subcommand"):  # who makes the parts alone runs them, too
+            return super().instantiate_trainer(**kwargs)
+        config = self.config_init[self.config_init.subcommand]["trainer"]
+        callbacks = as_list(config["callbacks"])
+
+        def lacks(kind: type[Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in callbacks)
+
+        if self.config.subcommand == "fit":
+            last = self.output_folder / LAST
+            add_default_metrics(callbacks, self.config["fit"]["recipe"]["measure_on"])
+            switches = (config[name] is not False for name in ("enable_progress_bar", "enable_checkpointing"))
+            shows, saves = (given and not config["barebones"] for given in switches)
+            if shows and lacks(ProgressBar):
+                callbacks.append(FederatedProgressBar())
+            if saves and lacks(ModelCheckpoint):
+                saving = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+                callbacks.append(ModelCheckpoint(last.parent, last.stem, **saving))  # type: ignore[arg-type]
+            self._ending = StopAfterRound(last if saves else None)
+            callbacks.append(self._ending)
+            if config["logger"] is None and not config["barebones"]:
+                kwargs["logger"] = TensorBoardLogger(str(self.output_folder), None, "")
+            if config["default_root_dir"] is None:
+                kwargs["default_root_dir"] = str(
+                    self.output_folder
+                )  # where checkpoints of one's own go without a logger
+            if config["max_epochs"] is None:
+                kwargs["max_epochs"] = -1  # as many as the stream has: see `fit`
+            if config["enable_model_summary"] is None:
+                kwargs["enable_model_summary"] = False
+        else:  # a test leaves nothing behind
+            kwargs |= {"logger": False} if config["logger"] is None else {}
+            kwargs |= {"enable_checkpointing": False} if lacks(ModelCheckpoint) else {}
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        if self.config.subcommand == "fit" and type(trainer.strategy.checkpoint_io) is AtomicCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO(self.output_folder)
+        for callback in get_callbacks(trainer):
+            if isinstance(callback, SaveConfig):
+                callback.folder = self.output_folder
+        return trainer
+
+    @property
+    def should_write_results(self) -> bool:
+        """Whether this process writes a run's results: no fit under ``fast_dev_run`` has any."""
+        return self.trainer.is_global_zero and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
+
+    def fit(self, model: L.LightningModule, **arguments: Any) -> None:
+        """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
+        config, first = self.config["fit"], self.trainer.is_global_zero
+        with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
+            tasks, given = config["recipe"]["tasks"], config["trainer"]
+            if not given["fast_dev_run"] and (tasks or given["max_epochs"] is None):
+                self.datamodule.trainer = self.trainer
+                self.datamodule.setup("fit")
+                self.trainer.fit_loop.max_epochs = self.datamodule.plan.num_rounds_of_tasks(tasks)
+            self.trainer.fit(model, **arguments)
+            if self.should_write_results:
+                program = self.program_name or shlex.join(["python", sys.argv[0]])
+                command = f"{program} fit {shlex.join(['--config', str(self.output_folder / 'config.yaml')])}"
+                write_results(self.output_folder, make_results(self.trainer, self.datamodule, config, command))
+                write_files(self.output_folder)
+            done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
+            self._ending.check(
+                self.program_name,
+                self.output_folder,
+                done,
+                rounds,
+                newest_checkpoint(self.output_folder / "checkpoints"),
+            )
+
+
+class FitCLI(FederatedCLI):
+    """The command ``lightning-fcl fit``, which prints how many clients train in a round."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        get_callbacks(trainer).append(PrintParticipation())
+        return trainer
+
+
+def add_default_metrics(callbacks: list[Callback], measure_on: Literal["test", "validation"]) -> None:
+    """Measure by `ContinualMetrics`, on the samples that a recipe says."""
+    if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
+        callbacks.append(ContinualMetrics())
+    for callback in callbacks if measure_on == "validation" else ():
+        if isinstance(callback, ContinualMetrics):
+            callback.on = "validation"
+
+
+def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
+    return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
+
+
+def _import_public_classes() -> None:
+    """Import the classes that recipes may name without a module: the parser finds short names of imported classes."""
+    for package in map(import_module, ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")):
+        for name in dir(package):
+            getattr(package, name)
+
+
+set_loader(MODE, load_yaml, (yaml.YAMLError,))

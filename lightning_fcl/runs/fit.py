@@ -1,0 +1,82 @@
+"""Running of a recipe by LightningCLI, and the recipe with every default."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+
+from lightning_fcl.errors import one_of
+from lightning_fcl.runs.federated_cli import FederatedCLI
+from lightning_fcl.runs.recipe import Recipe
+
+CLI = TypeVar("CLI", bound=FederatedCLI)
+
+
+def run_cli(command: str, recipe: Recipe, cli_class: type[CLI]) -> CLI:
+    """Run ``fit`` or ``test`` of a recipe, by a kind of `FederatedCLI`."""
+    return make_cli({"subcommand": command, command: recipe.content()}, cli_class)
+
+
+def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
+    """Make a command line of a dictionary, or of words, and run its command unless ``runs`` is False."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for nothing_to_mend in (
+        "LightningCLI's args parameter is intended",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "The `srun` command is available",
+        "`LightningModule.configure_optimizers` returned `None`",  # a baseline that learns nothing
+        "Be aware that when using `ckpt_path`, callbacks used",  # a test needs none of them
+    ):
+        warnings.filterwarnings("ignore", nothing_to_mend)
+    return kind(program="lightning-fcl", args=arguments, run=runs, trainer_defaults=None)
+
+
+class _ParsedError(Exception):
+    """A recipe has been parsed, and nothing is to be made of it."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
+        self.parser, self.config = parser, config
+
+
+class _ParserOnly(FederatedCLI):
+    """Parses a recipe and makes nothing of it."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        fit = self._parser("fit")
+        if isinstance(args, Mapping) and args["fit"]:
+            super().parse_arguments(parser, args)
+            config = self.config["fit"]
+        else:  # a recipe that says nothing: all defaults
+            config = fit.get_defaults(skip_validation=True)
+        raise _ParsedError(fit, config)
+
+
+def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
+    """Return a recipe with every default, checked, as YAML.
+
+    Args:
+        recipe: The recipe.
+        flags: Flags of ``--print_config``, such as ``"comments"``.
+    """
+    known = {"comments": "with_comments", "skip_default": "skip_default", "skip_unset": "skip_unset"}
+    known["skip_null"] = known["skip_unset"]
+    for flag in flags:
+        one_of(tuple(known), print_config=flag)
+    chosen: dict[str, Any] = {"skip_unset": False} | {known[flag]: True for flag in flags}
+    try:
+        run_cli("fit", recipe, _ParserOnly)
+    except _ParsedError as parsed:
+        text: str = parsed.parser.dump(parsed.config, skip_validation=True, **chosen)
+        return text
+    raise AssertionError("the recipe was not parsed")
+
+
+def resolve_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe with every default, checked."""
+    return dict(yaml.safe_load(resolved_text(recipe)))

@@ -1,0 +1,260 @@
+"""What recipes stand for: their parts, tried without training, or with the state of a run's checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_fcl.callbacks import BaseSession, Pretrain
+from lightning_fcl.data.partition import Dirichlet
+from lightning_fcl.data.scenarios import EMPTY
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks
+from lightning_fcl.errors import MissingValueError
+from lightning_fcl.federation.aggregation import check_state
+from lightning_fcl.io.checkpoint import get_run_checkpoint, read_checkpoint, require_checkpoint_file
+from lightning_fcl.methods.context import is_labelled
+from lightning_fcl.methods.dry_run import first_indices
+from lightning_fcl.methods.method import Method
+from lightning_fcl.runs.federated_cli import FederatedCLI, add_default_metrics, as_list
+from lightning_fcl.runs.fit import make_cli
+from lightning_fcl.runs.lightning_errors import convert_errors
+from lightning_fcl.runs.outcome import raise_no_round
+from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.simulation.checkpoint_content import check_states
+from lightning_fcl.simulation.setup_checks import check_ranks
+from lightning_fcl.simulation.strategy import FederatedStrategy
+from lightning_fcl.tasks.base import Task
+from lightning_fcl.tasks.classification import Classifier
+
+log = logging.getLogger(__name__)
+
+
+class LoadedRecipe(FederatedCLI):
+    """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        for name in ("--ckpt_path", "--weights_only"):
+            parser.add_argument(name)
+
+    def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
+        strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
+        self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
+        self.callbacks: list[Callback] = as_list(callbacks)
+
+    def make_trainer(self) -> L.Trainer:
+        """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
+        given = self.config_init["trainer"]
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
+        quiet = {"logger": False, "enable_model_summary": False}
+        if given["enable_checkpointing"] is not False:
+            quiet["enable_checkpointing"] = saves
+        named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
+        parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
+        with convert_errors():
+            self.datamodule.setup("fit")
+            if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
+                parts["max_epochs"] = self.datamodule.plan.num_rounds_of_tasks(tasks)
+            return L.Trainer(**{**vars(given), **parts, **quiet})
+
+
+def load_recipe(recipe: Recipe) -> LoadedRecipe:
+    """Make the parts that a recipe names."""
+    if not recipe.files:
+        raise MissingValueError(
+            "Expected at least one recipe but got none.",
+            hint="Pass the name or the file of a recipe, such as quickstart.",
+        )
+    return make_cli(recipe.with_values({"seed_everything": False}).content(), LoadedRecipe, runs=False)
+
+
+def load_trained_recipe(run: Path) -> LoadedRecipe:
+    """A run's recipe, with the state of its newest checkpoint in the model."""
+    checkpoint = load_newest_checkpoint(run)
+    return load_into_recipe(load_recipe(Recipe((run / "config.yaml",))), checkpoint)
+
+
+def load_newest_checkpoint(run: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run: tensors and plain values."""
+    return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), get_run_checkpoint(run))
+
+
+def load_into_recipe(recipe: LoadedRecipe, checkpoint: dict[str, Any]) -> LoadedRecipe:
+    for callback in recipe.callbacks:
+        if isinstance(callback, BaseSession):
+            callback.freeze(recipe.model.model)
+    check_state(recipe.model, checkpoint["state_dict"])
+    recipe.model.load_state_dict(checkpoint["state_dict"])
+    recipe.model.on_load_checkpoint(checkpoint)
+    return recipe
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """Set up a fit of a recipe without training, and return a description of its parts."""
+    parts = load_recipe(recipe)
+    trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
+    callbacks = get_callbacks(trainer)
+    methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
+    # Without what trains before the first round, shows or saves.
+    callbacks[:] = [one for one in callbacks if not isinstance(one, ProgressBar | OnExceptionCheckpoint)]
+    callbacks[:] = [_Checks(one) if isinstance(one, BaseSession) else one for one in callbacks]
+    for callback in callbacks:
+        if isinstance(callback, Pretrain):
+            callback.epochs = 0
+    add_default_metrics(callbacks, parts.config["recipe"]["measure_on"])
+    given = parts.config["trainer"]
+    saves = given["enable_checkpointing"] is not False and not given["barebones"]
+    callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))
+    if parts.config["ckpt_path"]:
+        require_checkpoint_file(parts.config["ckpt_path"])
+    if parts.config["trainer"]["logger"] is not False and not parts.config["trainer"]["barebones"]:
+        trainer.logger = DummyLogger()
+    with convert_errors():
+        try:
+            trainer.fit(task, datamodule=stream)
+        except _WouldTrainError:
+            shape = _outputs(task, stream, trainer)
+        else:
+            raise_no_round(trainer)
+    plan, participation = stream.plan, parts.strategy.federation.participation
+    numbers = sum(parameter.numel() for parameter in task.parameters())
+    experiences = max(map(max, plan.experiences.values())) + 1
+    batch = _samples(stream)
+    sample = _shape_of(batch[0] if is_labelled(batch) else batch)
+    lines = {
+        "data": f"{len(plan.groups):,} samples of shape {sample}, {len(stream.classes)} classes",
+        "federation": f"{len(plan.clients)} clients, {plan.rounds} rounds, {experiences} experiences",
+        "training": participation.describe(len(plan.clients)),
+        "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
+        "methods": ", ".join(methods) or "none: plain fine-tuning",
+    }
+    if few := _small_clients(stream):
+        lines["min_size"] = few
+    return "\n".join(["All of it fits.", *(f"{name:11}{what}" for name, what in lines.items())])
+
+
+class _WouldTrainError(Exception):
+    """A fit has come to its first round, and has refused nothing."""
+
+
+class _Enough(Callback):
+    """A callback that ends a fit when its first round begins, before the users' callbacks run.
+
+    Args:
+        processes: Number of processes of the fit.
+        saves: Whether the fit writes checkpoints.
+    """
+
+    def __init__(self, processes: int, saves: bool) -> None:
+        self._processes, self._saves = processes, saves
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(trainer.strategy, FederatedStrategy):
+            check_ranks(trainer.strategy.federation, self._processes)
+        callbacks = get_callbacks(trainer)
+        if self._saves:
+            check_states(callbacks)
+        callbacks[:] = [one for one in callbacks if type(one).__module__.startswith("lightning_fcl.")]
+        raise _WouldTrainError
+
+
+class _Checks(Callback):
+    """Stands for a base session: refuses what that does, and trains none."""
+
+    def __init__(self, session: BaseSession) -> None:
+        self._session = session
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        callbacks = get_callbacks(trainer)
+        self._session.check_stream(pl_module, callbacks[: callbacks.index(self)], find_stream(trainer))
+
+
+def _processes(strategy: object) -> int:
+    """How many processes a strategy would have started, which starts none now."""
+    if not isinstance(strategy, FederatedStrategy):
+        return 1
+    wanted = strategy.expected
+    strategy.parallel_devices, strategy.num_nodes, strategy._launcher = (strategy.parallel_devices or [])[:1], 1, None
+    return wanted
+
+
+def _samples(stream: FederatedStream) -> Any:
+    """Return two samples as a batch."""
+    plan = stream.plan
+    with isolate_rng():
+        for part, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_indices(stream))):
+            if rows is not None and len(rows):
+                return stream.samples.get(rows[:2], part)
+    return None
+
+
+@torch.no_grad()
+def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> str:
+    """Return the shape of a module's output for a sample; empty if `forward` takes something else than the sample."""
+    batch = trainer.precision_plugin.convert_input(_samples(stream))
+    if not is_labelled(batch):
+        return ""
+    x, y = batch
+    try:
+        with trainer.precision_plugin.forward_context():
+            outputs = task.eval()(x)
+    except Exception as error:  # The steps of a user's module may prepare what `forward` takes.
+        if isinstance(task, Task):
+            raise
+        log.debug("`forward` cannot process a sample.", exc_info=error)
+        return ""
+    if isinstance(task, Classifier) and not task.task_incremental:
+        task.sample_loss(outputs, y)
+    return _shape_of(outputs)
+
+
+def _shape_of(value: object) -> str:
+    """Return the shapes of the tensors of a batch or an output, without the batch dimension.
+
+    Example:
+        >>> _shape_of({"logits": torch.zeros(2, 10), "features": [torch.zeros(2, 4, 4)]})
+        '{logits: (10,), features: [(4, 4)]}'
+    """
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape[1:]))
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape_of(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shape_of, value)) + "]"
+    return type(value).__name__
+
+
+def _small_clients(stream: FederatedStream) -> str:
+    """Return which clients have fewer samples in an experience than the `min_size` of the partition; empty if none."""
+    plan, least = stream.plan, stream.partition.min_size if isinstance(stream.partition, Dirichlet) else 1
+    sizes: dict[tuple[str, int], int] = {}
+    for client, numbers in plan.experiences.items():
+        for experience in range(max(numbers) + 1 if least > 1 else 0):
+            rounds = [r for r, number in enumerate(numbers) if number == experience]
+            rows = np.unique(np.concatenate([EMPTY, *(plan.train[r].get(client, EMPTY) for r in rounds)]))
+            if len(rows) < least:
+                sizes[client, experience] = len(rows)
+    if not sizes:
+        return ""
+    (client, experience), fewest = min(sizes.items(), key=itemgetter(1))
+    number = len({client for client, _ in sizes})
+    return (
+        f"{number} of {len(plan.clients)} clients have fewer than {least} samples in an experience, such as client "
+        f"{client} with {fewest} in experience {experience}: `min_size` counts the whole stream"
+    )

@@ -1,0 +1,82 @@
+"""Results of a fit, as ``results.json`` has them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as L
+import torch
+
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
+from lightning_fcl.data.samples import data_name
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.record import truncate_record
+from lightning_fcl.io.reading import read_text
+from lightning_fcl.methods.method import Method
+
+
+def make_results(
+    trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str
+) -> dict[str, Any]:
+    """What a fit has come to, as its ``results.json`` tells it."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
+    if not metrics.record.get("rounds"):
+        raise_no_round(trainer)
+    recipe, module = config["recipe"], trainer.lightning_module
+    inner = [type(child).__name__ for child in module.children()][:1]
+    methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
+    shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
+    record = truncate_record(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
+    results = {
+        "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
+        "parts": {
+            "model": " in ".join([*inner, type(module).__name__]),
+            "data": ", ".join([data_name(stream.data), *shared]),
+            "methods": ", ".join(methods) or "none: averaging alone",
+        },
+        "seed": config["seed_everything"],
+        "measured_on": metrics.on,
+        "metrics": summarize(record),
+        "record": record,
+        "expected": dict(recipe["expected"]),
+        # What an editable installation says of itself is as old as the installation.
+        "versions": {"lightning-fcl": __version__}
+        | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
+        "machine": _machine(),
+        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
+        "command": command,
+        "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
+    }
+    if recipe["tasks"]:
+        results["tasks"] = recipe["tasks"]
+    for callback in callbacks:
+        if isinstance(callback, ActivationDensity):
+            results["densities"] = callback.record
+    return results
+
+
+def raise_no_round(trainer: L.Trainer) -> NoReturn:
+    """Refuse a fit that has ended before its first round."""
+    raise InvalidValueError(
+        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` ended "
+        "it before its first.",
+        hint="Increase it, or leave it out to train all rounds of the stream.",
+    )
+
+
+def _machine() -> str:
+    """The machine in a line: processor, cores and threads, or the GPU."""
+    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    named = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
+    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
+    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"

@@ -1,0 +1,226 @@
+"""Recipes by name: the quickstart, or a row of a paper's table, as ``flwf/flwf-2t-ft`` or ``fedvit/fedvit@small``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
+from lightning_fcl.io.paths import safe_join
+from lightning_fcl.io.reading import read_text
+from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: in the installed package, or at the top of a checkout."""
+    here = Path(__file__).parent.parent
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+
+
+def paper_folder(paper: str) -> Path:
+    """The folder of a paper's recipes."""
+    papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
+    one_of(papers, paper=paper)
+    return recipes_folder() / paper
+
+
+def read_rows(folder: Path) -> dict[str, Any]:
+    """What ``rows.yaml`` of a paper's folder says."""
+    content: dict[str, Any] = yaml.safe_load(read_text(folder / "rows.yaml"))
+    return content
+
+
+def scale_folder(recipes: Path, scale: str) -> Path:
+    """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
+    return recipes if scale == "paper" else safe_join(recipes, scale)
+
+
+@dataclass(frozen=True)
+class RowEntry:
+    """What ``rows.yaml`` says of a row.
+
+    Args:
+        configs: Its files, behind the one that all rows begin with.
+        set: Further arguments by their dotted names.
+        scaled: More of these at some scales.
+        expected: The paper's numbers, where they are not in the files.
+        scales: Those at which it is run; None: all.
+        notes: What tables tell of it beside its numbers, by the column.
+        search: The file of the search for its settings.
+    """
+
+    configs: Sequence[str]
+    set: Mapping[str, Any] = field(default_factory=dict)
+    scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    expected: Mapping[str, float] | None = None
+    scales: Sequence[str] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    search: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe, such as a row of a paper's table.
+
+    Args:
+        title: Its name in the table.
+        configs: Its files, later ones over earlier ones.
+        expected: The paper's numbers, where they are not in the files.
+        settings: Values that go over those of its files.
+    """
+
+    title: str
+    configs: tuple[Path, ...]
+    expected: Mapping[str, float] | None = None
+    settings: tuple[Setting, ...] = ()
+
+    @property
+    def slug(self) -> str:
+        """Its name as that of a folder: of a row that is a file, the file's."""
+        return self.configs[-1].stem if self.expected is None else slug(self.title)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Its files and settings, with the name of the row and the paper's numbers."""
+        recipe = Recipe((*self.configs, *self.settings))
+        if self.expected is None:
+            return recipe
+        return recipe.with_values({"recipe.row": self.title, "recipe.expected": json.dumps(self.expected)})
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the last file's head, as far as its first line has it."""
+        first = read_text(self.configs[-1]).partition("\n")[0]
+        return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
+
+
+def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
+    """Every row of a paper's table at a scale, or the ``rows`` asked for, from ``rows.yaml``: see `expand_grids`."""
+    content = read_rows(folder)
+    entries = expand_grids(content)
+    at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
+    for title in rows or ():
+        one_of(entries, rows=title)
+        if title not in at_scale:
+            scales = ", ".join(entries[title].scales or ())
+            raise InvalidValueError(
+                f"Expected `scale` to be one of {scales} for row {title} but got {scale}.",
+                argument="scale",
+                value=scale,
+            )
+    result = {}
+    for title in rows or at_scale:
+        entry = entries[title]
+        values = {**entry.set, **entry.scaled.get(scale, {})}
+        settings = tuple(Setting(name, v if isinstance(v, str) else json.dumps(v)) for name, v in values.items())
+        configs = tuple(folder / name for name in (content["base"], *entry.configs))
+        result[title] = Row(title, configs, entry.expected, settings)
+    return result
+
+
+def scaled_configs(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
+    """A row's files, and that of a scale, which goes over them."""
+    if scale == "paper":
+        return tuple(configs)
+    scaling = configs[0].with_name(f"scale-{scale}.yaml")
+    one_of([*sorted(path.stem[len("scale-") :] for path in scaling.parent.glob("scale-*.yaml")), "paper"], scale=scale)
+    return (*configs, scaling)
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
+    """All rows of a ``rows.yaml``: ``rows`` gives each its own file, or more of it; further ones are made by ``grids``.
+
+    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs``, in which
+    ``{row}`` stands for the row's name as that of a file, and ``set``. The new rows are called by both names.
+    ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
+    """
+    rows = {
+        title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry])
+        for title, entry in content["rows"].items()
+    }
+    result = dict(rows)
+    for grid in content.get("grids", []):
+        expected = grid.get("expected", {})
+        made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
+        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*made})
+        if unknown:
+            raise InvalidValueError(
+                f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.",
+                argument="rows",
+                value=unknown[0],
+            )
+        for change, more in grid["with"].items():
+            for title in grid["rows"]:
+                row = rows[title]
+                result[f"{change} {title}"] = replace(
+                    row,
+                    configs=[*row.configs, *(name.format(row=slug(title)) for name in more.get("configs", []))],
+                    set={**row.set, **more.get("set", {})},
+                    expected=expected.get(f"{change} {title}", {}),
+                    scales=grid.get("scales"),
+                )
+    return result
+
+
+def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
+    """Of each change that the ``grids`` of a ``rows.yaml`` make, by its name, the rows that it changes and their notes.
+
+    Example:
+        >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}
+        >>> list_protocols({"rows": rows, "grids": [{"with": {"P": {}}, "rows": ["a", "b"]}]})
+        {'P': {'a': {'logits': 'all'}, 'b': {}}}
+    """
+    entries, found = expand_grids(content), dict[str, dict[str, Mapping[str, str]]]()
+    for grid in content.get("grids", []):
+        for change in grid["with"]:
+            found.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
+    return found
+
+
+def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
+    """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
+    found = {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
+    for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
+        for row in paper_rows(folder, None, scale).values() if paper in ("", folder.name) else ():
+            with suppress(ValueError):  # the paper has no such scale
+                found[f"{folder.name}/{row.slug}"] = replace(row, configs=scaled_configs(row.configs, scale))
+    return found
+
+
+def find_recipe(name: str) -> Row:
+    """The recipe of the package, or of a YAML file, that a name or a path tells."""
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
+        read_recipe_file(Path(name))
+        return Row(Path(name).stem, (Path(name),))
+    if Path(name).parts[:1] == ("runs",) or Path(name).is_absolute() or Path(name).is_dir():
+        raise MissingFileError(
+            f"Expected a run's folder or a recipe at {name} but there is "
+            f"{'another folder' if Path(name).is_dir() else 'none'}.",
+            hint="Pass a folder that `lightning-fcl fit` has written, or a YAML file.",
+            value=name,
+        )
+    plain, _, scale = name.partition("@")
+    known = list_recipes(scale or "paper", plain.partition("/")[0])
+    if plain not in known:
+        known = list_recipes(scale or "paper")
+        raise UnknownNameError(
+            f"Expected the name of a recipe, or of a YAML file, but got {name}.",
+            hint=f"{did_you_mean(plain, known)} List all names with `lightning-fcl ls recipes`.",
+        )
+    return known[plain]
+
+
+def find_recipes(names: Sequence[str]) -> Recipe:
+    """Some recipes as one, later ones over earlier ones."""
+    return Recipe(tuple(layer for name in names for layer in find_recipe(name).recipe.layers))

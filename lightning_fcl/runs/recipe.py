@@ -1,0 +1,153 @@
+"""A recipe: files and settings, merged into one dictionary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.io.safe_yaml import read_yaml
+from lightning_fcl.runs.merging import SECTIONS, merge
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that goes over those of the files before it.
+
+    Args:
+        name: Dotted name, such as ``data.partition.clients``. An entry of a list goes by its position at the end, or
+            by the name of its class, as in ``trainer.callbacks.Replay.max_size``. A ``+`` at its end appends to a list.
+        value: The value, or its text, which is read by the type of the argument.
+    """
+
+    name: str
+    value: Any
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The words of a command line that say the same."""
+        return f"--{self.name}", self.value if isinstance(self.value, str) else json.dumps(self.value)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Files and settings, of which later ones replace values of earlier ones.
+
+    Args:
+        layers: The files and settings.
+    """
+
+    layers: tuple[Path | Setting, ...] = ()
+
+    @classmethod
+    def of_words(cls, words: Sequence[str]) -> Recipe:
+        """Return the files and settings that the words of a command line name.
+
+        Example:
+            >>> Recipe.of_words(["--config", "mine.yaml", "--data.batch_size=16"]).words
+            ['--config', 'mine.yaml', '--data.batch_size', '16']
+        """
+        return cls(tuple(take_settings(words, ())[1]))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, Path))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, Setting))
+
+    @property
+    def words(self) -> list[str]:
+        """The words of a command line that name it."""
+        pairs = [("--config", str(one)) if isinstance(one, Path) else one.words for one in self.layers]
+        return [word for pair in pairs for word in pair]
+
+    def with_layers(self, *layers: Path | Setting) -> Recipe:
+        """Return the recipe with more files and settings, which go over it."""
+        return replace(self, layers=(*self.layers, *layers))
+
+    def with_values(self, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with more settings, by their dotted names."""
+        return self.with_layers(*(Setting(name, value) for name, value in values.items()))
+
+    def content(self) -> dict[str, Any]:
+        """Return the values of all layers as one dictionary.
+
+        Raises:
+            InvalidValueError: If a file holds no settings by name, or is too large.
+            MissingFileError: If a file does not exist.
+            UnknownNameError: If a list has no entry of a class that a setting names, or a class a misspelt key.
+        """
+        whole: dict[str, Any] = {}
+        for layer in self.layers:
+            values = read_recipe_file(layer) if isinstance(layer, Path) else {layer.name: layer.value}
+            for name, value in values.items():
+                if name in ("subcommand", "config"):
+                    raise UnknownNameError(
+                        f"Expected {', '.join(SECTIONS[:3])} or the like in a recipe but got `{name}`.",
+                        hint="Pass further recipes on the command line, as in `--config FILE`.",
+                        argument=str(name),
+                    )
+                if value is not None or name not in SECTIONS:
+                    files = (layer,) if isinstance(layer, Path) else ()
+                    merge(whole, {str(name): value}, files)
+        return whole
+
+
+def read_recipe_file(path: Path) -> dict[str, Any]:
+    """Return the content of a recipe's file."""
+    if not path.exists():
+        raise MissingFileError(
+            f"Expected a recipe at {path} but there is no such file.",
+            hint="Pass an existing file, or a name of `lightning-fcl ls recipes`.",
+        )
+    if path.is_dir():
+        raise InvalidValueError(
+            f"Expected a recipe at {path} but it is a folder.",
+            hint="Pass a file, or the folder of a run, as in `lightning-fcl fit runs/fit`.",
+            value=path,
+        )
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise InvalidValueError(
+            f"Expected {path} to hold settings by name, as in trainer: {{max_epochs: 3}}, but got "
+            f"{'nothing' if content is None else f'{content!r:.100}'}.",
+            value=content,
+        )
+    return content
+
+
+def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[Path | Setting]]:
+    """Return the words that belong to the options of a command, and the files and settings among the others, in order.
+
+    Args:
+        words: The words of a command line.
+        known: The options of the command, such as ``--out``.
+    """
+    rest, layers, more = list[str](), list[Path | Setting](), list(words)
+    while more:
+        word = more.pop(0)
+        option, equals, value = word.partition("=")
+        if option == "--config":
+            if not equals and not more:
+                raise MissingValueError(
+                    "Expected a file behind `--config` but got none.",
+                    hint="Write --config=FILE.",
+                    argument="--config",
+                )
+            layers.append(Path(value if equals else more.pop(0)))
+        elif not option.startswith("--") or option == "--" or option in known:
+            rest.append(word)
+        elif equals or (more and not more[0].startswith("--")):
+            layers.append(Setting(option[2:], value if equals else more.pop(0)))
+        else:
+            raise MissingValueError(
+                f"Expected a value behind `{option}` but got none.",
+                hint=did_you_mean(option, known) or f"Write {option}=VALUE.",
+                argument=option,
+            )
+    return rest, layers

@@ -1,0 +1,117 @@
+"""The callbacks of every fit from a command line: its ``config.yaml``, and its end where it is told to stop."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning.pytorch as L
+import yaml
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import SaveConfigCallback
+
+from lightning_fcl.data.trainer_access import find_stream
+from lightning_fcl.evaluation.results import CONFIG, clear_run
+from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.io.atomic import write_atomic
+from lightning_fcl.runs.secret_values import secrets_of, without_secrets
+from lightning_fcl.runs.signals import Stopped, stop
+
+_PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
+
+
+class SaveConfig(SaveConfigCallback):
+    """A callback that writes ``config.yaml`` when training starts, with names of variables in place of secrets.
+
+    A fit that is rejected before training leaves the file of an earlier run.
+    """
+
+    folder = Path("runs/fit")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not trainer.ckpt_path:
+            clear_run(self.folder)
+        config = self.config.clone()
+        for name in _PLACES:
+            config.pop(name, None)
+        text = self.parser.dump(config, skip_unset=False, skip_validation=True)
+        content = yaml.safe_load(text)
+        if any(secrets_of(content)):
+            text = yaml.safe_dump(without_secrets(content), sort_keys=False, allow_unicode=True)
+        write_atomic(self.folder / CONFIG, text)
+
+
+class PrintParticipation(Callback):
+    """A callback that prints how many clients train in a round when a fit starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation, stream = find_federation(trainer), find_stream(trainer)
+        if federation is not None and stream is not None and trainer.is_global_zero:
+            print(f"Federation: {federation.participation.describe(len(stream.plan.clients))}")
+
+
+class StopAfterRound(Callback):
+    """Ends a fit with the round in which Ctrl-C or SIGTERM came, where Lightning would cut that round short.
+
+    A round is the safe point: within one, some clients have kept what they learnt in it and others have not.
+
+    Args:
+        checkpoint: Where that of the last round goes if no other callback writes one; None: nowhere.
+    """
+
+    def __init__(self, checkpoint: Path | None) -> None:
+        self._checkpoint = checkpoint
+        self._saved = -1  # the round of the newest checkpoint
+        self._told = False  # whether any process of the federation was told to stop
+        self._patience = ExitStack()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stop.install()
+        self._patience.enter_context(
+            stop.defer_stop(
+                lambda: (
+                    f"stopping after this round, {trainer.current_epoch + 1} of {trainer.max_epochs}, with the results "
+                    "so far."
+                )
+            )
+        )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._told = trainer.strategy.reduce_boolean_decision(bool(stop.signal), all=False)
+        if self._told:
+            trainer.fit_loop.min_epochs = None
+            trainer.fit_loop.epoch_loop.min_steps = None
+            trainer.should_stop = True
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        self._saved = trainer.current_epoch
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._told and self._checkpoint is not None and self._saved + 1 < trainer.current_epoch:
+            trainer.save_checkpoint(self._checkpoint)
+
+    def close(self) -> None:
+        """From now on a signal ends the process at once."""
+        self._patience.close()
+
+    def check(self, program: str, out: Path, num_finished_rounds: int, rounds: int, checkpoint: Path | None) -> None:
+        """Say how to go on if the fit was told to stop."""
+        if not stop.signal:
+            return
+        report = f"Results of the rounds done: {out / 'report.html'}"
+        if num_finished_rounds >= rounds:
+            raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
+        words = ["python", sys.argv[0], "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
+        words = [program, "fit", str(out)] if program else words
+        advice = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
+        raise Stopped(stop.signal, f"stopped after round {num_finished_rounds} of {rounds}. {report}\n{advice}")

@@ -1,0 +1,237 @@
+"""The clients of a round that train side by side, often a single one, and the batches that they train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_fcl.data.batching import Batch, BatchRequest, ShapeGroup, concat_nested, group_by_shape, index_nested
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.plain_tensors import plain_samples
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import ClientState
+from lightning_fcl.federation.local_trainer import LocalResult, LocalTrainer
+from lightning_fcl.federation.protocols import FederationProtocol
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
+from lightning_fcl.methods.method_round import LocalRound
+from lightning_fcl.methods.replay_samples import JoiningSamples, write_samples
+
+
+class ClientGroup:
+    """Some clients of a round that train side by side, and their batches, those with most batches first.
+
+    Args:
+        federation: The federation.
+        local_trainer: Trains the clients.
+        every: Number of batches per optimizer step.
+        clients: The clients.
+        replayed: Returns the replay samples that join the batches of a client. None: no method has any.
+        local_epochs: Each client's local epochs, shape (clients,).
+        batches_per_epoch: The batches of each of these, shape (clients,).
+        index: The samples in their batches, shape (clients, steps, batch), as `plan_group_batches` gives them.
+        sample_lengths: How many there are in each batch, shape (clients, steps).
+    """
+
+    def __init__(
+        self,
+        federation: FederationProtocol,
+        local_trainer: LocalTrainer,
+        every: int,
+        clients: ClientRounds,
+        replayed: Callable[[ClientRound], JoiningSamples] | None,
+        local_epochs: IntArray,
+        batches_per_epoch: IntArray,
+        index: IntArray,
+        sample_lengths: IntArray,
+    ) -> None:
+        self._stream = federation.stream
+        self._seed = federation.seed
+        self._every = every
+        # Batches of modules' own steps are stacked and never padded: lists of `ShapeGroup`.
+        self._stacked, self._alike = local_trainer.is_stacked, isinstance(local_trainer, StepTrainer)
+        self.clients = clients
+        self.received: Sequence[State] = ()  # what each has received at the start of the round
+        self.kept: Sequence[ClientState] = ()  # each client's state before the round
+        self.entered: Sequence[ClientState] = ()  # each client's state at the start of the round, see `enter_round`
+        self.step = 0  # of the batch at hand
+        self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
+        self._rows = [self._stream.plan.train[clients.round_idx][client] for client in clients.client_ids]
+        self._replayed, self._epochs, self._per_epoch = replayed, local_epochs, batches_per_epoch
+        self._index, self._lengths = index, sample_lengths
+        self._active: list[int] = np.count_nonzero(sample_lengths, axis=0).tolist()  # clients with a batch in each step
+        self._widths: list[int] = sample_lengths.max(axis=0).tolist()  # the samples in the largest
+        self._read: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        """The batches of the client that has most."""
+        return int(self._index.shape[1])
+
+    @property
+    def client_round(self) -> ClientRound | None:
+        """The only client; None where several may train side by side."""
+        return None if self._stacked else self.clients[0]
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the batch at hand is the last one."""
+        return self.step == len(self) - 1
+
+    @property
+    def local_epoch(self) -> int:
+        """The local epoch, from 0, of the batch at hand; of several clients, that of the one with most batches."""
+        return self._epoch(0, self.step)
+
+    @property
+    def active(self) -> int:
+        """How many clients, from the front, train on the batch at hand."""
+        return self._active[self.step]
+
+    def client_samples(self, row: int) -> Any:
+        """The samples of one of the clients, by its number, without the remembered ones."""
+        if not self._stream.samples.is_random:
+            return self._stream.get_samples(self._rows[row])
+        if row not in self._read:
+            client, round = self.clients.client_ids[row], self.clients.round_idx
+            self._read[row] = self._stream.client_samples(client, round, self._seed)
+        return self._read[row]
+
+    def local_round(self, row: int, trained: LocalResult) -> LocalRound:
+        """Return what methods need of one of the clients after its local training."""
+        return LocalRound(
+            self.clients[row],
+            self.received[row],
+            self.kept[row],
+            self.entered[row],
+            -(-self.batches_of(row) // self._every),
+            trained.trained_state(row),
+            trained.method_states[row],
+            partial(self.client_samples, row),
+        )
+
+    def batches_of(self, row: int) -> int:
+        """Return the number of batches of one of the clients."""
+        return int(np.count_nonzero(self._lengths[row]))
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """What is to be read for the batches, one client's after the other's."""
+        for step in range(len(self)):
+            for row in range(self._active[step]):
+                chosen = self._chosen(row, step)
+                rows = self._rows[row][chosen[chosen < self.clients.samples[row]]]
+                place = self._epoch(row, step), step
+                yield BatchRequest.keyed(rows, self._seed, self.clients.client_ids[row], self.clients.round_idx, *place)
+
+    def batches(self, read: Iterator[Any] | None) -> Iterator[Any]:
+        """The batches in order.
+
+        Args:
+            read: What comes for `requests`; None: samples are taken from memory, all at once.
+        """
+        nothing = [JoiningSamples()] * len(self._rows)
+        extra = nothing if self._replayed is None else [self._replayed(part) for part in self.clients]
+        shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
+        taken = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
+        for self.step, batch in enumerate(taken):
+            self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
+            yield batch
+
+    def _batches_in_memory(self, extra: Sequence[JoiningSamples]) -> Iterator[Any]:
+        """Batches of samples in memory."""
+        rows, places = np.concatenate(self._rows), self._places()
+        rehearsed, pool = self.clients.num_replay_samples, None
+        seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None  # stored pixels take less room
+        if seen_again or (rehearsed is not None and rehearsed.any()):
+            pool = concat_nested([self._stream.get_samples(rows), *(own.samples for own in extra if len(own))])
+
+        def take(chosen: IntArray) -> Any:
+            return (
+                self._stream.get_samples(rows[chosen]) if pool is None else index_nested(pool, torch.from_numpy(chosen))
+            )
+
+        transforms = self._replayed is not None and any(own.is_transformed for own in extra)
+        for step in range(len(self)):
+            if self._alike:
+                lengths = self._lengths[:, step]
+                groups = [(np.flatnonzero(lengths == length), length) for length in np.unique(lengths[lengths > 0])]
+                batch = [ShapeGroup(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
+            else:
+                batch = take(places[slice(self._active[step]) if self._stacked else 0, step, : self._widths[step]])
+            if transforms:
+                for row, own_batch in self._each(batch, step):
+                    self._transform(own_batch, extra[row], row, step)
+            yield batch
+
+    def _each(self, batch: Any, step: int) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each client with its part of a batch. The tensors are views."""
+        if self._alike:
+            parts = ((row, one.batch, at) for one in batch for at, row in enumerate(one.rows.tolist()))
+        elif self._stacked:
+            parts = ((row, batch, row) for row in range(self._active[step]))
+        else:
+            yield 0, batch
+            return
+        yield from ((row, apply_to_collection(stacked, Tensor, itemgetter(at))) for row, stacked, at in parts)
+
+    def _arriving(self, read: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
+        """Batches that are read one by one, perhaps by workers, some ahead."""
+        for step in range(len(self)):
+            each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
+            if self._alike or not self._stacked:
+                yield group_by_shape(each) if self._alike else each[0]
+                continue
+            yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, strict=True)]
+
+    def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
+        """Return a client's batch with the replay samples that join it.
+
+        If a method has replay samples, all batches are plain tensors, with and without replay samples.
+        """
+        if self._replayed is not None:
+            batch = plain_samples(batch)
+        joining = self._joining(row, step)
+        return concat_nested([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
+
+    def _joining(self, row: int, step: int) -> Tensor:
+        """Return the numbers of the replay samples in a client's batch. They come last in the batch."""
+        chosen, own = self._chosen(row, step), self.clients.samples[row]
+        return torch.from_numpy(chosen[chosen >= own] - own)
+
+    def _take(self, extra: JoiningSamples, joining: Tensor, row: int, step: int) -> Any:
+        return extra.take(joining, self._seed, self.clients.client_ids[row], self.clients.round_idx, step)
+
+    def _transform(self, batch: Any, extra: JoiningSamples, row: int, step: int) -> None:
+        """Transform the replay samples in a client's batch in place."""
+        if extra.is_transformed and len(joining := self._joining(row, step)):
+            length = int(self._lengths[row, step])
+            write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
+
+    def _chosen(self, row: int, step: int) -> IntArray:
+        chosen: IntArray = self._index[row, step, : self._lengths[row, step]]
+        return chosen
+
+    def _epoch(self, row: int, step: int) -> int:
+        return int(step // self._per_epoch[row])
+
+    def _places(self) -> IntArray:
+        """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""
+        if len(self.clients) == 1:
+            return self._index
+        sizes, counts = self.clients.samples, self.clients.num_trained_samples - self.clients.samples
+        own = self._index + (sizes.cumsum() - sizes)[:, None, None]
+        behind = sizes.sum() + counts.cumsum() - counts - sizes
+        return np.where(self._index < sizes[:, None, None], own, self._index + behind[:, None, None])
+
+    def _shares(self) -> NDArray[np.float32]:
+        """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""
+        real = np.arange(self._index.shape[2]) < self._lengths[:, :, None]
+        return (real / np.maximum(self._lengths, 1)[:, :, None]).astype(np.float32)

@@ -1,0 +1,110 @@
+"""Parts of a round at the server: the simulated clock, and the check for usable uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lightning_fcl.data.client_round import current_round
+from lightning_fcl.errors import InvalidValueError, format_names
+from lightning_fcl.federation.aggregation import State, frozen_parameters, get_reduction, get_reductions, state_tensors
+from lightning_fcl.federation.compression import DIVERGENCE_HINT
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.synchronization import TimingContext
+from lightning_fcl.federation.uploads import UpdateCodec
+from lightning_fcl.methods.base import overrides_hook
+from lightning_fcl.methods.functional import trainable_parameters
+from lightning_fcl.methods.method_round import server_entries
+from lightning_fcl.simulation.federation import Federation
+
+
+def start_synchronization(federation: Federation) -> None:
+    """Start the schedule, if there is one, with the stream and the sizes of messages.
+
+    Raises:
+        ValueError: If sums of experiences need other clients.
+    """
+    check_sums(federation)
+    schedule, server = federation.participation.schedule, federation.server
+    if schedule is None:
+        return
+    module = federation.module
+    state, reductions = dict(state_tensors(module)), get_reductions(module, federation.settings.rules)
+    for name, (value, reduction) in server_entries(federation.methods, module).items():
+        state[name], reductions[name] = value, get_reduction(name, reduction)
+    learnt = [*trainable_parameters(module)]
+    frozen = frozen_parameters(module, reductions)
+    sent = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
+    sizes = message_nbytes(sent, reductions, server.pipeline.codec, learnt)
+    deployment = TimingContext(
+        federation.stream.plan, federation.participation, federation.settings.local_epochs, *sizes, reductions
+    )
+    schedule.start(deployment, current_round(module.trainer))
+
+
+def check_sums(federation: Federation) -> None:
+    """Raise ValueError if a method's sums of an experience would mix those of clients in different experiences."""
+    plan, full = federation.stream.plan, federation.participation.is_full
+    methods = [method for method in federation.methods if overrides_hook(method, "contribute_experience")]
+    if methods and not full and len({*plan.experiences.values()}) > 1:
+        name = type(methods[0]).__name__
+        raise InvalidValueError(
+            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
+            f"rounds but got {federation.participation.fraction_or_count}.",
+            hint="Use `participation=1.0`, or a scenario whose clients enter each experience together.",
+            argument="participation",
+            value=federation.participation.fraction_or_count,
+        )
+
+
+def message_nbytes(
+    state: State, reductions: Mapping[str, Reduction], codec: UpdateCodec | None, trainable: Collection[str]
+) -> tuple[int, int]:
+    """Bytes that a client receives and sends in a round, as far as they are known beforehand.
+
+    Entries of which a part travels (``sparse_mean``) count as a whole, so that the sizes are the same after a resume.
+
+    Args:
+        state: The entries.
+        reductions: The reduction of each.
+        codec: Encodes updates of the ``trainable`` entries.
+        trainable: Names of the trainable parameters.
+
+    Example:
+        >>> import torch
+        >>> from lightning_fcl.federation.reductions import Mean, Local
+        >>> message_nbytes({"w": torch.zeros(3), "head": torch.zeros(5)}, {"w": Mean(), "head": Local()}, None, ["w"])
+        (12, 12)
+    """
+    down = sum(value.nbytes for name, value in state.items() if reductions[name].is_downloaded)
+    up = 0
+    for name, value in state.items():
+        if reductions[name].is_uploaded:
+            nbytes = codec.nbytes(value.numel(), value.element_size()) if codec and name in trainable else value.nbytes
+            up += min(nbytes, value.nbytes)
+    return down, up
+
+
+def record_time(federation: Federation, number: int) -> None:
+    """Record the simulated time of a round: late clients, staleness, and the duration."""
+    schedule, record = federation.participation.schedule, federation.server.record
+    if schedule is None:
+        return
+    timed = schedule.round_timing(number)
+    record.staleness, record.simulated_seconds = dict(timed.staleness), timed.duration_s
+    record.late = list(timed.late)
+    for client in timed.late:  # which had received the server's state all the same
+        record.add_download_bytes(client, schedule.context.download_bytes)
+
+
+def check_usable(federation: Federation, number: int) -> None:
+    """Raise ValueError if all uploads of a round were dropped and the strategy stops a fit then."""
+    record = federation.server.record
+    dropped = record.dropped
+    if federation.settings.stops_unusable and dropped and not (record.trained or record.missed or record.late):
+        who = format_names((f"client {client} ({why})" for client, why in dropped.items()), max_names=3)
+        raise InvalidValueError(
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}.",
+            hint=f'{DIVERGENCE_HINT} To go on with the server as it was, give the strategy `on_unusable_round="warn"`.',
+            argument="on_unusable_round",
+            value=dropped,
+        )

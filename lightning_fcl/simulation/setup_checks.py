@@ -1,0 +1,346 @@
+"""Checks that raise an error for what a federation does not support."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Literal
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS
+
+from lightning_fcl.data.datamodule_adapter import client_modules
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.trainer_access import find_stream, get_callbacks
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnknownNameError,
+    at_least,
+    check_lightning_namespace,
+    did_you_mean,
+    format_code_names,
+    warn_of_one,
+)
+from lightning_fcl.federation.aggregation import state_tensors
+from lightning_fcl.federation.pipeline import Pipeline
+from lightning_fcl.federation.protocols import HasNumClasses, HasSampleLoss
+from lightning_fcl.federation.server_optimizer import check_optimizer
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.synchronization import Schedule
+from lightning_fcl.simulation.federation import Federation
+
+_MIXES_CLIENTS = "it would average the models of different clients, step by step"
+
+
+def _average(made: str = "") -> str:
+    return (
+        "Average the server's model after each round: in `on_train_epoch_end` of your own callback, call "
+        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{made})` from `torch.optim.swa_utils`."
+    )
+
+
+# Callbacks that mix clients or end within a round: why, and the fix. A class stands before its base class.
+_REFUSED: dict[type[L.Callback], tuple[str, str]] = {
+    GradientAccumulationScheduler: (
+        "it would accumulate gradients of different clients",
+        "Set `accumulate_grad_batches` of the Trainer, which holds for every client and round.",
+    ),
+    StochasticWeightAveraging: (
+        _MIXES_CLIENTS,
+        f"{_average()} Its learning rate is that of the scheduler `SWALR`, which `configure_optimizers` can return.",
+    ),
+    EMAWeightAveraging: (_MIXES_CLIENTS, _average(", multi_avg_fn=get_ema_multi_avg_fn(0.9)")),
+    WeightAveraging: (_MIXES_CLIENTS, _average()),
+    LearningRateFinder: (
+        "it would end within a round",
+        "Compare learning rates over whole rounds, with `lightning-fcl tune`.",
+    ),
+    BatchSizeFinder: (
+        "it would end within a round, and results depend on the size of the clients' batches",
+        "Set `batch_size` of the stream.",
+    ),
+    ModelPruning: (
+        "its masks would be averaged as weights are",
+        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+    ),
+    SpikeDetection: (
+        "it would compare a client's loss with the losses of other clients",
+        "Leave it out: uploads with non-finite values are dropped anyway. To limit the effect of other outliers, use "
+        '`FederatedStrategy(reductions={"*": "median"})`.',
+    ),
+}
+log = logging.getLogger(__name__)
+
+
+def check_settings(
+    local_epochs: int,
+    cohort_size: int | Literal["auto"],
+    swarm: Swarm | None,
+    schedule: Schedule | None,
+    pipeline: Pipeline,
+) -> None:
+    """Refuse settings of a strategy that are out of range, or do not go together."""
+    at_least(1, local_epochs=local_epochs)
+    if cohort_size != "auto" and cohort_size < 1:
+        raise InvalidValueError(
+            f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.',
+            argument="cohort_size",
+            value=cohort_size,
+        )
+    if pipeline.transforms and swarm is not None and (swarm.dropout or swarm.missing):
+        names = ", ".join(type(transform).__name__ for transform in pipeline.transforms)
+        raise InvalidValueError(
+            f"Expected a `swarm` without `dropout` and `missing` beside {names} but got {swarm.hparams()}: a client "
+            "that missed a synchronization did not start with a state of the server, so that its update is unknown.",
+            hint=f"Leave `dropout` and `missing` of the swarm out, or {names}.",
+            argument="swarm",
+            value=swarm,
+        )
+    if schedule is not None:
+        schedule.check(pipeline)
+
+
+def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
+    """Raise ValueError if a federation does not support a Trainer's settings, optimizers or schedulers."""
+    at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
+    for callback in get_callbacks(trainer):
+        for kind, (why, hint) in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise InvalidValueError(
+                    f"Expected no `{type(callback).__name__}` among the callbacks: {why}.",
+                    hint=hint,
+                    argument="callbacks",
+                    value=type(callback).__name__,
+                )
+        often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
+        if isinstance(callback, ModelCheckpoint) and any(often.values()):
+            settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
+            raise InvalidValueError(
+                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
+                "save the model of whichever client trains then.",
+                hint="Set `every_n_epochs=1`.",
+                argument=next(name for name, value in often.items() if value),
+            )
+    for config in trainer.lr_scheduler_configs:
+        stream = find_stream(trainer)
+        asks = config.reduce_on_plateau and config.strict and str(config.monitor).startswith("val")
+        if asks and stream is not None and not len(stream.plan.validation):
+            raise InvalidValueError(
+                f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
+                "stream has none.",
+                hint="Give it `split=Split(validation=0.1)`, or monitor what is logged in training.",
+                argument="validation",
+            )
+    if not trainer.optimizers:
+        raise InvalidValueError(
+            "Expected an optimizer but `configure_optimizers` returned none.",
+            hint="Return an optimizer of the trainable parameters.",
+        )
+    for optimizer in trainer.optimizers:
+        check_optimizer(optimizer)
+    check_reloads(trainer)
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    if any(config.reduce_on_plateau for config in by_step):
+        raise InvalidValueError(
+            'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
+            "a client's step.",
+            hint='Set `"interval": "epoch"` in `configure_optimizers`.',
+            argument="interval",
+            value="step",
+        )
+    if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
+        raise InvalidValueError(
+            f"Expected `accumulate_grad_batches=1` for `LBFGS` but got {trainer.accumulate_grad_batches}: it asks for "
+            "gradients again within a step, when the batches before are gone.",
+            hint="Raise `batch_size` instead.",
+            argument="accumulate_grad_batches",
+            value=trainer.accumulate_grad_batches,
+        )
+    if by_step and not trainer.lightning_module.automatic_optimization:
+        raise InvalidValueError(
+            'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
+            '"step": the federation does not see its steps.',
+            hint="Return the schedulers without an interval, and call `self.lr_schedulers().step()` in "
+            "`training_step`.",
+            argument="interval",
+            value="step",
+        )
+    limit = federation.limits.batches
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        overfits = federation.limits.in_order
+        name = "overfit_batches" if overfits else "limit_train_batches"
+        warn_of_one(name, limit, "1 batch per client and round", "all batches")
+        warn_of_one("limit_val_batches", 1.0 if overfits else trainer.limit_val_batches, "1 batch", "all batches")
+    scheduled = federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    if scheduled and repr(limit) != "1.0":
+        raise InvalidValueError(
+            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
+            "clock counts all of a client's samples.",
+            hint="Leave the limit out, or leave `schedule` out.",
+        )
+    if (trainer.max_steps, trainer.min_steps) != (-1, None):
+        raise InvalidValueError(
+            f"Expected `max_steps=-1` and `min_steps=None` but got {trainer.max_steps} and {trainer.min_steps}: a "
+            "federation counts rounds, whatever steps they have.",
+            hint="Use `max_epochs` and `min_epochs`.",
+            argument="max_steps" if trainer.max_steps != -1 else "min_steps",
+        )
+    every, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
+    if every is None or interval not in (1.0, None) or type(interval) is int:
+        raise InvalidValueError(
+            "Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got "
+            f"{interval} and {every}: within a round there is no server state to validate.",
+            hint="Use `check_val_every_n_epoch`.",
+            argument="check_val_every_n_epoch" if every is None else "val_check_interval",
+            value=every if every is None else interval,
+        )
+    at_least(1, check_val_every_n_epoch=every)
+
+
+def check_reloads(trainer: L.Trainer) -> None:
+    """Raise ValueError if loaders of a data module are to be made again: clients' samples are planned once."""
+    stream, every = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    found = client_modules(stream.data) if stream is not None and every else []
+    if found:
+        raise InvalidValueError(
+            f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(found[0]).__name__}`, but got "
+            f"{every}: its loaders are made once, because all rounds are planned before the first one.",
+            hint="Leave the argument out. If samples change between rounds, pass their `group` to "
+            "`FederatedStream.from_arrays`, with `scenario=DomainIncremental()`.",
+            argument="reload_dataloaders_every_n_epochs",
+            value=every,
+        )
+
+
+def check_parts(trainer: L.Trainer) -> None:
+    """Raise TypeError if a callback or the data module is a class, or is of the package `pytorch_lightning`."""
+    callbacks, data = get_callbacks(trainer), trainer.datamodule  # type: ignore[attr-defined]
+    for name, part in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
+        if isinstance(part, type):
+            # Lightning calls `on_exception` of all parts, which a class raises another error from.
+            callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
+            trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
+            raise InvalidTypeError(
+                f"Expected `{name}` to be {'objects' if name == 'callbacks' else 'an object'}, but got the class "
+                f"`{part.__name__}`.",
+                hint=f"Use `{part.__name__}(...)`.",
+                argument=name,
+            )
+    check_lightning_namespace(data, *callbacks)
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuse a module whose state cannot go to the clients and come back."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise InvalidValueError(
+            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients.",
+            hint="Take `batch` and `batch_idx`.",
+            argument="dataloader_iter",
+        )
+    live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    lazy = [name for name, value in live.items() if is_lazy(value)]
+    if lazy:
+        raise InvalidValueError(
+            f"Expected a module whose layers are made but {format_code_names(lazy)} has no shape yet.",
+            hint="Give its layer the number of inputs, or call the module on a batch in `configure_model`.",
+            argument=lazy[0],
+        )
+    try:
+        state, known = state_tensors(module), set(map(id, live.values()))
+    except TypeError as error:
+        raise InvalidValueError(
+            f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}.",
+            hint="Give it `*args, **kwargs`.",
+            argument="keep_vars",
+        ) from error
+    copied = [name for name, value in state.items() if id(value) not in known]
+    learnt = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
+    if copied or learnt:
+        what = (
+            f"not to hold {format_code_names(copied)}, a copy,"
+            if copied
+            else f"to hold {format_code_names(learnt)}, which learns,"
+        )
+        raise InvalidValueError(
+            f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds.",
+            hint="Let it give the module's own tensors, by their names, and freeze the others.",
+            argument=(copied or learnt)[0],
+        )
+
+
+def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
+    """Refuse a stream that does not fit the Trainer or its module."""
+    module = trainer.lightning_module
+    if (
+        isinstance(module, HasSampleLoss)
+        and isinstance(module, HasNumClasses)
+        and module.num_classes < stream.num_classes
+    ):
+        raise InvalidValueError(
+            f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but got "
+            f"{module.num_classes}: some have no output.",
+            hint="Raise it, and the network's.",
+            argument="num_classes",
+            value=module.num_classes,
+        )
+
+
+def check_optimizers(federation: Federation) -> None:
+    """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
+    if federation.module.trainer.optimizers != federation.optimizers:
+        raise InvalidValueError(
+            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others.",
+            hint='Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = '
+            "[*self.parameters()]`.",
+            argument="optimizers",
+        )
+
+
+def check_ranks(federation: Federation, ranks: int) -> None:
+    """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
+    size, plan = federation.local_trainer.num_vectorized_clients, federation.stream.plan
+    if ranks == 1:
+        return
+    rounds = range(federation.module.trainer.max_epochs or 0)
+    most = max(
+        (-(-len(federation.participation.sample_on_time_clients(plan, round)[0]) // size) for round in rounds),
+        default=ranks,
+    )
+    if ranks > most:
+        raise InvalidValueError(
+            f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
+            f"{size} clients, but got {ranks}.",
+            hint="Set fewer devices"
+            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else "."),
+            argument="devices",
+            value=ranks,
+        )
+
+
+def check_monitors(trainer: L.Trainer) -> None:
+    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none."""
+    logged = trainer.callback_metrics
+    for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
+        monitor = getattr(callback, "monitor", None)
+        if monitor and monitor not in logged:
+            hint = did_you_mean(monitor, logged) or f"Use one of {', '.join(logged)}."
+            raise UnknownNameError(
+                f"Expected `monitor` to be a metric that is logged but got {monitor}.",
+                hint=hint,
+                argument="monitor",
+                value=monitor,
+            )

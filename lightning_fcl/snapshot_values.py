@@ -1,0 +1,242 @@
+"""Snapshots of attributes, containers, tensors and random generators: compare, restore, seed."""
+
+from __future__ import annotations
+
+import operator
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+CONSTANT = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
+    *(types.BuiltinFunctionType, types.ModuleType),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+)
+"""Types of values that hold no other object that can change."""
+
+LEFT_ALONE = (
+    *("lightning.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit.", "logging"),
+    *("threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm.", "multiprocessing", "rich."),
+    *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
+    *("_pytest.", "pluggy."),
+)
+"""Packages whose objects are never inspected: Lightning, metrics of a round, processes, files, loggers, pytest."""
+
+_GONE = object()
+
+
+class Change(NamedTuple):
+    """Something that is not as it was noted: how to put it back, and how to show it again."""
+
+    name: str
+    undo: Callable[[], object]
+    redo: Callable[[], object]
+    is_shown: Callable[[], bool]  # whether it is there as `redo` shows it
+    grown: bool = False  # it is a list that was appended to
+
+
+@dataclass
+class NamedValues:
+    """What stands under names: attributes, or buffers and the like, which are not shown."""
+
+    prefix: str
+    values: MutableMapping[str, Any]
+    ignored: Set[str]
+    saved: Mapping[str, Any]
+    attributes: bool
+
+    def changes(self) -> Iterator[Change]:
+        """What has been set, set anew or deleted."""
+        saved, ignored = self.saved, self.ignored
+        if all(map(operator.is_, self.values.values(), saved.values())) and [*self.values] == [*saved]:
+            return
+        changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
+        for name in [*changed, *(saved.keys() - self.values.keys() - ignored)]:
+            value, before = self.values.get(name, _GONE), saved.get(name, _GONE)
+            shown = value if self.attributes else before
+            put = partial(self._put, name)
+            yield Change(
+                f"{self.prefix}{name}", partial(put, before), partial(put, shown), partial(self._is, name, shown)
+            )
+
+    def commit(self) -> None:
+        """Take what is there now."""
+        self.saved = dict(self.values)
+
+    def _is(self, name: str, value: object) -> bool:
+        return self.values.get(name, _GONE) is value
+
+    def _put(self, name: str, value: object) -> None:
+        self.values[name] = value
+        if value is _GONE:
+            del self.values[name]
+
+
+class ValueKind(NamedTuple):
+    """Functions that read, write, compare and copy the content of a type. Random generators also have ``seed``."""
+
+    types: type | tuple[type, ...]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    is_equal: Callable[[Any, Any], bool] = operator.eq
+    copy: Callable[[Any], Any] = lambda content: content
+    can_change: Callable[[Any], bool] = lambda value: True
+    seed: Callable[[Any, int], object] | None = None
+
+
+@dataclass
+class ContainerValue:
+    """What is in a container, a tensor and the like, whoever holds it."""
+
+    name: str
+    value: Any
+    kind: ValueKind
+    saved: Any
+    history: list[Any] = field(default_factory=list)  # what clients have appended to a list
+    base: Any = None  # what is there unless something has changed: of a record that is shown, all of it
+    earlier: int = 0  # The number of gathered items of earlier rounds.
+
+    def __post_init__(self) -> None:
+        self.base = self.saved
+
+    def load_history(self, record: ContainerValue | None) -> None:
+        """Hide what was gathered in earlier rounds, unless a hook has changed the list since."""
+        if record is not None and _same_items(self.value, record.base):
+            self.saved = self.base = record.saved
+            self.history = record.history
+            self.earlier = len(self.history)
+            self.value[:] = self.saved
+
+    def gather(self, items: list[Any]) -> None:
+        """Replace the gathered items of this round, and show them."""
+        self.history[self.earlier :] = items
+        self.show()
+
+    def show(self) -> None:
+        """Show what was gathered."""
+        self.base = self.saved + self.history
+        self.value[:] = self.base
+
+    def commit(self) -> None:
+        """Take what is there now; what was appended to a list is gathered."""
+        for change in self.changes():
+            if change.grown:
+                change.undo()
+            else:
+                self.saved = self.base = self.kind.copy(self.kind.read(self.value))
+                self.history, self.earlier = [], 0
+
+    def changes(self) -> Iterator[Change]:
+        """That it is another one, if it is."""
+        now = self.kind.read(self.value)
+        if self.kind.is_equal(now, self.base):
+            return
+        if isinstance(self.value, list) and _same_items(now[: len(self.base)], self.base):
+            yield Change(self.name, partial(self._gather, now), tuple, bool, grown=True)
+        else:
+            shown = now if isinstance(now, list) else self.base  # not what tensors hold
+            write = partial(self.kind.write, self.value)
+            yield Change(self.name, partial(write, self.base), partial(write, shown), partial(self._holds, shown))
+
+    def _holds(self, content: Any) -> bool:
+        return self.kind.is_equal(self.kind.read(self.value), content)
+
+    def _gather(self, now: list[Any]) -> None:
+        shown = self.base is not self.saved
+        self.history += now[len(self.base) :]
+        self.value[:] = self.base
+        if shown:
+            self.show()
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
+
+
+def _refill_dict(container: dict[Any, Any], content: list[Any]) -> None:
+    container.clear()
+    for key, value in zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True):
+        container[key] = value  # a Counter's `update` counts
+
+
+def _overwrite(tensor: Tensor, content: Tensor) -> None:
+    if tensor.shape == content.shape:
+        tensor.data.copy_(content)
+    else:
+        tensor.data = content.clone()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor can be written to: it has numbers, each in a place of its own."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _same_items(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _same_text(left: object, right: object) -> bool:
+    return repr(left) == repr(right)
+
+
+_KINDS = (
+    ValueKind(Tensor, Tensor.detach, _overwrite, torch.equal, Tensor.clone, _is_plain),
+    ValueKind(dict, lambda value: [*value, *value.values()], _refill_dict, _same_items),
+    ValueKind((list, deque), list, _refill, _same_items),
+    ValueKind(set, list, _refill, lambda left, right: set(left) == set(right)),
+    ValueKind(
+        np.ndarray,
+        lambda value: value,
+        lambda value, content: value.__setitem__(..., content),
+        lambda left, right: left.tobytes() == right.tobytes(),
+        np.copy,
+        lambda value: value.flags.writeable and not isinstance(value, np.memmap),
+    ),
+    ValueKind(
+        torch.Generator,
+        torch.Generator.get_state,
+        torch.Generator.set_state,
+        torch.equal,
+        seed=torch.Generator.manual_seed,
+    ),
+    ValueKind(random.Random, random.Random.getstate, random.Random.setstate, seed=random.Random.seed),
+    ValueKind(
+        np.random.Generator,
+        lambda value: value.bit_generator.state,
+        lambda value, state: setattr(value.bit_generator, "state", state),
+        _same_text,
+        seed=lambda value, seed: setattr(value.bit_generator, "state", type(value.bit_generator)(seed).state),
+    ),
+    ValueKind(
+        np.random.RandomState,
+        partial(np.random.RandomState.get_state, legacy=False),
+        np.random.RandomState.set_state,
+        _same_text,
+        seed=lambda value, seed: value.set_state(
+            getattr(np.random, value.get_state(legacy=False)["bit_generator"])(seed).state
+        ),
+    ),
+)
+
+
+def find_kind(value: object) -> ValueKind | None:
+    """Return how to inspect the content of a value, or None if it has no content that can be inspected."""
+    return next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
+
+
+def is_of(value: object, packages: tuple[str, ...]) -> bool:
+    """Return whether a value's class, or one of its base classes, belongs to some packages."""
+    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -1,0 +1,516 @@
+import json
+
+import pytest
+import torch
+import yaml
+from raising import raises
+from torch import nn
+
+from lightning_fcl import Classifier, ReservoirClassifier
+from lightning_fcl.cli.main import main
+from lightning_fcl.edge.footprint import measure_footprint
+from lightning_fcl.edge.macs import flop_counter
+from lightning_fcl.edge.report import PROFILES_FILE, device_report, read_device, read_link
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
+from lightning_fcl.runs.paper_rows import recipes_folder
+
+RECIPES = recipes_folder()
+IMAGE = (1, 64, 48)
+FROZEN = {"model.backbone.*": "fixed"}
+RECIPE = {
+    "trainer": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"reductions": FROZEN}}},
+    "model": {
+        "class_path": "lightning_fcl.Classifier",
+        "init_args": {
+            "num_classes": 10,
+            "model": {"class_path": "lightning_fcl.models.DSICNet", "init_args": {"num_classes": 10}},
+        },
+    },
+}
+# Depthwise-separable blocks of DSICNet by hand: positions of the map that each writes, and channels in and out.
+STEM = (32 * 24, 1, 16)
+PAIRS = [
+    (32 * 24, 16, 32),
+    (16 * 12, 32, 64),
+    (16 * 12, 64, 64),
+    (8 * 6, 64, 64),
+    (8 * 6, 64, 64),
+    (4 * 3, 64, 64),
+]
+BACKBONE_MACS = (
+    9 * STEM[0] * 16 + sum(n * a * 9 + n * a * b for n, a, b in PAIRS) + 12 * 64 * 9
+)  # depthwise and pointwise of each pair, and the last depthwise
+HEAD_MACS = 12 * 64 * 80 + 80 * 10
+
+
+@pytest.fixture
+def dsicnet():
+    return Classifier(DSICNet(10), 10)
+
+
+@pytest.fixture
+def report(dsicnet):
+    return device_report(dsicnet, IMAGE, reductions=FROZEN)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "dsicnet.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return str(path)
+
+
+def hand_macs(forward):
+    """Each gradient, of weights and of input, takes the forward pass's MACs; the first layer's input has none."""
+    return sum(forward), 2 * sum(forward) - forward[0]
+
+
+# The paper's numbers.
+
+
+def test_the_paper_of_a_local_epoch(dsicnet, report):
+    assert report["time"]["local_epoch_s"] == pytest.approx(0.1784)
+    assert report["time"]["sample_s"] == pytest.approx(6.4e-3, rel=0.01)
+    assert report["energy_mj"] == pytest.approx(24.3 * 0.1784)
+    assert round(report["energy_mj"], 1) == 4.3
+    fast = device_report(dsicnet, IMAGE, reductions=FROZEN, profile="gap9-hpm")
+    assert fast["time"]["local_epoch_s"] == pytest.approx(0.1176)
+    assert round(fast["energy_mj"], 1) == 6.2
+
+
+def test_the_paper_of_a_federated_epoch(report):
+    time = report["time"]
+    assert report["synchronisation"]["upload_s"] == report["synchronisation"]["download_s"] == 1.7
+    assert time["synchronisation_s"] == pytest.approx(6 * 1.7)
+    assert time["federated_epoch_s"] == pytest.approx(6 * 1.7 + 0.1784)
+    assert time["federated_epoch_s"] == pytest.approx(10.5, rel=0.015)  # as the paper prints it
+    assert time["local_epochs_in_federated_epoch"] == 58
+    assert time["federated_epoch_ad_hoc_s"] == pytest.approx(4 * 1.7 + 0.1784)
+
+
+def test_the_paper_of_memory(report):
+    pointwise = 4 * (64 * 80 + 80 + 64 * 12 + 80 * 12)  # weights and folded bias, input, output
+    learning = report["memory"]["learning"]
+    assert learning["bytes"] == pointwise == pytest.approx(29_000, rel=0.05)
+    assert learning["layer"] == "model.head.pointwise.convolution"
+    # Also the weights' gradient and the output's; the backbone before it gets none.
+    assert learning["at_once"] == pointwise + 4 * (64 * 80 + 80 + 80 * 12)
+    assert report["memory"]["inference"] == {
+        "bytes": 32 * 24 * (16 + 32),
+        "layer": "model.backbone.pointwise1.convolution",
+    }
+    assert report["memory"]["kept"] == 4 * (64 * 12 + 80)
+    assert all(entry["fits"] for entry in report["fits"].values())
+    frozen, trained = report["bytes"]["frozen"], report["bytes"]["trained"]
+    assert report["fits"]["ram"] == {
+        "need": frozen + 3 * trained + 4 * (64 * 12 + 80),
+        "have": 3 * 2**19,
+        "fits": True,
+    }
+    assert report["fits"]["flash"]["need"] == frozen + trained
+
+
+@pytest.mark.parametrize("name", ["gap9-lpm", "gap9-hpm"])
+def test_the_profiles_hold_what_is_counted_for_dsicnet(report, name):
+    device, macs = read_device(name), report["macs"]
+    assert (device.int8_macs, device.fp32_macs) == (macs["frozen_forward"], macs["trained_forward"] + macs["learning"])
+    assert read_link("uwb-loco").bytes == report["synchronisation"]["upload_bytes"]
+    assert device.memory == {"tcdm": 128 * 1024, "ram": 1536 * 1024, "flash": 2048 * 1024}
+
+
+# Parameters and bytes.
+
+
+def test_dsicnet_sends_what_it_trains(report):
+    weights = 9 * 16 + sum(9 * a + a * b for _, a, b in PAIRS) + 9 * 64
+    channels = 16 + sum(a + b for _, a, b in PAIRS) + 64
+    trained = 64 * 80 + 80 + 80 * 10 + 10
+    assert report["parameters"] == {
+        "all": weights + channels + trained,
+        "trained": trained,
+        "frozen": weights + channels,
+        "unfolded": 29_962,
+        "folded_norms": 15,
+    }
+    assert report["bytes"]["frozen"] == weights + 8 * channels
+    assert report["bytes"]["trained"] == 4 * trained == 24_040
+    assert report["bytes"]["all_fp32"] == 4 * (weights + channels + trained)
+    sync = report["synchronisation"]
+    assert sync["upload_bytes"] == sync["download_bytes"] == 4 * trained
+    # Weight, bias, mean and variance of 80 channels in place of 80 biases, and a counter of 8 bytes.
+    assert sync["simulated_upload_bytes"] == sync["simulated_download_bytes"] == 4 * (trained + 3 * 80) + 8
+
+
+def test_the_unfolded_bytes_are_those_of_the_simulation(fit, make_stream):
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+    task = Classifier(model, 4)
+    rules = {"model.0.*": "none", "model.3.*": "download"}
+    trainer = fit(task, make_stream(drop_last=True), max_epochs=1, reductions=rules)  # a norm cannot learn from one
+    log = trainer.strategy.server.record
+    sync = device_report(task, (6,), reductions=rules)["synchronisation"]
+    assert set(log.upload_bytes.values()) == {sync["simulated_upload_bytes"]} == {4 * 4 * 5 + 8}
+    assert set(log.download_bytes.values()) == {sync["simulated_download_bytes"]} == {4 * 4 * 5 + 8 + 4 * (5 * 4 + 4)}
+
+
+def test_a_whole_mlp_travels_in_federated_averaging():
+    report = device_report(Classifier(MLP([64, 32, 10]), 10), (1, 8, 8), samples=5, nodes=4, local_epochs=3)
+    numbers = 64 * 32 + 32 + 32 * 10 + 10
+    assert report["parameters"]["trained"] == report["parameters"]["all"] == numbers
+    assert report["bytes"]["all"] == report["bytes"]["all_fp32"] == 4 * numbers
+    assert report["synchronisation"]["upload_bytes"] == report["synchronisation"]["download_bytes"] == 4 * numbers
+    time, device, link = report["time"], read_device("gap9-lpm"), read_link("uwb-loco")
+    forward, backward = hand_macs([64 * 32, 32 * 10])
+    assert time["local_epoch_s"] == pytest.approx(5 * (forward + backward) / device.fp32_rate)
+    assert time["federated_epoch_s"] == pytest.approx(3 * time["local_epoch_s"] + 8 * link.transfer_time(4 * numbers))
+
+
+def test_what_stays_at_home_is_trained_but_does_not_travel():
+    task = Classifier(MLP([6, 5, 4]), 4)
+    report = device_report(task, (6,), reductions={"model.3.*": "none", "model.1.*": "download"})
+    assert report["parameters"]["trained"] == 5 * 4 + 4
+    assert report["synchronisation"]["upload_bytes"] == 0
+    assert report["synchronisation"]["download_bytes"] == 4 * (6 * 5 + 5)
+    task.model[1].requires_grad_(False)  # frozen: every device has it from the model that was published
+    report = device_report(task, (6,))
+    assert report["parameters"]["frozen"] == 6 * 5 + 5
+    assert report["synchronisation"]["upload_bytes"] == report["synchronisation"]["download_bytes"] == 4 * (5 * 4 + 4)
+
+
+def test_a_norm_folds_only_where_it_can():
+    convolution = nn.Conv2d(1, 4, 3)
+    folded = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5))
+    assert folded.num_elements(trained=True) == 4 * 9 + 4  # the convolution has a bias already
+    bare = measure_footprint(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False)), (1, 5, 5))
+    assert bare.num_elements(trained=True) == 4 * 9 + 4
+    between = measure_footprint(nn.Sequential(convolution, nn.ReLU(inplace=True), nn.BatchNorm2d(4)), (1, 5, 5))
+    assert between.folded == 0
+    assert [layer.name for layer in between.layers] == ["0", "2"]
+    alone = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5), {"0.*": "fixed"})
+    assert alone.folded == 0
+    assert alone.num_elements(trained=True) == 8
+
+
+def test_a_layer_that_is_int8_already_is_left_as_it_is():
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(5, 6, dtype=torch.int8))
+            self.register_buffer("weight_scale", torch.ones(5))
+            self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.to(x.dtype)) * self.weight_scale
+
+    footprint = measure_footprint(nn.Sequential(Quantised(), nn.Linear(5, 2)), (6,), {"0.*": "fixed"})
+    assert (footprint.num_elements(trained=False), footprint.nbytes(trained=False)) == (30, 30 + 4 * 5 + 4)
+    assert footprint.frozen_forward == 30
+
+
+# MACs.
+
+
+def test_macs_of_dsicnet_by_hand(dsicnet, report):
+    assert report["macs"]["frozen_forward"] == BACKBONE_MACS
+    assert report["macs"]["trained_forward"] == HEAD_MACS
+    # Weights of both layers, and what the classifier hands to the convolution.
+    assert report["macs"]["learning"] == HEAD_MACS + 80 * 10
+    whole = measure_footprint(dsicnet, IMAGE)
+    forward, backward = hand_macs([9 * STEM[0] * 16, BACKBONE_MACS + HEAD_MACS - 9 * STEM[0] * 16])
+    assert (whole.frozen_forward, whole.trained_forward, whole.learning) == (0, forward, backward)
+
+
+def test_macs_of_har_cnn_by_hand():
+    footprint = measure_footprint(Classifier(HARCNN(), 6), (6, 128))
+    steps = 128 - 16 + 1
+    forward, backward = hand_macs([steps * 16 * 6 * 196, 196 * (steps // 4) * 1024, 1024 * 6])
+    assert (footprint.trained_forward, footprint.learning) == (forward, backward)
+    assert footprint.frozen_forward == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "macs"),
+    [
+        (nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=4), (8, 6, 6), 9 * 8 * 2 * 9),
+        (nn.ConvTranspose1d(4, 6, 3), (4, 5), 5 * 4 * 6 * 3),
+        (nn.Linear(4, 3), (7, 4), 7 * 4 * 3),
+    ],
+)
+def test_macs_of_a_layer_in_the_middle(layer, shape, macs):
+    x = torch.zeros(1, *shape, requires_grad=True)
+    with flop_counter() as counter:
+        output = layer(x)
+        assert counter.get_total_flops() == 2 * macs
+        output.sum().backward()
+    assert counter.get_total_flops() == 2 * 3 * macs
+
+
+def test_macs_outside_of_layers_count_too():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(6, 3))
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x @ self.weight)
+
+    footprint = measure_footprint(Product(), (6,))
+    assert (footprint.trained_forward, footprint.learning) == (18 + 6, 18 + 12)
+
+
+def test_a_layer_whose_macs_are_not_known_is_named():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(3, 5)
+            self.layer = nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.layer(self.table(x.long()))
+
+    report = device_report(Last(), (4,))
+    assert report["uncounted"] == ["table"]
+
+
+# Memory.
+
+
+def test_peak_memory_of_a_toy_net_by_hand():
+    net = nn.Sequential(
+        nn.Conv1d(2, 3, 3, padding=1),  # frozen: 2 x 8 -> 3 x 8
+        nn.ReLU(),
+        nn.Conv1d(3, 4, 1),  # trained: 3 x 8 -> 4 x 8
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 2),
+    )
+    report = device_report(net, (2, 8), reductions={"0.*": "fixed"})
+    memory = report["memory"]
+    assert memory["inference"] == {"bytes": 4 * (24 + 32), "layer": "2"}
+    assert memory["learning"] == {
+        "bytes": 4 * (66 + 32 + 2),
+        "layer": "5",
+        "at_once": 4 * (66 + 32 + 2) + 4 * 66 + 4 * (32 + 2),
+    }
+    assert memory["tcdm"]["bytes"] == 4 * 100
+    assert memory["kept"] == 4 * (24 + 32)
+    frozen, trained = 18 + 8 * 3, 4 * (12 + 4 + 66)
+    assert (report["bytes"]["frozen"], report["bytes"]["trained"]) == (frozen, trained)
+    assert memory["ram"] == frozen + 3 * trained + 4 * 56
+
+
+def test_a_net_too_large_does_not_fit():
+    report = device_report(Classifier(HARCNN(), 6), (6, 128))
+    assert [entry["fits"] for entry in report["fits"].values()] == [False, False, False]
+    need = report["fits"]["tcdm"]["need"]
+    assert need == 4 * (196 * 28 * 1024 + 1024 + 196 * 28 + 1024)
+
+
+def test_nothing_is_left_behind_in_the_module(dsicnet):
+    dsicnet.train()
+    dsicnet.model.head.eval()
+    dsicnet.model.backbone.requires_grad_(False)
+    dsicnet.model.head.classifier.bias.grad = torch.ones(10)
+    before = {name: value.clone() for name, value in dsicnet.state_dict().items()}
+    device_report(dsicnet, IMAGE, reductions={"model.head.pointwise.*": "fixed"})
+    assert dsicnet.training and dsicnet.model.backbone.training and not dsicnet.model.head.training
+    assert {name for name, p in dsicnet.named_parameters() if p.requires_grad} == {
+        name for name, _ in dsicnet.named_parameters() if "head" in name
+    }
+    assert torch.equal(dsicnet.model.head.classifier.bias.grad, torch.ones(10))
+    assert dsicnet.model.head.classifier.weight.grad is None
+    assert not any(part._forward_hooks for part in dsicnet.modules())
+    assert all(torch.equal(value, before[name]) for name, value in dsicnet.state_dict().items())
+
+
+# Reservoirs.
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_reservoir_sends_its_statistics(symmetric):
+    task = ReservoirClassifier(EchoStateNetwork(3, units=20, layers=2, washout=10), 4, symmetric=symmetric)
+    report = device_report(task, (50, 3), samples=7)
+    units, steps = 40, 40
+    packed = units * (units + 1) // 2 if symmetric else units**2
+    sync = report["synchronisation"]
+    assert sync["upload_bytes"] == sync["simulated_upload_bytes"] == 8 * (4 * units + packed) + 8  # A, B and n
+    assert sync["download_bytes"] == 8 * 4 * units  # the solution
+    assert report["macs"] == {
+        "frozen_forward": 50 * (20 * 3 + 20 * 20 + 20 * 20 + 20 * 20),
+        "trained_forward": steps * units * 4,
+        "learning": steps * (units * (units + 1) // 2 + 4 * units),
+        "learns_by": "statistics",
+    }
+    device = read_device("gap9-lpm")
+    epoch = device.seconds(7 * report["macs"]["frozen_forward"], 7 * report["macs"]["learning"])
+    assert report["time"]["local_epoch_s"] == pytest.approx(epoch)
+    assert report["parameters"]["frozen"] == 20 * 3 + 3 * 20 * 20 + 3 * units
+    assert report["memory"]["learning"]["bytes"] == 8 * (4 * units + packed) + 4 * (units + 4)
+    assert report["fits"]["flash"]["need"] == report["bytes"]["all"] - 8 * (4 * units + packed)
+
+
+def test_a_reservoir_that_shares_weights_sends_these():
+    task = ReservoirClassifier(EchoStateNetwork(3, units=20), 4, share="weights")
+    sync = device_report(task, (50, 3))["synchronisation"]
+    assert sync["upload_bytes"] == sync["download_bytes"] == 8 * 4 * 20
+
+
+def test_the_bytes_of_a_reservoir_are_those_of_the_simulation(fit, make_reservoir_task, make_series_stream):
+    task = make_reservoir_task()
+    log = fit(task, make_series_stream(), max_epochs=1).strategy.server.record
+    sync = device_report(task, (9, 3))["synchronisation"]
+    assert set(log.upload_bytes.values()) == {sync["upload_bytes"]}
+    assert set(log.download_bytes.values()) == {sync["download_bytes"]}
+
+
+# The command line.
+
+
+def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
+    main(["device-report", recipe, "--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    written = (tmp_path / "device.md").read_text()
+    assert written in shown and str(tmp_path / "device.json") in shown
+    content = json.loads((tmp_path / "device.json").read_text())
+    assert content["recipes"] == [recipe] and content["input"] == [1, 64, 48]
+    assert content["synchronisation"]["upload_bytes"] == 24_040
+    rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("|")}
+    assert "178.4 ms" in rows["local epoch"] and "4.34 mJ" in rows["energy of a local epoch"]
+    assert "10.4 s" in rows["federated epoch"] and "58 local epochs" in rows["federated epoch"]
+    assert "27,712 B" in rows["learning: the layer at hand"]
+    assert "25,008 B up" in written  # with the running statistics
+    assert len({len(line) for line in written.splitlines() if line.startswith(("| upload", "| local"))}) == 1
+
+
+def test_recipes_lie_over_each_other_as_in_fit(recipe, tmp_path, capsys):
+    more = tmp_path / "more.yaml"
+    more.write_text("model: {init_args: {model: {init_args: {num_classes: 4}}}}\ndata: {data: digits}\n")
+    words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)]
+    main(["device-report", "--config", recipe, "--config", str(more), *words])
+    first = json.loads((tmp_path / "device.json").read_text())
+    main(["device-report", recipe, str(more), *words])
+    assert json.loads((tmp_path / "device.json").read_text()) == first
+    assert first["parameters"]["trained"] == 64 * 80 + 80 + 80 * 4 + 4
+    capsys.readouterr()
+
+
+def report_recipe(folder, *words):
+    main(["device-report", *map(str, words), "--out", str(folder)])
+    return json.loads((folder / "device.json").read_text())
+
+
+@pytest.mark.seconds
+def test_the_data_tell_shape_samples_and_nodes(capsys, tmp_path):
+    report = report_recipe(tmp_path, RECIPES / "quickstart.yaml")
+    assert report["input"] == [1, 8, 8]
+    assert report["nodes"] == 10 and report["local_epochs"] == 5
+    assert report["samples"] == pytest.approx(1797 * 0.8 / 10 / 5, abs=1)
+    fewer = report_recipe(tmp_path, RECIPES / "quickstart.yaml", "--nodes", "2")
+    assert fewer["time"]["synchronisation_s"] == pytest.approx(4 * read_link("uwb-loco").transfer_time(4810 * 4))
+    assert "# Device report" in capsys.readouterr().out
+
+
+def test_a_reservoirs_recipe(capsys, tmp_path):
+    files = [RECIPES / "incfed" / name for name in ("base.yaml", "hhar.yaml", "incfed-hhar.yaml")]
+    more = tmp_path / "small.yaml"
+    more.write_text("model: {init_args: {reservoir: {init_args: {units: 30}}}}\n")
+    report = report_recipe(tmp_path, *files, more, "--input", "128,3", "--samples", "10", "--nodes", "4")
+    assert report["synchronisation"]["upload_bytes"] == 8 * (6 * 30 + 30 * 30) + 8
+    assert "M_T is the readout" in capsys.readouterr().out
+
+
+@pytest.mark.seconds
+def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, error_of):
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    files = [str(RECIPES / "flwf" / name) for name in ("base.yaml", "flwf-2t.yaml")]
+    assert "Pass the shape with `--input`, as in `--input 1,64,48`." in error_of(["device-report", *files])
+    main(["device-report", *files, "--input", "6,128", "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "device.json").read_text())
+    assert (report["samples"], report["nodes"]) == (28, 3)
+
+
+# Profiles of one's own, and errors.
+
+
+def own_profile(tmp_path, **changes):
+    content = {**yaml.safe_load(PROFILES_FILE.read_text())["devices"]["gap9-lpm"], **changes}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+    return path
+
+
+def test_a_profile_of_ones_own(dsicnet, tmp_path):
+    path = own_profile(tmp_path, latency_ms=356.8, memory={"ram": 100_000}, source=None, frequency_mhz=None)
+    link = tmp_path / "link.yml"
+    link.write_text("bytes: 1000\nseconds: 0.5\n")
+    report = device_report(dsicnet, IMAGE, reductions=FROZEN, profile=path, link=str(link))
+    assert report["device"]["name"] == "mine"
+    assert report["time"]["local_epoch_s"] == pytest.approx(0.3568)
+    assert report["synchronisation"]["upload_s"] == pytest.approx(24.04 / 2)
+    # One memory for all holds the largest layer too.
+    need = report["memory"]["ram"] + report["memory"]["tcdm"]["bytes"]
+    assert report["fits"] == {"ram": {"need": need, "have": 100_000, "fits": False}}
+
+
+def test_int8_is_as_much_faster_as_the_profile_says(tmp_path):
+    device = read_device(own_profile(tmp_path, int8_per_fp32=2))
+    assert device.int8_rate == pytest.approx(2 * device.fp32_rate)
+    assert device.seconds(28 * device.int8_macs, 28 * device.fp32_macs) == pytest.approx(0.1784)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"power_mw": None}, "mine.yaml .* arguments are required: power_mw"),
+        ({"powr_mw": 3}, "but got powr_mw. Did you mean power_mw?"),
+        ({"latency_ms": -1}, r"In .*mine\.yaml: Expected `latency_ms` to be above 0 but got -1"),
+        ({"samples": True}, r'mine.yaml .* "samples":\s.*True'),
+        ({"fp32_macs": "many"}, r'mine.yaml .* "fp32_macs":\s.*many'),
+        ({"power_mw": float("nan")}, "Expected `power_mw` to be a number, but got nan. Use a finite number"),
+        ({"memory": {"flsh": 3}}, "Expected `memory` to be .* but got .*flsh"),
+        ({"memory": {"ram": 0}}, "Expected `ram` to be above 0 but got 0"),
+        ({"memory": 5}, r'mine.yaml .* "memory":\s.*5'),
+    ],
+)
+def test_a_wrong_profile_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_device(own_profile(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", ""])
+def test_a_profile_that_is_none_is_refused(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (hold values by name|be YAML) but got"):
+        read_link(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile", "gap9-lmp"], "Did you mean gap9-lpm?"),
+        (["--profile", "no/such.yaml"], "Expected a YAML file at no/such.yaml but there is none"),
+        (["--link", "uwb"], "Expected `link` to be one of uwb-loco, or a YAML file of your own, but got uwb."),
+        (["--nodes", "0"], "Expected `nodes` to be at least 1 but got 0."),
+        (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them but got"),
+        (["--input", "1,0,48"], "Expected `--input` to be sizes with commas"),
+        (["--input", "1,32,32"], "Expected a model that takes samples of shape (1, 32, 32) but it failed: Expected im"),
+        (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),
+    ],
+)
+def test_wrong_words_are_refused(recipe, error_of, words, message):
+    # What comes last counts.
+    words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", *words]
+    assert message in error_of(["device-report", recipe, *words])
+
+
+def test_a_recipe_is_needed(error_of, tmp_path):
+    assert "Expected at least one recipe but got none." in error_of(["device-report"])
+    (tmp_path / "empty.yaml").write_text("data: {data: digits}\n")
+    assert "a `model` but got none" in error_of(["device-report", str(tmp_path / "empty.yaml")])
+
+
+def test_reductions_that_match_nothing_are_refused(dsicnet):
+    with raises(InvalidValueError, "reductions"):
+        device_report(dsicnet, IMAGE, reductions={"backbone.*": "fixed"})

@@ -1,0 +1,459 @@
+"""Modules with a training step of their own: side by side as one at a time, and as in a loop written by hand."""
+
+import copy
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel
+from raising import raises
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import EWC, GLFC, MAS, DERpp, FedNTD, FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidStateError
+from lightning_fcl.federation.obstacles import Obstacle, Reason
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
+
+pytestmark = pytest.mark.rounding
+
+SIZES = np.arange(4, 27)
+OWNER = np.repeat(SIZES, SIZES)
+
+
+def inputs(*shape):
+    return np.random.default_rng(0).normal(size=(len(OWNER), *shape)).astype(np.float32)
+
+
+def stream_of(x=None, y=None, batch_size=10, rounds=2, scenario=None, **options):
+    """Clients with 4 to 26 samples."""
+    x, y = inputs(6) if x is None else x, np.arange(len(OWNER)) % 4 if y is None else y
+    options = {"split": Split(test=0.0), "batch_size": batch_size, "seed": 0, **options}
+    return FederatedStream.from_arrays(x, y, OWNER, scenario=scenario or ClassIncremental(1, rounds), **options)
+
+
+def difference(left, right):
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+class Own(L.LightningModule):
+    """A network with a step that others change."""
+
+    def __init__(self, *between):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 4))
+        self.prepare()
+
+    def prepare(self):
+        """Make what a step keeps."""
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(*batch)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Frozen(Own):
+    def prepare(self):
+        self.net[0].weight.requires_grad_(False)
+
+
+class Tied(Own):
+    def prepare(self):
+        self.again = nn.Linear(6, 8)
+        self.again.weight = self.net[0].weight
+
+    def forward(self, x):
+        return self.net(x) + self.net[2](self.again(x))
+
+
+class Counts(Own):
+    """Goes by the epoch and the batch, returns a dict, and counts in a buffer."""
+
+    def prepare(self):
+        self.register_buffer("seen", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen += F.one_hot(y, 4).sum(dim=0)
+        loss = self.loss(x, y) * (1 + self.current_epoch) / (1 + batch_idx)
+        return {"loss": loss + 0.001 * self.seen.sum() * self.net[0].bias.sum(), "extra": "what hooks see"}
+
+
+class Teaches(Own):
+    """Has a frozen teacher that follows it, and is part of its state."""
+
+    def prepare(self):
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, x, y):
+        with torch.no_grad():
+            for own, theirs in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                theirs.mul_(0.9).add_(0.1 * own)
+        return super().loss(x, y) + F.mse_loss(self(x), self.teacher(x).detach())
+
+
+class Remembers(Own):
+    """Momentum, weight decay, a step without a number, and no loss for its later batches."""
+
+    def training_step(self, batch):
+        return self.loss(*batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class Ends(Own):
+    def training_step(self, batch, batch_idx):
+        return self.loss(*batch) if batch_idx < 4 else None
+
+
+MODULES = {
+    "plain": Own,
+    "batch norm": lambda: Own(nn.BatchNorm1d(8)),
+    "group norm": lambda: Own(nn.GroupNorm(2, 8)),
+    "dropout": lambda: Own(nn.Dropout(0.3), nn.AlphaDropout(0.2)),
+    "frozen": Frozen,
+    "tied": Tied,
+    "counts": Counts,
+    "teaches": Teaches,
+    "remembers": Remembers,
+    "ends": Ends,
+}
+
+
+@pytest.fixture
+def both(fit):
+    """The states of a module trained one client at a time and side by side, and what it has logged."""
+
+    def run(make, stream=stream_of, methods=tuple, sizes=(1, "auto"), expected=True, **options):
+        states, logs = [], []
+        for size in sizes:
+            task = make()
+            trainer = fit(task, stream(), [*methods()], cohort_size=size, **{"seed": 0, **options})
+            strategy = trainer.strategy
+            beside = expected and size != 1
+            assert (strategy.num_vectorized_clients > 1) == beside == (strategy.sequential_reason is None)
+            assert isinstance(strategy.federation.local_trainer, StepTrainer) == beside
+            states.append({name: value.clone() for name, value in task.state_dict().items()})
+            logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        return states, logs
+
+    return run
+
+
+@pytest.mark.may(
+    "have a `training_step` of its own, of any batches and losses, with batch normalisation or dropout",
+    "[clients train side by side by it](#side-by-side) where that comes to the same",
+)
+@pytest.mark.parametrize("kind", MODULES)
+def test_side_by_side_is_one_at_a_time(both, kind):
+    # Without a single sample left over, which batch normalisation cannot learn from.
+    options = {"drop_last": kind == "batch norm"}
+    (one, many, some), _ = both(MODULES[kind], lambda: stream_of(**options), sizes=(1, "auto", 5), local_epochs=2)
+    assert difference(one, many) < 1e-5 and difference(one, some) < 1e-5
+    assert difference(one, MODULES[kind]().state_dict()) > 1e-3
+
+
+class Measures(Own):
+    """Has metrics of its own, the last of which measures later batches alone."""
+
+    def prepare(self):
+        self.accuracy, self.losses = MulticlassAccuracy(4), MeanMetric()
+        self.scores = MetricCollection([MulticlassF1Score(4), MulticlassAccuracy(4)], prefix="train/")
+        self.confusion = MulticlassConfusionMatrix(4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x)
+        loss = F.cross_entropy(output, y)
+        self.accuracy(output, y)
+        self.scores(preds=output.argmax(dim=1), target=y)
+        self.losses.update(loss)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict(self.scores, on_step=False, on_epoch=True)
+        self.log("losses", self.losses, on_step=False, on_epoch=True)
+        if batch_idx > 0:
+            self.confusion.update(output, y)
+        return loss
+
+
+@pytest.mark.may(
+    "update torchmetrics objects in its step, and log them",
+    "they are updated by all clients' samples, side by side as one at a time; one whose value the step goes by is not",
+)
+def test_metrics_of_a_step_are_those_of_one_at_a_time(both):
+    modules = []
+
+    def make():
+        modules.append(Measures())
+        return modules[-1]
+
+    states, (logs, others) = both(make)
+    assert difference(*states) < 1e-5
+    assert {"accuracy", "losses", "train/MulticlassAccuracy", "train/MulticlassF1Score"} <= logs.keys()
+    assert logs == pytest.approx(others, rel=1e-5)
+    assert (
+        torch.equal(modules[0].confusion.confmat, modules[1].confusion.confmat) and modules[0].confusion.confmat.any()
+    )
+
+
+@pytest.mark.parametrize("change", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_so_it_is_with_arguments_of_the_trainer(both, change):
+    (one, many), _ = both(MODULES["remembers"], trainer_args=change)
+    (plain,), _ = both(MODULES["remembers"], sizes=("auto",))
+    assert difference(one, many) < 1e-5 and difference(plain, many) > 1e-4
+
+
+def by_hand(module, stream, rounds):
+    """Federated averaging of clients that take one step on all of their samples."""
+    stream.setup("fit")
+    server = {name: value.clone() for name, value in module.state_dict().items()}
+    for _ in range(rounds):
+        sums, total = {name: torch.zeros_like(value, dtype=torch.double) for name, value in server.items()}, 0
+        for rows in stream.plan.train[0].values():
+            local = copy.deepcopy(module)
+            local.load_state_dict(server)
+            optimizer = local.configure_optimizers()
+            local.loss(*stream.get_samples(rows)).backward()
+            optimizer.step()
+            sums = {name: sums[name] + len(rows) * value.double() for name, value in local.state_dict().items()}
+            total += len(rows)
+        server = {name: (sums[name] / total).to(value.dtype) for name, value in server.items()}
+    return server
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "group norm", "frozen", "tied"])
+def test_two_rounds_are_those_of_a_loop(both, kind):
+    (many,), _ = both(MODULES[kind], lambda: stream_of(batch_size=30), sizes=("auto",))
+    assert difference(by_hand(MODULES[kind](), stream_of(batch_size=30), 2), many) < 1e-6
+
+
+class Logs(Own):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x)
+        losses = F.cross_entropy(output, y, reduction="none")
+        self.log("loss", losses.mean(), prog_bar=True, on_epoch=True)
+        self.log("weighted", losses.max(), on_step=False, on_epoch=True, batch_size=3)
+        for name in ("sum", "max", "min"):
+            self.log(name, losses.mean(), on_step=False, on_epoch=True, reduce_fx=name)
+        right = (output.argmax(dim=1) == y).sum()
+        self.log_dict({"right": right, "batch": batch_idx, "samples": len(y)}, False, None, False, True, torch.sum)
+        self.log("twice", losses.min(), on_step=False, on_epoch=True)
+        self.log("twice", losses.max(), on_step=False, on_epoch=True)
+        self.log("step", losses.mean())
+        return losses.mean()
+
+
+@pytest.mark.may("log numbers in its training step", "what is logged for a round is the same side by side")
+def test_what_is_logged_for_a_round_is_that_of_one_at_a_time(both):
+    _, (one, many, some) = both(Logs, sizes=(1, "auto", 5))
+    assert one.keys() == many.keys() == some.keys()
+    for name in one.keys() - {"step", "loss_step"}:  # of the last client, or clients
+        assert one[name] == pytest.approx(many[name], rel=1e-5) and one[name] == pytest.approx(some[name], rel=1e-5)
+    assert one["samples"] == len(OWNER) and one["loss"] == one["loss_epoch"]
+
+
+METHODS = {
+    "FedProx": lambda: [FedProx(0.5)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5, clients=["0", "2"])],
+    "LwF": lambda: [LwF(2.0)],
+    "FLwF-2T": lambda: [FLwF2T(0.3, 0.3)],
+    "Replay": lambda: [Replay(9, "class-balanced", "round")],
+    "DER++": lambda: [DERpp(9, 0.5, 0.5, batch_size=4)],
+    "FedNTD": lambda: [FedNTD(2.0)],
+    "GLFC": lambda: [GLFC(0.5)],
+}
+
+
+class Stated(Own):
+    """States its loss apart, for methods that ask for it, but steps in a way of its own."""
+
+    lightning_fcl_protocols = True
+
+    def sample_loss(self, output, y):
+        return F.cross_entropy(output, y, reduction="none")
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("methods", METHODS)
+def test_methods_run_as_one_at_a_time(both, make_stream, methods, drops):
+    def stream():
+        return make_stream(partition="dirichlet", clients=7, rounds_per_experience=2)
+
+    def make():
+        return Stated(nn.Dropout(0.2) if drops else nn.GroupNorm(2, 8))
+
+    (one, many), _ = both(make, stream, METHODS[methods])
+    (without,), _ = both(make, stream, sizes=("auto",))
+    assert difference(one, many) < 1e-5 and difference(without, many) > 1e-4
+
+
+def test_a_method_that_asks_for_outputs_says_that_the_step_has_none(fit, make_stream):
+    class Passes(Stated):
+        def loss(self, x, y):
+            return F.cross_entropy(self.net(x), y)
+
+    for size in (1, "auto"):
+        with raises(InvalidStateError, "output"):
+            fit(Passes(), make_stream(), [LwF(2.0)], cohort_size=size)
+
+
+# Modules that nobody here wrote.
+
+
+class Boring(BoringModel):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Inputs(torch.utils.data.Dataset):
+    """Inputs alone."""
+
+    def __init__(self):
+        self.x = torch.from_numpy(inputs(32))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+
+class Tokens(Inputs):
+    """Sentences of 3 to 8 words, as dicts."""
+
+    def __getitem__(self, index):
+        words = torch.arange(index % 6 + 3) * (index + 1) % 20
+        return {"input": {"words": words + 1}, "label": index % 4}
+
+
+def padded(items):
+    """A batch of sentences, as long as the longest of them."""
+    words = nn.utils.rnn.pad_sequence([item["input"]["words"] for item in items], batch_first=True)
+    return {"input": {"words": words, "mask": words == 0}, "labels": torch.tensor([item["label"] for item in items])}
+
+
+class Reads(L.LightningModule):
+    """Torch's own encoder of sentences."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(22, 8, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        layer.self_attn.dropout = 0.0  # the one that draws by no key
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        words, mask = batch["input"]["words"], batch["input"]["mask"]
+        hidden = self.encoder(self.words(words), src_key_padding_mask=mask)
+        loss = F.cross_entropy(self.head(hidden[:, 0]), batch["labels"], label_smoothing=0.1)
+        self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(words))
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # Adam would turn rounding into steps
+
+
+class Regresses(Own):
+    def loss(self, x, y):
+        return F.huber_loss(self(x).mean(dim=1), y)
+
+
+class Labels(Own):
+    def loss(self, x, y):
+        return F.binary_cross_entropy_with_logits(self(x), y, pos_weight=torch.arange(1.0, 5.0))
+
+
+class Timm(Own):
+    def prepare(self):
+        self.net = timm.create_model("test_resnet", num_classes=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def of_items(data, **options):
+    made = FederatedStream.from_arrays(
+        data, None if isinstance(data, Tokens) else np.zeros(len(OWNER), int), OWNER, scenario=Stationary(2),
+        split=Split(test=0.0), batch_size=10, seed=0, **options,
+    )  # fmt: skip
+    made.setup("fit")
+    return made
+
+
+STRANGERS = {
+    "Lightning's boring model": (Boring, lambda: of_items(Inputs())),
+    "Lightning's demo model": (DemoModel, lambda: of_items(Inputs())),
+    "sentences as dicts": (Reads, lambda: of_items(Tokens(), collate_fn=padded)),
+    "regression": (Regresses, lambda: stream_of(y=inputs(), scenario=Stationary(2))),
+    "several labels": (Labels, lambda: stream_of(y=(inputs(4) > 0).astype(np.float32), scenario=Stationary(2))),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_strangers_train_side_by_side(both, name):
+    make, stream = STRANGERS[name]
+    (one, many), (logs, others) = both(lambda: seeded(make), stream)
+    assert difference(one, many) < 1e-5 and difference(one, seeded(make).state_dict()) > 1e-4
+    assert logs == pytest.approx(others, rel=1e-5)
+
+
+@pytest.mark.seconds
+def test_a_network_of_timm_trains_side_by_side(both):
+    (one, many), _ = both(
+        lambda: seeded(Timm), lambda: stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True, rounds=1),
+        sizes=(1, 3), max_epochs=1,
+    )  # fmt: skip
+    # Batch normalisation of four samples makes much of rounding.
+    start = dict(seeded(Timm).named_parameters())
+    assert 10 * difference(one, many) < difference(start, one)
+    assert int(many["net.bn1.num_batches_tracked"]) > 0
+
+
+def test_large_modules_train_one_at_a_time(fit):
+    trainer = fit(seeded(Timm), stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True), max_epochs=0)
+    assert trainer.strategy.num_vectorized_clients == 1
+    assert trainer.strategy.sequential_reason.reason is Reason.PARAMETERS
+    for module, size, reason in ((Own(), 1, Obstacle(Reason.COHORT_SIZE)), (Own(), "auto", None)):
+        strategy = fit(module, stream_of(), cohort_size=size, max_epochs=1).strategy
+        assert strategy.sequential_reason == reason and (strategy.num_vectorized_clients > 1) == (size == "auto")
+
+
+def test_a_fit_that_is_continued_has_equal_bits(fit, tmp_path):
+    def make():
+        return Own(nn.BatchNorm1d(8), nn.Dropout(0.3))
+
+    whole, cut, rest = make(), make(), make()
+    words = {"batch_size": 30}
+    fit(whole, stream_of(**words), seed=0)
+    saving = {"trainer_args": {"enable_checkpointing": True}, "seed": 0}
+    fit(cut, stream_of(**words), [ModelCheckpoint(tmp_path, "last")], max_epochs=1, **saving)
+    trainer = fit(rest, stream_of(**words), ckpt_path=tmp_path / "last.ckpt", seed=0)
+    assert trainer.strategy.num_vectorized_clients > 1
+    assert difference(whole.state_dict(), rest.state_dict()) == 0 < difference(whole.state_dict(), cut.state_dict())

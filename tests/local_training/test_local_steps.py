@@ -1,0 +1,239 @@
+"""Steps within a client: accumulated gradients and schedules, against loops written by hand."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from raising import raises
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import APFL, FedProx, FLwF2T, Replay
+from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.simulation.hooks import FitHooks
+
+STREAM = {"partition": "dirichlet", "clients": 5, "rounds_per_experience": 2}
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-3),
+}
+SCHEDULES = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=12),
+    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.8),
+    "one cycle, of momentum too": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=60),
+}
+
+
+def by_hand(task, stream, make, every=1, epochs=2, schedule=None, frequency=1, by_round=None, clip=None):
+    """FedAvg whose clients step after ``every`` batches and after their last one, and then step a schedule."""
+    server, factor = copy.deepcopy(task.state_dict()), 1.0
+    for round in range(stream.plan.rounds):
+        sums, total = {}, 0
+        for client, rows in stream.plan.train[round].items():
+            local = copy.deepcopy(task)
+            local.load_state_dict(server)
+            optimizer = make(local.parameters())
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            scheduler = schedule(optimizer) if schedule else None
+            x, y = stream.get_samples(rows)
+            keys = order_keys(0, [client], round)
+            batches = plan_batches(len(y), epochs, BatchPlan(stream.batch_size, stream.shuffle), keys)
+            steps = 0
+            for number, chosen in enumerate(batches, 1):
+                (nn.functional.cross_entropy(local.model(x[chosen]), y[chosen]) / every).backward()
+                if number % every == 0 or number == len(batches):
+                    if clip:
+                        nn.utils.clip_grad_norm_(local.parameters(), clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+                    if scheduler and steps % frequency == 0:
+                        scheduler.step()
+            for name, value in local.state_dict().items():
+                sums[name] = sums.get(name, 0) + len(y) * value.double()
+            total += len(y)
+        server = {name: (value / total).float() for name, value in sums.items()}
+        factor *= by_round or 1.0
+    return server
+
+
+def near(left, right, tolerance=1e-6):
+    torch.testing.assert_close(dict(left), dict(right), rtol=0, atol=tolerance)
+
+
+def differ(left, right):
+    return max(float((left[name] - right[name]).abs().max()) for name in left) > 1e-3
+
+
+@pytest.mark.argument("accumulate_grad_batches", "honoured: batches of a client, whose last group may be smaller")
+@pytest.mark.seconds
+@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize(
+    ("optimizer", "every", "clip"),
+    [("sgd", 3, None), ("sgd", 3, 0.2), ("momentum", 2, None), ("adam", 3, None), ("adam", 1000, None)],
+)
+def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optimizer, every, clip, cohort_size):
+    """They are clipped once, all of a step together."""
+    stream, task = make_stream(**STREAM), make_task(OPTIMIZERS[optimizer])
+    start = copy.deepcopy(task)
+    trainer_args = {"accumulate_grad_batches": every, "gradient_clip_val": clip}
+    trainer = fit(task, stream, trainer_args=trainer_args, cohort_size=cohort_size, local_epochs=2, seed=0)
+    expected = by_hand(start, stream, OPTIMIZERS[optimizer], every, clip=clip)
+    near(task.state_dict(), expected)
+    assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer], every if clip else 1))
+    assert trainer.accumulate_grad_batches == every  # as it was given
+    lengths = {-(-len(rows) // 8) % 2 for current in stream.plan.train for rows in current.values()}
+    assert lengths == {0, 1}  # groups of batches are whole for some clients, incomplete for others
+
+
+@pytest.mark.seconds
+def test_penalties_accumulate_too_one_by_one_as_side_by_side(fit, make_stream, make_task):
+    states = []
+    for size in (1, "auto"):
+        task = make_task(OPTIMIZERS["momentum"])
+        methods = [Replay(9, "class-balanced", "round"), FLwF2T(0.3, 0.3), FedProx(0.5)]
+        arguments = {"accumulate_grad_batches": 3}
+        fit(task, make_stream(**STREAM), methods, trainer_args=arguments, cohort_size=size, local_epochs=2, seed=0)
+        states.append(task.state_dict())
+    near(*states)
+
+
+def test_a_penalty_of_a_whole_batch_is_that_of_its_parts(fit, make_stream, make_task):
+    # Batches of 4 in pairs are batches of 8, as the mean over a batch is that over its halves.
+    states = []
+    for size, every in ((4, 2), (8, 1)):
+        task, stream = make_task(), make_stream(clients=1, samples=80, batch_size=size)
+        fit(task, stream, [FedProx(0.5)], trainer_args={"accumulate_grad_batches": every}, cohort_size=1, seed=0)
+        states.append(task.state_dict())
+    near(*states)
+
+
+def scheduled(make_task, optimizer, *schedules):
+    task = make_task()
+
+    def configure():
+        made = OPTIMIZERS[optimizer](task.parameters())
+        return [made], [{"frequency": 1, **rest, "scheduler": schedule(made)} for schedule, rest in schedules]
+
+    task.configure_optimizers = configure
+    return task
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize(("schedule", "optimizer"), list(zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True)))
+def test_schedules_by_step_begin_anew_with_each_client(
+    fit, make_stream, make_task, schedule, optimizer, cohort_size, recwarn
+):
+    stream = make_stream(**STREAM)
+    task = scheduled(make_task, optimizer, (SCHEDULES[schedule], {"interval": "step"}))
+    start = make_task()
+    fit(task, stream, cohort_size=cohort_size, local_epochs=2, seed=0)
+    expected = by_hand(start, stream, OPTIMIZERS[optimizer], schedule=SCHEDULES[schedule])
+    near(task.state_dict(), expected)
+    assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer]))
+    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_stream, make_task, cohort_size):
+    stream, inner = make_stream(**STREAM), SCHEDULES["exponential"]
+    by_step = (inner, {"interval": "step", "frequency": 2})
+    by_round = (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), {"interval": "epoch"})
+    task, start = scheduled(make_task, "sgd", by_step, by_round), make_task()
+    fit(task, stream, trainer_args={"accumulate_grad_batches": 2}, cohort_size=cohort_size, local_epochs=2, seed=0)
+    words = {"schedule": inner, "frequency": 2}
+    near(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 2, by_round=0.5, **words))
+    assert differ(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 2, **words))
+
+
+@pytest.mark.seconds
+def test_they_are_resumed_and_a_round_cut_short_leaves_them_at_their_start(fit, make_stream, make_task, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 3:
+                raise ValueError("enough")
+
+    def task():
+        return scheduled(make_task, "momentum", (SCHEDULES["exponential"], {"interval": "step"}))
+
+    arguments = {"accumulate_grad_batches": 2}
+    options = {"cohort_size": 1, "seed": 0, "trainer_args": arguments}
+    whole, cut, rest = task(), task(), task()
+    fit(whole, make_stream(**STREAM), **options)
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    with pytest.raises(ValueError, match="enough"):
+        saving = {**options, "trainer_args": {**arguments, "enable_checkpointing": True}}
+        fit(cut, make_stream(**STREAM), [Stop(), saver], **saving)
+    assert cut.trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+    assert cut.trainer.accumulate_grad_batches == 2
+    fit(rest, make_stream(**STREAM), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
+    assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
+    with raises(InvalidValueError, "accumulate_grad_batches", value=2, code="other-recipe"):
+        options["trainer_args"] = {**arguments, "accumulate_grad_batches": 3}
+        fit(task(), make_stream(**STREAM), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
+
+
+def test_what_cannot_be_stepped_within_a_client_is_named(fit, make_stream, make_task):
+    plateau = (ReduceLROnPlateau, {"interval": "step", "monitor": "train/loss"})
+    with raises(InvalidValueError, "interval"):
+        fit(scheduled(make_task, "sgd", plateau), make_stream())
+    by_hand = scheduled(make_task, "sgd", (SCHEDULES["cosine"], {"interval": "step"}))
+    by_hand.automatic_optimization = False
+    with raises(InvalidValueError, "interval"):
+        fit(by_hand, make_stream())
+    with raises(InvalidValueError, "accumulate_grad_batches"):
+        fit(make_task(), make_stream(), [APFL()], trainer_args={"accumulate_grad_batches": 2})
+
+
+class Gradients(Callback):
+    """The gradient's norm whenever it is about to be zeroed; None where there is none."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(None if gradients[0] is None else float(nn.utils.get_total_norm(gradients)))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_task, every, monkeypatch):
+    class Own(Classifier):
+        def on_before_zero_grad(self, optimizer):
+            zeroed.append(optimizer)
+
+    zeroed, plain, federated, together = [], Gradients(), Gradients(), []
+    words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "shuffle": False, "seed": 0}
+    x, y = torch.randn(80, 6), torch.arange(80) % 4
+    one, two = (FederatedStream.from_arrays(x[:n], y[:n], np.arange(n) // 40, **words) for n in (40, 80))
+    arguments = {"accumulate_grad_batches": every}
+    train(make_task(), [plain], (x[:40], y[:40]), epochs=1, **arguments)
+    task = make_task()
+    fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, cohort_size=1)
+    assert federated.norms == pytest.approx(plain.norms) and len(zeroed) == len(plain.norms) == -(-5 // every)
+    fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
+    assert len(zeroed) == 3 * len(plain.norms)  # another client's, twice
+    look = classmethod(lambda _, trainer, *__: together.append(trainer.accumulate_grad_batches))
+    monkeypatch.setattr(
+        FitHooks, "on_before_zero_grad", look
+    )  # a user's callback would let clients train one at a time
+    trainer = fit(make_task(), two, trainer_args=arguments, cohort_size=2)
+    assert together == [every] * len(plain.norms) and trainer.accumulate_grad_batches == every
+
+
+def test_an_optimizer_that_asks_again_does_not_accumulate(fit, make_stream, make_task):
+    def lbfgs(params):
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=2)
+
+    with raises(InvalidValueError, "accumulate_grad_batches", value=2):
+        fit(make_task(lbfgs), make_stream(**STREAM), trainer_args={"accumulate_grad_batches": 2})

@@ -1,0 +1,499 @@
+import copy
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from raising import raises
+from torch import nn
+
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import (
+    AGEM,
+    CCVR,
+    EWC,
+    FOT,
+    GEM,
+    GLFC,
+    MAS,
+    MOON,
+    SCAFFOLD,
+    ContinualMetrics,
+    DERpp,
+    FedCBDR,
+    FedDyn,
+    FedNova,
+    FedNTD,
+    FedProto,
+    FedProx,
+    FLwF,
+    FLwF2T,
+    ICaRL,
+    LwF,
+    MeanOutputLoss,
+    ReFed,
+    RegMean,
+    Replay,
+)
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.obstacles import Obstacle, Reason
+from lightning_fcl.local_training.vectorized import VectorizedTrainer
+from lightning_fcl.local_training.vmap_check import find_padding_obstacle
+from lightning_fcl.local_training.vmap_training_step import StepTrainer
+from lightning_fcl.models import MLP
+from lightning_fcl.simulation.trainer_choice import choose_group_size
+
+pytestmark = pytest.mark.rounding
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    # With a small eps these would turn gradients that are rounding alone into whole steps.
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.5, eps=1e-3),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, eps=1e-3),
+}
+
+METHODS = {
+    "none": list,
+    "LwF": lambda: [LwF(2.0)],
+    "FLwF": lambda: [FLwF(0.3)],
+    "FLwF-2T": lambda: [FLwF2T(0.3, 0.3)],
+    "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
+    "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
+    "FedProx": lambda: [FedProx(0.5)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
+    "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],
+    "MeanOutputLoss, on logits of all seen": lambda: [
+        MeanOutputLoss(2.0, "logits", "absolute", "seen", clients=["0", "3"]),
+    ],
+    "MeanOutputLoss, beside remembered samples": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
+    "Replay": lambda: [Replay(9, "class-balanced", "round")],
+    "DER++": lambda: [DERpp(9, 0.5, 0.5, batch_size=4)],
+    "DER++ of some": lambda: [DERpp(9, 0.5, 0.5, batch_size=4, clients=["0", "3"])],
+    "FedProto": lambda: [FedProto(0.5)],
+    "FedProto of some, beside a teacher": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
+    "iCaRL": lambda: [ICaRL(9)],
+    "FedNTD": lambda: [FedNTD(2.0)],
+    "MOON, of some": lambda: [MOON(2.0, clients=["0", "3"])],
+    "SCAFFOLD": lambda: [SCAFFOLD()],
+    "FedDyn": lambda: [FedDyn(0.1)],
+    "FedNova": lambda: [FedNova()],
+    "FOT": lambda: [FOT(0.8)],
+    "RegMean": lambda: [RegMean(0.5)],
+    "CCVR": lambda: [CCVR(samples=20)],
+    "FedCBDR": lambda: [FedCBDR(30)],
+    "FedCBDR, old and new apart": lambda: [FedCBDR(30, 0.9, 1.1, 1.1, 0.9)],
+    "Re-Fed": lambda: [ReFed(9)],
+    "GLFC, beside exemplars": lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")],
+    "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
+}
+
+
+def difference(left, right):
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
+    """States and records of the same fit with two cohort sizes, on clients of very different sizes."""
+    stream = {"partition": "dirichlet", "clients": 7, "rounds_per_experience": 2}
+    results = []
+    for size in sizes:
+        # Units enough that no sample has features of zero alone, from which all means are equally far.
+        torch.manual_seed(0)
+        task, metrics = make_task(OPTIMIZERS[optimizer], MLP([6, 16, 4])), ContinualMetrics()
+        callbacks = [*METHODS[methods or "none"](), metrics]
+        options = {"local_epochs": 2, **options}
+        trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
+        assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (size != 1)
+        loss = float(trainer.callback_metrics["train/loss"])
+        results.append((task.state_dict(), {**metrics.record, "loss": loss}))
+    return results
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("methods", METHODS)
+def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, methods):
+    uniform = {"client_weights": "uniform"} if methods in ("SCAFFOLD", "FedDyn") else {}
+    (one, record), (many, other) = both(fit, make_stream, make_task, methods, **uniform)
+    assert difference(one, many) < 1e-5
+    for left, right in zip(record["rounds"], other["rounds"], strict=True):
+        assert left["correct"] == right["correct"]
+        assert left["upload_bytes"] == right["upload_bytes"]
+    assert record["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_cohort_is_one_by_one_with_every_optimizer(fit, make_stream, make_task, optimizer):
+    (one, _), (many, _) = both(fit, make_stream, make_task, optimizer=optimizer)
+    assert difference(one, many) < 1e-5
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("size", [2, 3, 100])
+def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, size):
+    (one, _), (many, _) = both(fit, make_stream, make_task, "FLwF-2T", sizes=(1, size))
+    assert difference(one, many) < 1e-5
+
+
+def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_task, monkeypatch):
+    seen = []
+
+    def losses(self, x, y, weight, keys, randomness="different"):
+        found = given(self, x, y, weight, keys, randomness)
+        seen.append((len(x), len(weight), *map(len, found), bool((weight[:, 0] > 0).all())))
+        return found
+
+    given = VectorizedTrainer.losses
+    monkeypatch.setattr(VectorizedTrainer, "losses", losses)
+    stream = make_stream(partition="dirichlet", clients=7, experiences=1)
+    fit(make_task(), stream, [FedProx(0.1)], cohort_size=7, max_epochs=1)
+    (rows,) = stream.plan.train
+    steps = sorted((-(-len(own) // stream.batch_size) for own in rows.values()), reverse=True)
+    assert len({*steps}) > 1
+    expected = [sum(number > step for number in steps) for step in range(steps[0])]
+    assert seen[-len(expected) :] == [(active,) * 4 + (True,) for active in expected]  # the first are of a trial
+
+
+@pytest.mark.seconds
+def test_cohort_with_personal_heads_and_partial_participation(fit, make_stream, make_task):
+    options = {"reductions": {"model.3.*": "none"}, "participation": 0.6}
+    (one, record), (many, other) = both(fit, make_stream, make_task, "FLwF-2T", **options)
+    assert difference(one, many) < 1e-5
+    assert [r["correct"] for r in record["rounds"]] == [r["correct"] for r in other["rounds"]]
+
+
+def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make_task):
+    stream = make_stream()
+    stream.setup("fit")
+    poisoned = stream.plan.train[0]["1"]
+    stream.samples.x[torch.from_numpy(poisoned)] = float("nan")
+    task, metrics = make_task(), ContinualMetrics()
+    fit(task, stream, [metrics], cohort_size=3, max_epochs=1)
+    assert set(metrics.record["rounds"][0]["dropped"]) == {"1"}
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+
+
+def clients_per_step(fit, stream, task, **options):
+    return fit(task, stream, max_epochs=1, **options).strategy.federation.local_trainer.num_vectorized_clients
+
+
+def test_auto_chooses(fit, make_stream, make_task):
+    assert clients_per_step(fit, make_stream(), make_task()) > 1
+    assert clients_per_step(fit, make_stream(), make_task(model=dropping())) > 1
+    assert choose_group_size(make_task(model=nn.Linear(1000, 1000))) == 1
+    assert choose_group_size(make_task(model=nn.Linear(999, 100))) == 40  # four million parameters together
+    assert choose_group_size(make_task()) == 1024
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 20), (32, 5), (1000, 2)])  # the last: all of a client's 80
+def test_auto_bounds_the_numbers_in_batches(fit, make_stream, make_task, monkeypatch, batch_size, expected):
+    monkeypatch.setattr("lightning_fcl.simulation.trainer_choice._NUMBERS", 1000)
+    task = make_task(model=nn.Linear(6, 4))  # 28 parameters
+    assert clients_per_step(fit, make_stream(batch_size=batch_size), task) == expected
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        return output - output.mean(dim=0)
+
+
+class Caching(nn.Linear):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class Drifting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x) * self.calls
+
+
+class NumPyNoise(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(np.random.rand())
+
+
+class Own(Classifier):
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)
+
+
+def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, make_task):
+    obstacle = Obstacle(Reason.STATE, ("`model.last`",))
+    with pytest.raises(ValueError, match=re.escape(f'Expected `cohort_size=1` or "auto" but got 4: {obstacle}')):
+        fit(make_task(model=Caching(6, 4)), make_stream(), cohort_size=4)
+    with pytest.raises(ValueError, match=str(Obstacle(Reason.KEEP_OPTIMIZER))):
+        fit(make_task(), make_stream(), cohort_size=4, keep_optimizer=True)
+
+
+def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
+    for method in (GEM, AGEM):
+        assert clients_per_step(fit, make_stream(), make_task(), callbacks=[method()]) == 1
+        with raises(InvalidValueError, "cohort_size", value=3):
+            fit(make_task(), make_stream(), [method()], cohort_size=3)
+
+
+def in_two_ways(fit, make_stream, task):
+    """A task trained one client at a time, and by its own step side by side."""
+    tasks = [copy.deepcopy(task), copy.deepcopy(task)]
+    # Without a single sample left over, which batch normalisation cannot learn from.
+    trainers = [
+        fit(own, make_stream(drop_last=True), cohort_size=size, seed=0)
+        for own, size in zip(tasks, (1, "auto"), strict=True)
+    ]
+    assert type(trainers[1].strategy.federation.local_trainer) is StepTrainer
+    losses = [float(trainer.callback_metrics["train/loss"]) for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    return [own.state_dict() for own in tasks]
+
+
+def test_a_task_with_a_training_step_of_its_own_trains_side_by_side_by_that(fit, make_stream):
+    torch.manual_seed(0)
+    own, plain = Own(nn.Linear(6, 4), 4), Classifier(nn.Linear(6, 4), 4)
+    one, many = in_two_ways(fit, make_stream, own)
+    assert difference(one, many) < 1e-5
+    plain.load_state_dict(Own(nn.Linear(6, 4), 4).state_dict())
+    fit(plain, make_stream(drop_last=True), seed=0)
+    assert difference(many, plain.state_dict()) > 1e-3
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_network_that_looks_at_other_samples_trains_side_by_side_without_padding(
+    fit, make_stream, make_task, running
+):
+    norm = nn.BatchNorm1d(5, track_running_stats=running)
+    one, many = in_two_ways(fit, make_stream, make_task(model=nn.Sequential(nn.Linear(6, 5), norm, Centred(5, 4))))
+    assert difference(one, many) < 1e-5
+    assert not running or int(many["model.1.num_batches_tracked"]) > 0
+
+
+def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_stream, make_task):
+    class Watch(Callback):
+        def __init__(self):
+            self.norms = []
+
+        def on_after_backward(self, trainer, pl_module):
+            self.norms.append(float(pl_module.model[1].weight.grad.norm()))
+
+    watch = Watch()
+    trainer = fit(make_task(), make_stream(), [watch])
+    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
+    assert len(watch.norms) == trainer.global_step
+    assert all(norm > 0 for norm in watch.norms)
+    with raises(InvalidValueError, "cohort_size"):
+        fit(make_task(), make_stream(), [Watch()], cohort_size=3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.relu(self.encode(x)))[:, :4]
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        return output + torch.randn(output.shape) if self.training else output
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.may("draw by NumPy, cache tensors, or branch on values in its forward", "it trains one client at a time")
+@pytest.mark.parametrize(
+    "model",
+    [Noisy(6, 4), Recurrent(6, 4), Counting(6, 4), Caching(6, 4), Drifting(6, 4), NumPyNoise(6, 4)],
+    ids=lambda model: type(model).__name__,
+)
+def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
+    auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
+    assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
+    fit(one, make_stream(), cohort_size=1, max_epochs=1, seed=0)
+    assert difference(auto.state_dict(), one.state_dict()) == 0
+
+
+class Products(nn.Module):
+    """Products of matrices in place of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 5) / 2), nn.Parameter(torch.randn(4, 5) / 2)
+
+    def forward(self, x):
+        return torch.relu(x @ self.first) @ self.second.T
+
+
+CONVOLUTIONS = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(20, 4))
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("model", [MLP([6, 16, 8, 4]), Products(), CONVOLUTIONS], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adam, eps=1e-3)])
+def test_fused_optimizers_which_pass_over_the_memory_are_as_others(fit, make_stream, make_task, model, kind):
+    states = []
+    for size, fused in ((1, False), (3, False), (3, True)):
+        task = make_task(lambda params, fused=fused: kind(params, lr=0.05, fused=fused), copy.deepcopy(model))
+        fit(task, make_stream(clients=3), cohort_size=size, max_epochs=2, seed=0)
+        states.append(task.state_dict())
+    assert max(difference(states[0], other) for other in states[1:]) < 1e-5
+
+
+def test_weights_of_linear_layers_lie_by_columns(fit, make_stream, make_task, monkeypatch):
+    """As vmap leaves their gradients: a step that reads one of the two across rows takes three times as long."""
+    strides = []
+
+    def step(self, closure):
+        loss = closure()
+        strides[:] = [(p.stride(), p.grad.stride()) for group in self.param_groups for p in group["params"]]
+        return loss
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    task = make_task(lambda params: torch.optim.SGD(params, lr=0.1), MLP([6, 16, 4]))
+    fit(task, make_stream(clients=3), cohort_size=3, max_epochs=1)
+    assert strides == [(own, own) for own in ((96, 1, 16), (16, 1), (64, 1, 4), (4, 1))]
+
+
+def test_tied_weights_are_one_entry(fit, make_stream, make_task):
+    states, sent, model = [], [], Tied()
+    for size in (1, 3):
+        task, metrics = make_task(model=copy.deepcopy(model)), ContinualMetrics()
+        fit(task, make_stream(), [FLwF2T(0.3, 0.3), metrics], cohort_size=size, seed=0)
+        assert task.model.decode.weight is task.model.encode.weight
+        states.append(task.state_dict())
+        sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
+    assert difference(*states) < 1e-5
+    assert sent == [4 * (36 + 6 + 6)] * 2
+
+
+def dropping():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.AlphaDropout(0.2), nn.Linear(8, 4)
+    )
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("methods", ["none", "FLwF-2T", "DER++", "Replay", "MAS", "FedProto"])
+def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, methods):
+    states = []
+    for size in (1, 3, "auto"):
+        torch.manual_seed(1)
+        model = nn.Sequential(dropping()) if methods != "FedProto" else WithFeatures()
+        task = make_task(model=model)
+        stream = make_stream(partition="dirichlet", clients=7)
+        trainer = fit(task, stream, METHODS[methods](), cohort_size=size, seed=0)
+        assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (size != 1)
+        states.append(task.state_dict())
+    assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
+
+
+@pytest.mark.argument("gradient_clip_val", "honoured: each client's gradient on its own, also side by side")
+@pytest.mark.argument("gradient_clip_algorithm", "honoured: each client's gradient on its own, also side by side")
+@pytest.mark.may("clip gradients", "each client's, on its own, also side by side")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("clip", [0.02, 0.3])
+def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algorithm, clip):
+    states = []
+    for size, value in ((1, clip), (3, clip), ("auto", clip), (1, None)):
+        task = make_task()
+        options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        fit(task, make_stream(partition="dirichlet"), cohort_size=size, seed=0, trainer_args=options)
+        states.append(task.state_dict())
+    assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
+    assert difference(states[0], states[3]) > 1e-4
+
+
+class WithFeatures(nn.Module):
+    """Dropout in front of the features, and behind them."""
+
+    features = 8
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 8), nn.Dropout(0.2)), nn.Linear(8, 4)
+
+    def embed(self, x):
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, make_task):
+    masks = []
+
+    class Look(nn.Dropout):
+        def forward(self, x):
+            output = super().forward(x)
+            if self.training:
+                masks.append(tuple((output == 0).flatten().tolist()))
+            return output
+
+    model = nn.Sequential(nn.Linear(6, 32), Look(0.5), nn.Linear(32, 4))
+    fit(make_task(model=model), make_stream(samples_per_round=8), cohort_size=1, local_epochs=2, seed=0)
+    assert len(set(masks)) == len(masks) > 10
+
+
+def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
+    fit(make_task(model=Noisy(6, 4)), make_stream(), cohort_size=3, max_epochs=1)
+    assert "Random layers draw other numbers in vectorized training" in caplog.text
+
+
+class Contrasting(Classifier):
+    def sample_loss(self, output, y):
+        return super().sample_loss(output, y) + 0.1 * output.mean() ** 2
+
+
+def test_a_loss_that_looks_at_other_samples_is_not_padded(fit, make_stream):
+    torch.manual_seed(0)
+    one, many = in_two_ways(fit, make_stream, Contrasting(nn.Linear(6, 4), 4))
+    assert difference(one, many) < 1e-5
+
+
+def test_the_trial_draws_nothing_and_leaves_the_module_as_it_was(fit, make_stream, make_task):
+    task, stream = make_task(model=dropping()), make_stream()
+    trainer = fit(task, stream, max_epochs=1)
+    before, states = copy.deepcopy(task.state_dict()), [torch.get_rng_state(), np.random.get_state()[1]]
+    assert find_padding_obstacle(task, [FLwF2T(0.3, 0.3)], trainer.strategy.federation.optimizers[0], stream) is None
+    assert difference(before, task.state_dict()) == 0
+    assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
+
+
+def test_what_a_forward_has_left_before_a_fit_is_no_obstacle(fit, make_stream, make_task):
+    task = make_task(model=Caching(6, 4))
+    task(torch.ones(2, 6))  # which no copy can be made of
+    assert clients_per_step(fit, make_stream(), task) == 1
+
+
+def test_another_fit_chooses_anew_and_finds_no_hooks_of_the_first(fit, make_stream, make_task):
+    task = make_task()
+    trainer = fit(task, make_stream(), [FedProx(0.5)], cohort_size=3)
+    trainer.fit_loop.max_epochs = trainer.current_epoch
+    trainer.fit(task, datamodule=make_stream())
+    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 3
