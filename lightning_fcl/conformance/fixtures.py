@@ -20,7 +20,7 @@ from lightning_fcl.models.quantization import silence_warnings
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
 
-Target = type[Method] | type[L.LightningModule]
+Implementation = type[Method] | type[L.LightningModule]
 
 
 class NotApplicableError(Exception):
@@ -81,7 +81,7 @@ class SmallNet(nn.Module):
         return logits
 
 
-def make_method(kind: Target, **arguments: Any) -> Any:
+def make_method(kind: Implementation, **arguments: Any) -> Any:
     """An object of a class, which need not take the arguments."""
     try:
         return kind(**arguments)

@@ -15,18 +15,18 @@ import lightning.pytorch as L
 import lightning_fcl
 from lightning_fcl import methods
 from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
-from lightning_fcl.conformance.fixtures import STATEMENTS, NotApplicableError, Statement, Target
+from lightning_fcl.conformance.fixtures import STATEMENTS, Implementation, NotApplicableError, Statement
 from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.methods.method import Method
 
 
-def implemented_targets(kind: Target) -> tuple[str, ...]:
+def implemented_targets(kind: Implementation) -> tuple[str, ...]:
     """The methods that a class claims to be: what its ``claims`` says, a name or several; else its own name."""
     said: object = getattr(kind, "claims", kind.__name__)
     return (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else ()
 
 
-def get_statements(kind: Target) -> list[Statement]:
+def get_statements(kind: Implementation) -> list[Statement]:
     """The statements that a class has to stand up to.
 
     Args:
@@ -69,7 +69,7 @@ class Outcome:
         return f"{self.result}: {self.why}" if self.why else self.result
 
 
-def run_statements(kind: Target) -> Iterator[tuple[Statement, Outcome]]:
+def run_statements(kind: Implementation) -> Iterator[tuple[Statement, Outcome]]:
     """Try each statement that a class has to fulfill, and yield it with the outcome."""
     for statement in get_statements(kind):
         try:
@@ -84,7 +84,7 @@ def run_statements(kind: Target) -> Iterator[tuple[Statement, Outcome]]:
             yield statement, Outcome("holds")
 
 
-def get_classes(target: str, claims: str | None = None) -> list[Target]:
+def get_classes(target: str, claims: str | None = None) -> list[Implementation]:
     """The classes that a target stands for: a name of this library, a Python file, or a class's path.
 
     Raises:

@@ -133,7 +133,11 @@ class Table:
     @property
     def verdict_counts(self) -> VerdictCounts:
         found = [cell.verdict for _, _, cell in self.paper_cells]
-        return VerdictCounts(*(found.count(kind) for kind in ("near", "spread", "outside")))
+        return VerdictCounts(
+            num_near=found.count("near"),
+            num_within_spread=found.count("spread"),
+            num_outside=found.count("outside"),
+        )
 
     def select_metrics(self, metrics: Sequence[str]) -> Table:
         """The same with some metrics only, in their order."""

@@ -138,10 +138,9 @@ class FedWEIT(Method):
         sources = sum(1 for name in memory if name.startswith("kb."))
         like = next(model.net.parameters()).detach().new_zeros(model.size)
         model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], like) for j in range(sources)])
-        if model.num_started_tasks <= place or (
-            not self.per_task and "base" not in memory
-        ):  # in the first round of a task
-            (model.start_task if model.num_started_tasks <= place else model.resume_task)(memory["classes"], sources)
+        is_new_task = model.num_started_tasks <= place
+        if is_new_task or (not self.per_task and "base" not in memory):  # in the first round of a task
+            (model.start_task if is_new_task else model.resume_task)(memory["classes"], sources)
             model.update_buffers_()
         for i, task in enumerate(model.tasks):
             task.adaptive.requires_grad_(i == place or (self.retroactive and i < place))
