@@ -99,8 +99,12 @@ def digits(name):
     clients = CASES[name][0]
     sizes = np.resize(np.arange(4, 27), clients) if name == "4 to 26 digits" else np.full(clients, 15)
     x, y = load_digits(return_X_y=True)
-    chosen = np.resize(np.random.default_rng(0).permutation(len(y)), sizes.sum())
-    return torch.tensor(x[chosen] / 16, dtype=torch.float32), torch.tensor(y[chosen]), np.repeat(range(clients), sizes)
+    sample_indices = np.resize(np.random.default_rng(0).permutation(len(y)), sizes.sum())
+    return (
+        torch.tensor(x[sample_indices] / 16, dtype=torch.float32),
+        torch.tensor(y[sample_indices]),
+        np.repeat(range(clients), sizes),
+    )
 
 
 def through_trainer(name, rounds, batch_size=26, cohort_size="auto", now=time.perf_counter):
@@ -124,8 +128,8 @@ def by_hand(name, rounds):
     local = Module(CASES[name][1]).train()
     server = {entry: value.clone() for entry, value in local.state_dict().items()}
     start = 0.0
-    for round in range(rounds + 1):
-        if round == 1:
+    for round_idx in range(rounds + 1):
+        if round_idx == 1:
             start = time.perf_counter()
         sums = {entry: torch.zeros_like(value, dtype=torch.float32) for entry, value in server.items()}
         for batch in data:
@@ -143,14 +147,18 @@ def by_hand(name, rounds):
 def compare(name, rounds, repeats):
     """Print the ratio of the two ways, taken in turns."""
     if name != "dropout":
-        (_, ours), (_, theirs) = through_trainer(name, 2), by_hand(name, 2)
-        assert all(torch.allclose(ours[n].float(), theirs[n].float(), atol=1e-5) for n in ours if "num" not in n), name
+        (_, trainer_state), (_, loop_state) = through_trainer(name, 2), by_hand(name, 2)
+        assert all(
+            torch.allclose(trainer_state[n].float(), loop_state[n].float(), atol=1e-5)
+            for n in trainer_state
+            if "num" not in n
+        ), name
     seconds = [(through_trainer(name, rounds)[0], by_hand(name, rounds)[0]) for _ in range(repeats)]
-    ours, loop = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
+    trainer_ms, loop_ms = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
     ratios = [a / b for a, b in seconds]
     print(
-        f"{name:16} Trainer.fit {ours:8.1f} ms/round, loop {loop:8.1f} ms, ratio {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f})",
+        f"{name:16} Trainer.fit {trainer_ms:8.1f} ms/round, loop {loop_ms:8.1f} ms, ratio "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
         flush=True,
     )
 
@@ -168,10 +176,12 @@ def compare_one_at_a_time(rounds, repeats):
     """Print what a step takes against a plain Trainer's, and what a client takes beside its steps."""
     steps, besides = [], []
     for _ in range(repeats):
-        one, eight = (through_trainer("plain", rounds, size, 1)[0] / CASES["plain"][0] for size in (15, 2))
-        own, plain = (eight - one) / 7, plain_step(rounds)
-        steps.append(own / plain)
-        besides.append(1000 * (one - own))
+        one_step_seconds, eight_step_seconds = (
+            through_trainer("plain", rounds, size, 1)[0] / CASES["plain"][0] for size in (15, 2)
+        )
+        step_seconds, plain_step_seconds = (eight_step_seconds - one_step_seconds) / 7, plain_step(rounds)
+        steps.append(step_seconds / plain_step_seconds)
+        besides.append(1000 * (one_step_seconds - step_seconds))
     print(
         f"one at a time: a step {statistics.median(steps):.3f} of a plain Trainer's ({min(steps):.3f} to "
         f"{max(steps):.3f}), a client {statistics.median(besides):.2f} ms beside its steps",

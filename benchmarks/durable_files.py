@@ -41,11 +41,11 @@ def main() -> None:
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=runs) as scratch:  # the system's temporary folder may be in memory
         for pair in range(options.pairs):
-            found = {}
+            seconds_by_version = {}
             for version in (ROOT, options.other)[:: 1 if pair % 2 else -1]:
                 name = f"{pair}-{'this' if version == ROOT else 'other'}"
-                found[version] = seconds(version.resolve(), Path(scratch, name), options.rounds)
-            ratios.append(found[ROOT] / found[options.other])
+                seconds_by_version[version] = seconds(version.resolve(), Path(scratch, name), options.rounds)
+            ratios.append(seconds_by_version[ROOT] / seconds_by_version[options.other])
             print(f"pair {pair}: {ratios[-1]:.3f}", flush=True)
     print(f"median: {statistics.median(ratios):.3f}")
 

@@ -112,17 +112,17 @@ def fit(stream, method, quick, *callbacks):
     """Train the client on all its tasks."""
     torch.manual_seed(0)
     classes = stream.num_classes
-    model, own = ViT(classes, **(TINY if quick else {})), {}
+    model, reductions = ViT(classes, **(TINY if quick else {})), {}
     if isinstance(method, FedViT):
-        own = {"model.head.*": "none"}
+        reductions = {"model.head.*": "none"}
     elif isinstance(method, FedWEIT):
-        model, own = Decomposed(model, tasks=TASKS), DECOMPOSED
+        model, reductions = Decomposed(model, tasks=TASKS), DECOMPOSED
     task = Classifier(
         model, classes, task_incremental=True,
         optimizer=lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.05),
     )  # fmt: skip
     trainer = L.Trainer(
-        strategy=FederatedStrategy(reductions=own, seed=0), max_epochs=stream.plan.rounds, accelerator="cpu",
+        strategy=FederatedStrategy(reductions=reductions, seed=0), max_epochs=stream.plan.rounds, accelerator="cpu",
         callbacks=[method, *callbacks], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip

@@ -134,10 +134,12 @@ def measure(benchmark, method, library, seed, epochs, tasks):
 
 def row(runs, benchmark, method):
     """A line of the table: both libraries' accuracies, the difference of the same seeds, and seconds of a run."""
-    own, other = ([run for run in runs if of(run) == (benchmark, method, library)] for library in LIBRARIES)
-    gaps = [a["accuracy"] - b["accuracy"] for a, b in zip(own, other, strict=True)]
-    cells = [spread([run["accuracy"] for run in side]) for side in (own, other)]
-    times = [f"{statistics.median(run['seconds'] for run in side):.1f} s" for side in (own, other)]
+    fcl_runs, avalanche_runs = (
+        [run for run in runs if of(run) == (benchmark, method, library)] for library in LIBRARIES
+    )
+    gaps = [a["accuracy"] - b["accuracy"] for a, b in zip(fcl_runs, avalanche_runs, strict=True)]
+    cells = [spread([run["accuracy"] for run in side]) for side in (fcl_runs, avalanche_runs)]
+    times = [f"{statistics.median(run['seconds'] for run in side):.1f} s" for side in (fcl_runs, avalanche_runs)]
     return f"| {benchmark} | {method} | {cells[0]} | {cells[1]} | {spread(gaps, '+')} | {times[0]} | {times[1]} |"
 
 

@@ -24,9 +24,9 @@ from lightning_fcl.methods.projection import gradient_distance, project
 def problem(k, p):
     """A gradient and k others, about half of which point away from it."""
     generator = torch.Generator().manual_seed(0)
-    gradient, others = torch.randn(p, generator=generator), torch.randn(k, p, generator=generator)
-    others += 0.1 * gradient * torch.where(torch.arange(k) % 2 == 0, 1.0, -1.0)[:, None]
-    return gradient, others
+    gradient, other_gradients = torch.randn(p, generator=generator), torch.randn(k, p, generator=generator)
+    other_gradients += 0.1 * gradient * torch.where(torch.arange(k) % 2 == 0, 1.0, -1.0)[:, None]
+    return gradient, other_gradients
 
 
 def usual(gradient, others):
@@ -90,9 +90,9 @@ def main():
     print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats, A B A B")
     for p in sizes:
         args = problem(10, p)
-        ours, theirs = project(*args), usual(*args)
-        assert ours is not args[0]
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        our_projection, usual_projection = project(*args), usual(*args)
+        assert our_projection is not args[0]
+        assert float((our_projection - usual_projection).norm() / usual_projection.norm()) < 1e-5
         columns = args[1].T.contiguous()
         compare(f"project on 10 of {p:,}; rows", project, usual, args, repeats)
         compare(

@@ -74,12 +74,14 @@ class Table:
         pairs = [(ours(), alternative()) for _ in range(self.repeats + 1)][1:]  # the first warms up
         ratios = [a / b if least is None else b / a for a, b in pairs]
         middle = statistics.median(ratios)
-        mine, others = (f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True))
+        library_time, alternative_time = (
+            f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True)
+        )
         ratio = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         if least is None:
-            self.add(metric, mine, others, ratio, f"at most {most}", middle <= most)
+            self.add(metric, library_time, alternative_time, ratio, f"at most {most}", middle <= most)
         else:
-            self.add(metric, mine, others, ratio, f"at least {least}", middle >= least)
+            self.add(metric, library_time, alternative_time, ratio, f"at least {least}", middle >= least)
 
     def add(self, metric, ours, alternative, ratio, aim, met):
         """Add a row, and print it."""
@@ -117,7 +119,7 @@ def against_reservoirpy(table):
     """The same states, and the same readout, by reservoirpy."""
     reservoir, (x, y) = network(), sequences(BATCH)
     w_in, w = (weight.double().numpy() for weight in reservoir.weights(0))
-    series, wanted = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
+    series, targets = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
 
     def run(weights, workers):
         node = Reservoir(W=weights, Win=w_in, lr=LEAK)
@@ -125,10 +127,10 @@ def against_reservoirpy(table):
 
     forms = {"dense": w, "CSR": sparse.csr_matrix(w)}
     ways = [(form, workers) for form in forms for workers in sorted({1, torch.get_num_threads()})]
-    tried = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
-    form, workers = min(tried, key=tried.get)
-    each = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in tried.items())
-    print(f"reservoirpy's ways: {each}", file=sys.stderr)
+    seconds_by_way = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
+    form, workers = min(seconds_by_way, key=seconds_by_way.get)
+    summary = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in seconds_by_way.items())
+    print(f"reservoirpy's ways: {summary}", file=sys.stderr)
 
     difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
     assert difference < 1e-4, f"states differ by {difference:.1e}"
@@ -137,7 +139,7 @@ def against_reservoirpy(table):
 
     def theirs():
         model = ESN(Reservoir(W=forms[form], Win=w_in, lr=LEAK), Ridge(ridge=BETA, fit_bias=False))
-        return model.fit(series, wanted, workers=workers).readout.Wout
+        return model.fit(series, targets, workers=workers).readout.Wout
 
     expected = torch.from_numpy(theirs()).t()
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
@@ -181,12 +183,16 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
 def cohorts(table, clients):
     """Clients side by side against one at a time."""
     for plastic, name in ((False, "one IncFed round"), (True, "a FedIP round and its readout")):
-        together, alone = (federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1))
-        difference = float((together - alone).abs().max())
+        cohort_readout, sequential_readout = (
+            federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1)
+        )
+        difference = float((cohort_readout - sequential_readout).abs().max())
         assert difference < 1e-9, f"readouts differ by {difference:.1e}"
         metric = f"{name}, {clients} clients with 1-2 sequences; alternative: cohort_size=1"
-        ours, others = ((lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1))
-        table.compare(metric, ours, others, least=2.5)
+        cohort_timer, sequential_timer = (
+            (lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1)
+        )
+        table.compare(metric, cohort_timer, sequential_timer, least=2.5)
 
 
 def gram(table, rows, units):
@@ -197,8 +203,10 @@ def gram(table, rows, units):
     accumulate(a, b, states, targets)
     assert torch.allclose(b, wide.t() @ wide, rtol=1e-12, atol=1e-8)
     metric = f"`accumulate`, {rows:,} x {units} states; alternative: S^T S alone, converted before"
-    alone = partial(torch.mm, wide.t(), wide, out=product)
-    table.compare(metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(alone), least=0.7)
+    product_function = partial(torch.mm, wide.t(), wide, out=product)
+    table.compare(
+        metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(product_function), least=0.7
+    )
 
 
 def add_sequences(count):
@@ -210,11 +218,11 @@ def add_sequences(count):
     task = ReservoirClassifier(network(), CLASSES, BETA)
     # Not `ru_maxrss`, which a process takes over from the one that starts it, and which cannot be set back.
     Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    initial_memory = status("VmRSS")
     for start in range(0, count, BATCH):
         x, y = sequences(min(BATCH, count - start), seed=start)
         task.accumulate_samples(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
-    return status("VmHWM") - before
+    return status("VmHWM") - initial_memory
 
 
 def memory(table, counts):
@@ -223,8 +231,10 @@ def memory(table, counts):
     peaks = [float(subprocess.run(run, capture_output=True, check=True, text=True).stdout.split()[-1]) for run in runs]
     growth = max(peaks) - peaks[0]
     metric = f"memory to add {', '.join(f'{n:,}' for n in counts)} sequences; alternative: all states of the last"
-    ours, states = ", ".join(f"{peak:.0f}" for peak in peaks), counts[-1] * STEPS * UNITS * 4 / 2**20
-    table.add(metric, f"{ours} MiB", f"{states:.0f} MiB", f"{growth:+.0f} MiB", "flat: at most +32 MiB", growth <= 32)
+    peak_values, states = ", ".join(f"{peak:.0f}" for peak in peaks), counts[-1] * STEPS * UNITS * 4 / 2**20
+    table.add(
+        metric, f"{peak_values} MiB", f"{states:.0f} MiB", f"{growth:+.0f} MiB", "flat: at most +32 MiB", growth <= 32
+    )
 
 
 def scaling(out, quick):
@@ -245,25 +255,27 @@ def scaling(out, quick):
         ("steps", f"seconds of {BATCH} sequences, {UNITS} units", lambda n: states(UNITS, n),
          [50, 100, 200, 400, 800, 1600, 3200], 1),
     ]  # fmt: skip
-    grown, data, parts = [], {}, []
-    for name, what, function, sizes, power in panels:
+    curves, data, parts = [], {}, []
+    for name, quantity, function, sizes, power in panels:
         sizes = sizes[: 3 if quick else None]
         times = [function(size) for size in sizes]
-        grown.append({"against": name, "sizes": sizes, "what": what, "values": times})
+        curves.append({"against": name, "sizes": sizes, "what": quantity, "values": times})
         label = "proportional to the square" if power == 2 else "proportional"
         expected = [times[-1] * (size / sizes[-1]) ** power for size in sizes]
-        both = {"measured": times, label: expected}
+        values_by_line = {"measured": times, label: expected}
         data[name] = [
             {"line": line, "size": size, "value": value}
-            for line, values in both.items()
+            for line, values in values_by_line.items()
             for size, value in zip(sizes, values, strict=True)
         ]
         x = alt.X("size:Q", title=name, scale=alt.Scale(type="log"), axis=alt.Axis(values=sizes))
-        _, *layers = charts.small_multiples(charts.get_chart(name).encode(x=x), [*both], what, alt.Scale(type="log"))
+        _, *layers = charts.small_multiples(
+            charts.get_chart(name).encode(x=x), [*values_by_line], quantity, alt.Scale(type="log")
+        )
         parts.append(alt.layer(*layers).properties(width=250, height=250))
     whole = alt.hconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
     charts.write_png(out / "reservoir_scaling.png", charts.spec(whole, **data))
-    return grown
+    return curves
 
 
 def main():
@@ -294,8 +306,8 @@ def main():
     for units in (300, 1000):
         gram(table, 6_400 if options.quick else 25_600, units)
     memory(table, [256, 512, 1024] if options.quick else [1_000, 4_000, 16_000])
-    grown = scaling(options.out, options.quick)
-    result = {**machine, "rows": table.rows, "scaling": grown}
+    curves = scaling(options.out, options.quick)
+    result = {**machine, "rows": table.rows, "scaling": curves}
     (options.out / "reservoir.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -71,11 +71,11 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     fit(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 2, "mean")  # what libraries take is there
     network = resnet50()
-    size, before = sum(value.nbytes for value in network.state_dict().values()), in_use("VmRSS")
+    size, initial_memory = sum(value.nbytes for value in network.state_dict().values()), in_use("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     fit(network, options.clients, options.reduction)
-    most = 1 + (in_use("VmHWM") - before) / size
-    print(f"{options.reduction} of {options.clients} clients: {most:.1f} times the model's {size / 2**20:.0f} MiB")
+    ratio = 1 + (in_use("VmHWM") - initial_memory) / size
+    print(f"{options.reduction} of {options.clients} clients: {ratio:.1f} times the model's {size / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

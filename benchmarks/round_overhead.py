@@ -35,10 +35,10 @@ from lightning_fcl.models import HARCNN, MLP
 def digits_case(clients, batch_size, width=32):
     """So many clients x 15 digits, MLP 64-width-10; of more than 119 clients some have digits that others have, too."""
     x, y = load_digits(return_X_y=True)
-    chosen = np.random.default_rng(0).permutation(len(y))
-    chosen = np.resize(chosen, 15 * clients)
-    data = torch.tensor(x[chosen] / 16, dtype=torch.float32), torch.tensor(y[chosen])
-    return data, np.arange(len(chosen)) % clients, MLP([64, width, 10]), 10, batch_size
+    sample_indices = np.random.default_rng(0).permutation(len(y))
+    sample_indices = np.resize(sample_indices, 15 * clients)
+    data = torch.tensor(x[sample_indices] / 16, dtype=torch.float32), torch.tensor(y[sample_indices])
+    return data, np.arange(len(sample_indices)) % clients, MLP([64, width, 10]), 10, batch_size
 
 
 def har_case():
@@ -129,8 +129,8 @@ def by_hand(case, rounds):
     local = copy.deepcopy(model).train()
     server = {name: value.clone() for name, value in local.state_dict().items()}
     start = 0.0
-    for round in range(rounds + 1):
-        if round == 1:
+    for round_idx in range(rounds + 1):
+        if round_idx == 1:
             start = time.perf_counter()
         sums = {name: torch.zeros_like(value) for name, value in server.items()}
         for inputs, labels in data:
@@ -159,12 +159,12 @@ def by_vmap(case, rounds):
 
     gradient = vmap(grad(loss))
     start = 0.0
-    for round in range(rounds + 1):
-        if round == 1:
+    for round_idx in range(rounds + 1):
+        if round_idx == 1:
             start = time.perf_counter()
         for name, value in gradient(stacked, x, y).items():
-            own = stacked[name].sub_(value, alpha=0.01)
-            own.copy_(own.mean(dim=0).expand_as(own))
+            parameter = stacked[name].sub_(value, alpha=0.01)
+            parameter.copy_(parameter.mean(dim=0).expand_as(parameter))
     return (time.perf_counter() - start) / rounds, {name: value[0] for name, value in stacked.items()}
 
 
@@ -172,21 +172,23 @@ def compare(name, case, rounds, repeats, vectorized=False):
     """Print the ratios of the ways, taken in turns."""
     ways = {"loop": by_hand, **({"bare vmap": by_vmap} if vectorized else {})}
     if vectorized:
-        _, ours = through_trainer(case, 3)
+        _, trainer_state = through_trainer(case, 3)
         for way in ways.values():
-            _, theirs = way(case, 3)
-            assert all(torch.allclose(theirs[n], value, atol=1e-5) for n, value in ours.items()), "not the same round"
+            _, way_state = way(case, 3)
+            assert all(torch.allclose(way_state[n], value, atol=1e-5) for n, value in trainer_state.items()), (
+                "not the same round"
+            )
         ways["Lightning alone"] = lightning_alone
     seconds = {"Trainer.fit": [], **{way: [] for way in ways}}
     for _ in range(repeats):
         for way, run in {"Trainer.fit": through_trainer, **ways}.items():
             seconds[way].append(run(case, rounds)[0])
-    ours = seconds.pop("Trainer.fit")
-    print(f"{name:28} Trainer.fit {1000 * statistics.median(ours):8.1f} ms/round", end="")
-    for way, others in seconds.items():
-        ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    trainer_seconds = seconds.pop("Trainer.fit")
+    print(f"{name:28} Trainer.fit {1000 * statistics.median(trainer_seconds):8.1f} ms/round", end="")
+    for way, way_seconds in seconds.items():
+        ratios = [a / b for a, b in zip(trainer_seconds, way_seconds, strict=True)]
         print(
-            f", {way} {1000 * statistics.median(others):8.1f} ms, ratio {statistics.median(ratios):.3f} "
+            f", {way} {1000 * statistics.median(way_seconds):8.1f} ms, ratio {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} to {max(ratios):.3f})",
             end="",
         )
@@ -205,12 +207,12 @@ def main():
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
-    repeats, few = (1, 10) if options.quick else (options.repeats, 1)
-    compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // few, repeats)
-    compare("100 x 15, one batch", digits_case(100, 15), 200 // few, repeats, vectorized=True)
-    compare("100 x 15, 512 units", digits_case(100, 15, 512), 60 // few, repeats, vectorized=True)
-    compare("100 x 15, 2,048 units", digits_case(100, 15, 2048), 20 // few, repeats, vectorized=True)
-    compare("1,000 x 15, one batch", digits_case(1000, 15), 20 // few, repeats, vectorized=True)
+    repeats, round_divisor = (1, 10) if options.quick else (options.repeats, 1)
+    compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // round_divisor, repeats)
+    compare("100 x 15, one batch", digits_case(100, 15), 200 // round_divisor, repeats, vectorized=True)
+    compare("100 x 15, 512 units", digits_case(100, 15, 512), 60 // round_divisor, repeats, vectorized=True)
+    compare("100 x 15, 2,048 units", digits_case(100, 15, 2048), 20 // round_divisor, repeats, vectorized=True)
+    compare("1,000 x 15, one batch", digits_case(1000, 15), 20 // round_divisor, repeats, vectorized=True)
     if options.digits or options.quick:
         return
     compare("20 x 600 windows, HAR-CNN", har_case(), 1, max(2, options.repeats // 2))

@@ -37,7 +37,7 @@ def main():
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.out.mkdir(parents=True, exist_ok=True)
-    about = machine(options.device)
+    machine_info = machine(options.device)
     for workload in [] if options.report else options.workloads:
         engines = options.engines or (CURVED if workload.startswith(CURVES) else list(ENGINES))
         pythons = {engine: python_of(ENGINES[engine], options.out) for engine in engines}
@@ -47,11 +47,11 @@ def main():
                 if results[engine] and "error" in results[engine][-1]:
                     continue  # it would fail again
                 start = time.monotonic()
-                found = measured(workload, engine, python, about["device"], options.quick)
-                results[engine].append(found)
-                said = found.get("error") or f"{1000 * found['round']:.1f} ms a round"
-                print(f"{workload:14} {engine:16} {said} ({time.monotonic() - start:.0f} s)", flush=True)
-        content = {"workload": workload, "quick": options.quick, "machine": about, "engines": results}
+                measurement = measured(workload, engine, python, machine_info["device"], options.quick)
+                results[engine].append(measurement)
+                summary = measurement.get("error") or f"{1000 * measurement['round']:.1f} ms a round"
+                print(f"{workload:14} {engine:16} {summary} ({time.monotonic() - start:.0f} s)", flush=True)
+        content = {"workload": workload, "quick": options.quick, "machine": machine_info, "engines": results}
         (options.out / f"suite-{workload}.json").write_text(json.dumps(content, indent=1) + "\n")
     report.write(options.out, documents=options.write)
 

@@ -188,18 +188,18 @@ def main():
     if options.serve:
         serve(options.quick)
         return
-    this, other = Version(HERE.parent, options.quick), Version(options.other.resolve(), options.quick)
-    for case in (case for case in this.cases if options.only in case):
+    this_version, other_version = Version(HERE.parent, options.quick), Version(options.other.resolve(), options.quick)
+    for case in (case for case in this_version.cases if options.only in case):
         if case.startswith("bytes: "):
-            (state, uploads), (other_state, other_uploads) = this.run(case), other.run(case)
+            (state, uploads), (other_state, other_uploads) = this_version.run(case), other_version.run(case)
             print(
                 f"{case:46} client state {state / 1e3:.1f} kB, other {other_state / 1e3:.1f} kB; "
                 f"uploads {uploads / 1e6:.3f} MB, other {other_uploads / 1e6:.3f} MB",
                 flush=True,
             )
             continue
-        this.run(case), other.run(case)
-        pairs = [(this.run(case), other.run(case)) for _ in range(options.repeats)]
+        this_version.run(case), other_version.run(case)
+        pairs = [(this_version.run(case), other_version.run(case)) for _ in range(options.repeats)]
         ratios = [new / old for new, old in pairs]
         new, old = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
         print(
@@ -207,8 +207,8 @@ def main():
             f"({min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
-    this.close()
-    other.close()
+    this_version.close()
+    other_version.close()
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ class StartAnew(L.Callback):
             brought_up = server._brought_up
 
             def without_stale(name: str, values: Tensor, clients: list[str]) -> Tensor:
-                rows, now = brought_up(name, values, clients), server._round()
+                rows, current_round = brought_up(name, values, clients), server._round()
                 for row, client in zip(rows, clients, strict=True):
-                    if (now - server._staleness.get(client, 0)) // ROUNDS < now // ROUNDS:
+                    if (current_round - server._staleness.get(client, 0)) // ROUNDS < current_round // ROUNDS:
                         row.copy_(server.state[name])
                 return rows
 
@@ -89,10 +89,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the runs, at least 2")
     seeds = parser.parse_args().seeds
     for name, options in SETTINGS.items():
-        for anew in (False, True):
-            found = [final_accuracy(seed, anew, options) for seed in seeds]
-            mean, spread = statistics.mean(found), statistics.stdev(found)
-            print(f"{name}: {'anew' if anew else 'last'} {mean:.3f} ± {spread:.3f}", flush=True)
+        for should_reset in (False, True):
+            accuracies = [final_accuracy(seed, should_reset, options) for seed in seeds]
+            mean, spread = statistics.mean(accuracies), statistics.stdev(accuracies)
+            print(f"{name}: {'anew' if should_reset else 'last'} {mean:.3f} ± {spread:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,19 +49,19 @@ def _resolve(hint: str, names: _Names) -> Any:
 @lru_cache(maxsize=1024)
 def field_types(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields. Of classes outside this package, only those of numbers and choices."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         hints = resolve_annotations(vars(base).get("__annotations__", {}), base.__module__)
-        own = base.__module__.partition(".")[0] == _PACKAGE
-        found |= {name: hint if own or _is_plain(hint) else Any for name, hint in hints.items()}
-    return found
+        is_package_class = base.__module__.partition(".")[0] == _PACKAGE
+        types |= {name: hint if is_package_class or _is_plain(hint) else Any for name, hint in hints.items()}
+    return types
 
 
 def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]:
     """Return the type and the default of each argument of a class or function. No default is `Parameter.empty`."""
-    called = unwrap(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
-    module = getattr(called, "__module__", None) or make.__module__
-    types = resolve_annotations(getattr(called, "__annotations__", {}), module)
+    function = unwrap(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
+    module = getattr(function, "__module__", None) or make.__module__
+    types = resolve_annotations(getattr(function, "__annotations__", {}), module)
     if isinstance(make, type):
         types |= {name: hint for name, hint in field_types(make).items() if hint is not Any or name not in types}
     return {name: (types.get(name, Any), one.default) for name, one in signature(make).parameters.items()}
@@ -70,9 +70,9 @@ def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]
 def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
     """Return the types of the arguments of a class or function, and of those that a class may pass on to its bases."""
     types: dict[str, Any] = {}
-    for one in reversed(make.__mro__) if isinstance(make, type) else (make,):
+    for base in reversed(make.__mro__) if isinstance(make, type) else (make,):
         with suppress(TypeError, ValueError):  # A built-in class may have no signature.
-            types |= {name: hint for name, (hint, _) in argument_types(one).items()}
+            types |= {name: hint for name, (hint, _) in argument_types(base).items()}
     return types
 
 
@@ -92,11 +92,11 @@ def accepts(value: object, hint: Any) -> bool:
         >>> accepts(3, float), accepts(float("nan"), float), accepts([1, 2], Sequence[int]), accepts(dict, dict)
         (True, False, True, False)
     """
-    kind, within = get_origin(hint) or hint, get_args(hint)
+    kind, type_arguments = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(accepts(value, one) for one in within)
+        return any(accepts(value, one) for one in type_arguments)
     if kind is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in within)
+        return any(type(value) is type(choice) and value == choice for choice in type_arguments)
     if kind is None or not isinstance(kind, type) or kind in (type, object):
         return value is None if kind is None else True
     if kind is bool:
@@ -108,8 +108,8 @@ def accepts(value: object, hint: Any) -> bool:
     if kind is str:
         return isinstance(value, str | bytes | Number | os.PathLike)
     if kind is _FUNCTION:
-        return callable(value) and not (isinstance(value, type) and _makes_callables(value, within))
-    return _accepts_object(value, kind, within)
+        return callable(value) and not (isinstance(value, type) and _makes_callables(value, type_arguments))
+    return _accepts_object(value, kind, type_arguments)
 
 
 def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
@@ -133,8 +133,8 @@ def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
 def _makes_callables(kind: type, within: Sequence[Any]) -> bool:
     """Return whether calling a class gives an object to be called, unless such objects are wanted."""
     result = within[-1] if within else Any
-    wanted = isinstance(result, type) and issubclass(kind, result)
-    return not wanted and any("__call__" in vars(base) for base in kind.__mro__)
+    is_expected = isinstance(result, type) and issubclass(kind, result)
+    return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
 
 
 def is_number(value: Any) -> bool:
@@ -173,20 +173,24 @@ def describe(hint: Any, plural: bool = False) -> str:
         >>> describe(int | None), describe(float | Sequence[float]), describe(int | Literal["auto"])
         ('a whole number or None', 'a number or a list of numbers', 'a whole number or "auto"')
     """
-    kind, within = get_origin(hint) or hint, get_args(hint)
+    kind, type_arguments = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        members = [one for one in within if not (one is int and float in within)]
+        members = [one for one in type_arguments if not (one is int and float in type_arguments)]
         parts: list[str] = []
-        for one in members:
-            words = list(map(quoted_value, get_args(one))) if get_origin(one) is Literal else [describe(one, plural)]
-            parts += ["True", "False"] if one is bool else words
+        for member in members:
+            words = (
+                list(map(quoted_value, get_args(member)))
+                if get_origin(member) is Literal
+                else [describe(member, plural)]
+            )
+            parts += ["True", "False"] if member is bool else words
         *rest, last = dict.fromkeys(parts)
         return f"{', '.join(rest)} or {last}" if rest else last
     if kind is Literal:
-        return describe_choices(within)
+        return describe_choices(type_arguments)
     container = "list" if kind in _SEQUENCES else "dict" if isinstance(kind, type) and issubclass(kind, Mapping) else ""
     if container:
-        items = f" of {describe(within[container == 'dict'], plural=True)}" if within else ""
+        items = f" of {describe(type_arguments[container == 'dict'], plural=True)}" if type_arguments else ""
         return f"{container}s{items}" if plural else f"a {container}{items}"
     phrase = "a function" if kind is _FUNCTION else _WORDS.get(NoneType if kind is None else kind)
     if phrase is None:
@@ -220,8 +224,8 @@ def explain(name: str, value: object, hint: Any, default: object = Parameter.emp
         >>> explain("shuffle", 1, bool | None)
         ('Expected `shuffle` to be True, False or None, but got 1.', 'Use `shuffle=True`.')
     """
-    wanted = "an object" if isinstance(value, type) else describe(hint)
-    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}.", _fix(name, value, hint, default)
+    description = "an object" if isinstance(value, type) else describe(hint)
+    return f"Expected `{name}` to be {description}, but got {quoted_value(value)}.", _fix(name, value, hint, default)
 
 
 def _fix(name: str, value: Any, hint: Any, default: object) -> str:
@@ -230,10 +234,10 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     if is_nan(value):
         example = f", such as `{name}={default!r}`" if is_number(default) else ""
         return f"Use {'a finite number' if is_number(value) else 'finite numbers'}{example}."
-    if isinstance(value, str) and (near := get_close_matches(value.lower(), literal_words(hint), 1)):
-        return f"Use `{name}={quoted_value(near[0])}`."
-    found = [_convert(value, wanted) for wanted in members(hint)]
-    usable = [other for other in found if other is not None and accepts(other, hint)]
+    if isinstance(value, str) and (close_matches := get_close_matches(value.lower(), literal_words(hint), 1)):
+        return f"Use `{name}={quoted_value(close_matches[0])}`."
+    conversions = [_convert(value, wanted) for wanted in members(hint)]
+    usable = [other for other in conversions if other is not None and accepts(other, hint)]
     equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
     if equal:
         return f"Use `{name}={equal[0]!r}`."
@@ -244,10 +248,14 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
 
 def _arguments(kind: type) -> str:
     try:
-        needed = [one for one in signature(kind).parameters.values() if one.default is Parameter.empty]
+        required_parameters = [one for one in signature(kind).parameters.values() if one.default is Parameter.empty]
     except (TypeError, ValueError):
-        needed = []
-    return "..." if any(one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for one in needed) else ""
+        required_parameters = []
+    return (
+        "..."
+        if any(one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for one in required_parameters)
+        else ""
+    )
 
 
 def members(hint: Any) -> Sequence[Any]:
@@ -262,10 +270,10 @@ def item_type(hint: Any) -> Any:
         >>> item_type(int | list[str]), item_type(Mapping[str, float]), item_type(int)
         (<class 'str'>, <class 'float'>, typing.Any)
     """
-    for one in members(hint):
-        kind, within = get_origin(one), get_args(one)
-        if isinstance(kind, type) and within and issubclass(kind, Iterable) and kind is not tuple:
-            return within[-1]
+    for member in members(hint):
+        kind, type_arguments = get_origin(member), get_args(member)
+        if isinstance(kind, type) and type_arguments and issubclass(kind, Iterable) and kind is not tuple:
+            return type_arguments[-1]
     return Any
 
 
@@ -282,14 +290,14 @@ def object_types(hint: Any) -> tuple[type, ...]:
         >>> object_types(Fraction | str | None), object_types(Callable[[int], Fraction]), object_types(list[Fraction])
         ((<class 'fractions.Fraction'>,), (<class 'fractions.Fraction'>,), ())
     """
-    found: list[type] = []
-    for one in members(hint):
-        kind = get_origin(one) or one
-        if is_maker(one):
-            found += object_types(get_args(one)[-1])
+    classes: list[type] = []
+    for member in members(hint):
+        kind = get_origin(member) or member
+        if is_maker(member):
+            classes += object_types(get_args(member)[-1])
         elif isinstance(kind, type) and kind.__module__ not in _PLAIN and not issubclass(kind, os.PathLike):
-            found.append(kind)
-    return tuple(found)
+            classes.append(kind)
+    return tuple(classes)
 
 
 def dataclass_type(hint: Any) -> type | None:

@@ -143,24 +143,24 @@ class MissingPackageError(LightningFCLError, ModuleNotFoundError):
 
 def did_you_mean(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
-    near = nearest_name(name, candidates, cutoff)
-    if near and near == str(name):  # a number or another type that prints as the name
+    nearest = nearest_name(name, candidates, cutoff)
+    if nearest and nearest == str(name):  # a number or another type that prints as the name
         return "" if isinstance(name, str) else f' Write "{name}", as text.'
-    return f" Did you mean {near}?" if near else ""
+    return f" Did you mean {nearest}?" if nearest else ""
 
 
 def nearest_name(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that is nearest to another one, whatever its case; empty if none is near."""
     lowered = {one.lower(): one for one in known}
-    near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
-    return lowered[near[0]] if near else ""
+    matches = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
+    return lowered[matches[0]] if matches else ""
 
 
 def format_names(names: Iterable[object], max_names: int = 10) -> str:
     """Names for a message: those that come first, and how many more there are."""
     all_names = [str(name) for name in names]
-    shown, more = all_names[:max_names], len(all_names) - max_names
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    shown_names, num_remaining = all_names[:max_names], len(all_names) - max_names
+    return ", ".join(shown_names) + (f" and {num_remaining} more" if num_remaining > 0 else "")
 
 
 def format_code_names(names: Iterable[object]) -> str:
@@ -189,10 +189,10 @@ def require_package(module: str, for_what: str, extra: str | None = None) -> Mod
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
-        wanted = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)
+        requirement = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)
         absent = MissingPackageError(
             f"Expected `{missing}`, which {for_what}, but it is not installed.",
-            hint=f"Run `pip install {wanted}`.",
+            hint=f"Run `pip install {requirement}`.",
             value=missing,
         )
         absent.name = error.name
@@ -312,22 +312,22 @@ def validate_fields(instance: object) -> None:
     """
     kind: type = type(instance)
     types = field_types(kind)
-    for one in fields(cast("DataclassInstance", instance)):
-        value = getattr(instance, one.name, None)
-        if not one.init or (value is None and one.default is None):
+    for data_field in fields(cast("DataclassInstance", instance)):
+        value = getattr(instance, data_field.name, None)
+        if not data_field.init or (value is None and data_field.default is None):
             continue
-        if value is None and one.default is not MISSING and not accepts(None, types[one.name]):
+        if value is None and data_field.default is not MISSING and not accepts(None, types[data_field.name]):
             raise InvalidTypeError(
-                f"Expected `{one.name}` to be given but got None.",
-                hint=f"Leave it out for {one.default!r}.",
-                argument=one.name,
+                f"Expected `{data_field.name}` to be given but got None.",
+                hint=f"Leave it out for {data_field.default!r}.",
+                argument=data_field.name,
             )
-        default = Parameter.empty if one.default is MISSING else one.default
-        checked = check_argument(one.name, value, types[one.name], default)
+        default = Parameter.empty if data_field.default is MISSING else data_field.default
+        checked = check_argument(data_field.name, value, types[data_field.name], default)
         if checked is not value:
-            object.__setattr__(instance, one.name, checked)  # also in frozen classes
-        if "check" in one.metadata and value is not None:
-            one.metadata["check"](**{one.name: checked})
+            object.__setattr__(instance, data_field.name, checked)  # also in frozen classes
+        if "check" in data_field.metadata and value is not None:
+            data_field.metadata["check"](**{data_field.name: checked})
 
 
 def check_argument(name: str, value: object, hint: Any, default: object = Parameter.empty) -> Any:
@@ -371,9 +371,9 @@ Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
         except TypeError:  # the call raises it again, with the name of the function
             return make(*args, **kwargs)
         for name, value in bound.arguments.items():
-            one = parameters.parameters[name]
-            if name in types() and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-                bound.arguments[name] = check_argument(name, value, types()[name], one.default)
+            parameter = parameters.parameters[name]
+            if name in types() and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                bound.arguments[name] = check_argument(name, value, types()[name], parameter.default)
         return make(*bound.args, **bound.kwargs)
 
     return checked

@@ -57,16 +57,21 @@ class NamedValues:
 
     def changes(self) -> Iterator[Change]:
         """What has been set, set anew or deleted."""
-        saved, ignored = self.saved, self.ignored
-        if all(map(operator.is_, self.values.values(), saved.values())) and [*self.values] == [*saved]:
+        saved_values, ignored = self.saved, self.ignored
+        if all(map(operator.is_, self.values.values(), saved_values.values())) and [*self.values] == [*saved_values]:
             return
-        changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
-        for name in [*changed, *(saved.keys() - self.values.keys() - ignored)]:
-            value, before = self.values.get(name, _GONE), saved.get(name, _GONE)
-            shown = value if self.attributes else before
-            put = partial(self._put, name)
+        changed_names = [
+            n for n, value in self.values.items() if saved_values.get(n, _GONE) is not value and n not in ignored
+        ]
+        for name in [*changed_names, *(saved_values.keys() - self.values.keys() - ignored)]:
+            value, saved_value = self.values.get(name, _GONE), saved_values.get(name, _GONE)
+            shown_value = value if self.attributes else saved_value
+            set_value = partial(self._put, name)
             yield Change(
-                f"{self.prefix}{name}", partial(put, before), partial(put, shown), partial(self._is, name, shown)
+                f"{self.prefix}{name}",
+                partial(set_value, saved_value),
+                partial(set_value, shown_value),
+                partial(self._is, name, shown_value),
             )
 
     def commit(self) -> None:
@@ -138,24 +143,26 @@ class ContainerValue:
 
     def changes(self) -> Iterator[Change]:
         """That it is another one, if it is."""
-        now = self.kind.read(self.value)
-        if self.kind.is_equal(now, self.base):
+        current_content = self.kind.read(self.value)
+        if self.kind.is_equal(current_content, self.base):
             return
-        if isinstance(self.value, list) and _same_items(now[: len(self.base)], self.base):
-            yield Change(self.name, partial(self._gather, now), tuple, bool, grown=True)
+        if isinstance(self.value, list) and _same_items(current_content[: len(self.base)], self.base):
+            yield Change(self.name, partial(self._gather, current_content), tuple, bool, grown=True)
         else:
-            shown = now if isinstance(now, list) else self.base  # not what tensors hold
+            shown_content = current_content if isinstance(current_content, list) else self.base  # not what tensors hold
             write = partial(self.kind.write, self.value)
-            yield Change(self.name, partial(write, self.base), partial(write, shown), partial(self._holds, shown))
+            yield Change(
+                self.name, partial(write, self.base), partial(write, shown_content), partial(self._holds, shown_content)
+            )
 
     def _holds(self, content: Any) -> bool:
         return self.kind.is_equal(self.kind.read(self.value), content)
 
     def _gather(self, now: list[Any]) -> None:
-        shown = self.base is not self.saved
+        is_shown = self.base is not self.saved
         self.history += now[len(self.base) :]
         self.value[:] = self.base
-        if shown:
+        if is_shown:
             self.show()
 
 
@@ -196,12 +203,12 @@ _KINDS = (
     ValueKind(Tensor, Tensor.detach, _overwrite, torch.equal, Tensor.clone, _is_plain),
     ValueKind(dict, lambda value: [*value, *value.values()], _refill_dict, _same_items),
     ValueKind((list, deque), list, _refill, _same_items),
-    ValueKind(set, list, _refill, lambda left, right: set(left) == set(right)),
+    ValueKind(set, list, _refill, lambda first_set, second_set: set(first_set) == set(second_set)),
     ValueKind(
         np.ndarray,
         lambda value: value,
         lambda value, content: value.__setitem__(..., content),
-        lambda left, right: left.tobytes() == right.tobytes(),
+        lambda first_array, second_array: first_array.tobytes() == second_array.tobytes(),
         np.copy,
         lambda value: value.flags.writeable and not isinstance(value, np.memmap),
     ),

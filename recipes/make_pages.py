@@ -63,11 +63,11 @@ class Layout:
     @classmethod
     def read(cls, name: str, content: Mapping[str, Any]) -> Layout:
         """A layout, of which ``rows.yaml`` says this."""
-        known = [field.name for field in fields(cls)]
-        if unknown := [key for key in content if key not in known]:
+        field_names = [field.name for field in fields(cls)]
+        if unknown := [key for key in content if key not in field_names]:
             raise ValueError(
-                f"Expected table {name} to have {', '.join(known)} but got {unknown[0]}."
-                f"{did_you_mean(unknown[0], known)}"
+                f"Expected table {name} to have {', '.join(field_names)} but got {unknown[0]}."
+                f"{did_you_mean(unknown[0], field_names)}"
             )
         if "columns" not in content:
             raise ValueError(f"Expected table {name} to have `columns` but got {', '.join(content) or 'nothing'}.")
@@ -112,8 +112,8 @@ class Layout:
             lines.sort(
                 key=lambda line: -np.inf if line[0] is None or line[0].mean is None else line[0].mean, reverse=True
             )
-        shown = markdown_table([*(self.lines or {"row": {}}), *self.columns], [line for _, line in lines])
-        return f"{_PERCENTILES}\n\n{shown}" if self.kind == "percentile" else shown
+        table_text = markdown_table([*(self.lines or {"row": {}}), *self.columns], [line for _, line in lines])
+        return f"{_PERCENTILES}\n\n{table_text}" if self.kind == "percentile" else table_text
 
     def _shown(self, name: str, cell: Cell) -> str:
         if self.kind == "percentile":
@@ -126,22 +126,27 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
     r"""A page with its parts made anew."""
 
     def anew(found: re.Match[str]) -> str:
-        part = parts(found[2], found[3] or "")
-        return found[0] if part is None else f"{found[1]}{part}\n{found[4]}"
+        block_text = parts(found[2], found[3] or "")
+        return found[0] if block_text is None else f"{found[1]}{block_text}\n{found[4]}"
 
     return _BLOCK.sub(anew, text)
 
 
 def verdict_block(table: Table | None, why: str) -> str:
     """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
-    found = table.verdict_counts if table else None
-    if table is None or not found or not sum(found):
+    verdict_counts = table.verdict_counts if table else None
+    if table is None or not verdict_counts or not sum(verdict_counts):
         return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {why}")
-    at = "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
-    text = f"**{found.verdict.capitalize()}**{at}: of the {sum(found)} numbers that the paper tells, ours are within "
-    text += f"{NEAR_TOLERANCE} of {found.num_near}, within two standard deviations over the seeds of "
-    text += f"{found.num_within_spread} more, and "
-    text += f"further from {found.num_outside}. {why}"
+    scale_note = (
+        "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
+    )
+    text = (
+        f"**{verdict_counts.verdict.capitalize()}**{scale_note}: of the {sum(verdict_counts)} numbers that the paper "
+        "tells, ours are within "
+    )
+    text += f"{NEAR_TOLERANCE} of {verdict_counts.num_near}, within two standard deviations over the seeds of "
+    text += f"{verdict_counts.num_within_spread} more, and "
+    text += f"further from {verdict_counts.num_outside}. {why}"
     return f"{_wrapped(text)}\n\n![Ours against the paper's numbers, cell by cell](against-paper.png)"
 
 
@@ -158,19 +163,19 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
     parts = []
     for protocol, notes in protocols.items():
         if lines := leaderboard_table(table, protocol, notes):
-            shown = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
-            parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{shown}')
+            image_link = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
+            parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{image_link}')
     return "\n\n".join(parts)
 
 
 def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """A line for each paper: how near its table is, if there is one of its scale, and why."""
     lines = []
-    for paper, (table, why) in papers.items():
-        found = table.verdict_counts if table else None
-        counts = [sum(found), *found] if found and sum(found) else ["-"] * 4
-        word = found.verdict if found else "not compared"
-        lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), why])
+    for paper, (table, reason) in papers.items():
+        verdict_counts = table.verdict_counts if table else None
+        counts = [sum(verdict_counts), *verdict_counts] if verdict_counts and sum(verdict_counts) else ["-"] * 4
+        word = verdict_counts.verdict if verdict_counts else "not compared"
+        lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), reason])
     head = ["paper", "verdict", "numbers", f"within {NEAR_TOLERANCE}", "in the spread", "outside", "why"]
     return markdown_table(head, lines)
 
@@ -179,9 +184,9 @@ def _percentile(name: str, cell: Cell) -> str:
     """Where the paper's number lies among what the seeds gave, all as printed, to three digits."""
     if cell.paper is None or not cell.values:
         return "-"
-    paper, ours = round(cell.paper, 3), np.round(list(cell.values.values()), 3)
-    percent = 50 * float(np.mean(ours < paper) + np.mean(ours <= paper))
-    mark = "" if ours.min() <= paper <= ours.max() else "**"
+    paper, seed_values = round(cell.paper, 3), np.round(list(cell.values.values()), 3)
+    percent = 50 * float(np.mean(seed_values < paper) + np.mean(seed_values <= paper))
+    mark = "" if seed_values.min() <= paper <= seed_values.max() else "**"
     return f"{metric_number(name, paper)}, {mark}{percent:.0f} %{mark}"
 
 
@@ -190,9 +195,9 @@ def _seeds(table: Table) -> str:
     rows: dict[tuple[int, ...], list[str]] = {}
     for row, cells in table.rows.items():
         rows.setdefault(tuple(sorted({seed for cell in cells.values() for seed in cell.values})), []).append(row)
-    most = max(rows, key=lambda seeds: len(rows[seeds]), default=())
-    others = [f"{', '.join(names)}: {_numbers(seeds)}" for seeds, names in rows.items() if seeds != most]
-    return _numbers(most) + (f" ({'; '.join(others)})" if others else "")
+    common_seeds = max(rows, key=lambda seeds: len(rows[seeds]), default=())
+    other_rows = [f"{', '.join(names)}: {_numbers(seeds)}" for seeds, names in rows.items() if seeds != common_seeds]
+    return _numbers(common_seeds) + (f" ({'; '.join(other_rows)})" if other_rows else "")
 
 
 def _numbers(seeds: Sequence[int]) -> str:
@@ -234,13 +239,13 @@ def against_figure(table: Table) -> charts.Spec | None:
         .mark_text(align="left", baseline="top")
         .encode(x=alt.value(0), y=alt.value(0), text="names:N")
     )
-    beside = alt.hconcat(
+    figure = alt.hconcat(
         alt.layer(points, numbers).properties(width=480, height=480),
         listed.properties(width=10, height=10, view=alt.ViewConfig(stroke=None)),
     )
-    beside = beside.resolve_scale(color="independent", shape="independent")
+    figure = figure.resolve_scale(color="independent", shape="independent")
     return charts.spec(
-        beside.properties(title=f"{table.paper}: ours against the paper"),
+        figure.properties(title=f"{table.paper}: ours against the paper"),
         rows=rows,
         far=[{"paper": x, "ours": y, "numbers": ", ".join(of)} for (x, y), of in places.items()],
         names=[{"names": "\n".join(names)}],
@@ -254,8 +259,8 @@ def take_in(folder: Path) -> list[Path]:
     if table.scale == "smoke":
         raise ValueError(f"Expected a table of runs that tell something but {folder} is of the scale smoke.")
     content = read_rows(home)
-    asked = content.get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
-    if missing := [row for row in asked or paper_rows(home, None, table.scale) if row not in table.rows]:
+    row_names = content.get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
+    if missing := [row for row in row_names or paper_rows(home, None, table.scale) if row not in table.rows]:
         raise ValueError(
             f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
             "without --rows."
@@ -263,44 +268,50 @@ def take_in(folder: Path) -> list[Path]:
     figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]
     boards = [f"{slug(protocol)}.png" for protocol in list_protocols(content)]
     names = ["table.json", *(figure["file"] for figure in figures), *boards]
-    place = scale_folder(home, table.scale)
-    place.mkdir(exist_ok=True)
-    found = [(safe_join(folder, name), safe_join(place, name)) for name in names]
-    written = [write_atomic(to, path.read_bytes()) for path, to in found if path.is_file()]
-    against = against_figure(table)
-    return [*written, charts.write_png(place / "against-paper.png", against)] if against else written
+    target_folder = scale_folder(home, table.scale)
+    target_folder.mkdir(exist_ok=True)
+    path_pairs = [(safe_join(folder, name), safe_join(target_folder, name)) for name in names]
+    written_paths = [write_atomic(to, path.read_bytes()) for path, to in path_pairs if path.is_file()]
+    comparison_figure = against_figure(table)
+    return (
+        [*written_paths, charts.write_png(target_folder / "against-paper.png", comparison_figure)]
+        if comparison_figure
+        else written_paths
+    )
 
 
 def pages(recipes: Path) -> dict[Path, str]:
     """Every page of the recipes as its tables make it, by its path."""
-    made = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
-    compared_ones = [path.parent for path, text in made.items() if "<!-- verdict" in text]
+    text_by_page = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
+    compared_ones = [path.parent for path, text in text_by_page.items() if "<!-- verdict" in text]
     papers = {folder.name: (_table(folder), _why(folder)) for folder in compared_ones}
     summary = recipes / "README.md"
     if summary.is_file():
         text = summary.read_text(encoding="utf-8")
-        made[summary] = render(text, lambda name, of: papers_block(papers) if name == "papers" else None)
-    return made
+        text_by_page[summary] = render(text, lambda name, _: papers_block(papers) if name == "papers" else None)
+    return text_by_page
 
 
 def layouts(folder: Path) -> dict[str, Layout]:
     """The layouts of a paper's tables, each of whose rows there is."""
-    read = {name: Layout.read(name, content) for name, content in read_rows(folder).get("tables", {}).items()}
-    for name, layout in read.items():
+    layouts_by_name = {
+        name: Layout.read(name, content) for name, content in read_rows(folder).get("tables", {}).items()
+    }
+    for name, layout in layouts_by_name.items():
         try:
             layout.places(_rows(folder / layout.of))
         except (KeyError, ValueError) as error:
             raise ValueError(f"Expected table {name} of {folder.name} to be one that can be made. {error}") from error
-    return read
+    return layouts_by_name
 
 
 def _page(path: Path) -> str:
     folder = path.parent
-    known = layouts(folder)
+    layouts_by_name = layouts(folder)
 
     def part(name: str, of: str) -> str | None:
-        if name in known:
-            layout = known[name]
+        if name in layouts_by_name:
+            layout = layouts_by_name[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
         if name == "boards":
             return boards_block(table, list_protocols(read_rows(folder))) if (table := _table(folder)) else None

@@ -31,8 +31,8 @@ def train(told: dict[str, Any]) -> Path:
         recipe = str(recipes_folder() / f"{paper}.yaml")
         words = ["fit", "--config", recipe, "--out", str(run)] if not (run / "results.json").is_file() else []
     else:
-        found = paper_rows(paper_folder(paper), [row], scale)[row]
-        run = RUNS / f"{paper}-{scale}" / found.slug / "seed-0"
+        paper_row = paper_rows(paper_folder(paper), [row], scale)[row]
+        run = RUNS / f"{paper}-{scale}" / paper_row.slug / "seed-0"
         words = ["reproduce", paper, "--rows", row, "--scale", scale]
     if words:
         subprocess.run([sys.executable, "-m", "lightning_fcl.cli.main", *words], check=True, cwd=HERE.parent)
@@ -59,10 +59,20 @@ def publish_all(names: list[str]) -> None:
     """Train and publish entries; by default all."""
     content = yaml.safe_load((HERE / "models.yaml").read_text())
     for name in names or content["models"]:
-        told = content["models"][name]
+        model_settings = content["models"][name]
         licence = {"weights": content["licences"]["weights"], "data": content["licences"][name.split(".")[1]]}
-        options = {key: told[key] for key in ("numbers", "features") if key in told}
-        print(publish(train(told), name, HERE, told["about"], licence, told.get("limits", []), **options))
+        options = {key: model_settings[key] for key in ("numbers", "features") if key in model_settings}
+        print(
+            publish(
+                train(model_settings),
+                name,
+                HERE,
+                model_settings["about"],
+                licence,
+                model_settings.get("limits", []),
+                **options,
+            )
+        )
 
 
 if __name__ == "__main__":

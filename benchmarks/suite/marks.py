@@ -16,11 +16,11 @@ def processes(root):
             fields = _stat(folder.name)
             if fields is not None:
                 parents[int(folder.name)] = int(fields[1])
-    found, new = {root}, {root}
+    process_ids, new = {root}, {root}
     while new:
-        new = {pid for pid, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
+        new = {pid for pid, parent in parents.items() if parent in new} - process_ids
+        process_ids |= new
+    return process_ids
 
 
 def _stat(pid):
@@ -33,8 +33,8 @@ def _stat(pid):
 
 def cpu_seconds(root):
     """Processor seconds of a process and all that it has started, also those that have ended."""
-    known = (_stat(pid) for pid in processes(root))
-    return sum(sum(map(int, fields[11:15])) for fields in known if fields is not None) / TICKS
+    process_stats = (_stat(pid) for pid in processes(root))
+    return sum(sum(map(int, fields[11:15])) for fields in process_stats if fields is not None) / TICKS
 
 
 def memory(root):
@@ -57,8 +57,8 @@ def _of(pid, file, field):
         text = Path(f"/proc/{pid}/{file}").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0.0
-    found = text.partition(field)[2].split()
-    return int(found[0]) / 1024 if found else 0.0
+    words = text.partition(field)[2].split()
+    return int(words[0]) / 1024 if words else 0.0
 
 
 class Marks:

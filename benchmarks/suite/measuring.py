@@ -82,14 +82,14 @@ def measured(workload, engine, python, device="cpu", quick=False):
     with tempfile.TemporaryDirectory() as folder:
         marks, state, errors = (Path(folder) / name for name in ("marks", "state", "errors"))
         command = [python, "-m", "suite.measure", workload, ENGINES[engine], rounds, marks, state, device]
-        error, taken = _watched([*map(str, command), *(["quick"] if quick else [])], workload, quick, errors)
+        error, memory_samples = _watched([*map(str, command), *(["quick"] if quick else [])], workload, quick, errors)
         if error:
             return {"error": error}
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
         result = told(lines, rounds)
-        made = workloads.make(workload, quick)
-        result["memory"] = _most(lines, taken) - made.nbytes / 2**20
-        if made.drawn is None:
+        workload_object = workloads.make(workload, quick)
+        result["memory"] = _most(lines, memory_samples) - workload_object.nbytes / 2**20
+        if workload_object.drawn is None:
             learnt = load_file(state)
             result["differs"] = difference(STATES[workload], learnt) if workload in STATES else None
             if (result["differs"] or 0) > ALIKE:
@@ -101,24 +101,24 @@ def measured(workload, engine, python, device="cpu", quick=False):
 
 def _most(lines, taken):
     """The most MiB, once the data were there: what making them took is forgotten."""
-    there = next(line["time"] for line in lines if line["name"] == "data")
-    known = [*((line["time"], line["most"]) for line in lines), *taken]
-    return max(mib for when, mib in known if when > there)
+    data_time = next(line["time"] for line in lines if line["name"] == "data")
+    memory_by_time = [*((line["time"], line["most"]) for line in lines), *taken]
+    return max(mib for when, mib in memory_by_time if when > data_time)
 
 
 def told(lines, rounds):
     """What marks tell: seconds a round, processor seconds a round, and seconds to start, data left out."""
-    at = {line["name"]: line for line in lines}
+    mark_by_name = {line["name"]: line for line in lines}
     timed = rounds - 1
     result = {
-        "round": (at["last"]["time"] - at["first"]["time"]) / timed,
-        "cpu": (at["last"]["cpu"] - at["first"]["cpu"]) / timed,
-        "start": at["begin"]["time"] - at["data"]["time"],  # imports among it
+        "round": (mark_by_name["last"]["time"] - mark_by_name["first"]["time"]) / timed,
+        "cpu": (mark_by_name["last"]["cpu"] - mark_by_name["first"]["cpu"]) / timed,
+        "start": mark_by_name["begin"]["time"] - mark_by_name["data"]["time"],  # imports among it
     }
-    if "planned" in at:
-        result["setup"] = at["planned"]["time"] - at["planning"]["time"]
-        result["first"] = at["begin"]["time"] - at["planned"]["time"]
-        result["grown"] = at["last"]["most"] - at["planning"]["most"]
+    if "planned" in mark_by_name:
+        result["setup"] = mark_by_name["planned"]["time"] - mark_by_name["planning"]["time"]
+        result["first"] = mark_by_name["begin"]["time"] - mark_by_name["planned"]["time"]
+        result["grown"] = mark_by_name["last"]["most"] - mark_by_name["planning"]["most"]
     return result
 
 
@@ -140,17 +140,17 @@ def _watched(command, workload, quick, errors):
         "SUITE_WORKLOAD": workload,
         "SUITE_QUICK": "1" if quick else "",
     }
-    with errors.open("w") as said:
+    with errors.open("w") as output_file:
         process = subprocess.Popen(
-            command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=output_file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    taken, ended = [], threading.Event()
+    memory_samples, end_event = [], threading.Event()
 
     def watch():
         pause = 0.5
-        while not ended.wait(pause):
+        while not end_event.wait(pause):
             start = time.monotonic()
-            taken.append((start, memory(process.pid)))
+            memory_samples.append((start, memory(process.pid)))
             pause = max(0.5, 50 * (time.monotonic() - start))  # of large processes looking takes long, and a core
 
     watcher = threading.Thread(target=watch)
@@ -160,7 +160,7 @@ def _watched(command, workload, quick, errors):
     except subprocess.TimeoutExpired:
         return f"not done after {LIMIT} s", []
     finally:
-        ended.set()
+        end_event.set()
         watcher.join()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # of those that it has left behind
@@ -168,4 +168,4 @@ def _watched(command, workload, quick, errors):
     if code:
         lines = [line.strip() for line in errors.read_text().splitlines() if line.strip()]
         return (lines[-1] if lines else f"exit {code}"), []
-    return None, taken
+    return None, memory_samples

@@ -25,9 +25,9 @@ SAYS = {
 
 def read(out):
     """What has been measured: workload -> its file's content, in the order of the tables."""
-    found = {path: json.loads(path.read_text()) for path in Path(out).glob("suite-*.json")}
-    known = {content["workload"]: content for content in found.values()}
-    return {name: known[name] for name in SAYS if name in known}
+    contents_by_path = {path: json.loads(path.read_text()) for path in Path(out).glob("suite-*.json")}
+    contents = {content["workload"]: content for content in contents_by_path.values()}
+    return {name: contents[name] for name in SAYS if name in contents}
 
 
 def middle(values):
@@ -43,20 +43,20 @@ def ratios(engines, engine):
 
 def _row(workload, engine, runs, engines):
     cells = [SAYS[workload], name_of(engine)]
-    fine = [run for run in runs if "round" in run]
-    if not fine:
+    completed_runs = [run for run in runs if "round" in run]
+    if not completed_runs:
         return [*cells, runs[0]["error"].removeprefix("refused: ").replace("|", "/"), *[""] * 5]
-    seconds, low, high = middle([run["round"] for run in fine])
+    seconds, low, high = middle([run["round"] for run in completed_runs])
     compared = ratios(engines, engine)
     ratio = "{:.2f} ({:.2f} to {:.2f})".format(*middle(compared)) if compared and engine != "loop" else ""
-    differs = [run["differs"] for run in fine if run.get("differs") is not None]
+    differs = [run["differs"] for run in completed_runs if run.get("differs") is not None]
     return [
         *cells,
         f"{1000 * seconds:,.1f} ms ({1000 * low:,.1f} to {1000 * high:,.1f})",
         ratio,
-        f"{1000 * statistics.median([run['cpu'] for run in fine]):,.1f} ms",
-        f"{statistics.median([run['memory'] for run in fine]):,.0f} MiB",
-        f"{statistics.median([run['start'] for run in fine]):.2f} s",
+        f"{1000 * statistics.median([run['cpu'] for run in completed_runs]):,.1f} ms",
+        f"{statistics.median([run['memory'] for run in completed_runs]):,.0f} MiB",
+        f"{statistics.median([run['start'] for run in completed_runs]):.2f} s",
         f"{max(differs):.0e}" if differs else "",
     ]
 
@@ -78,16 +78,17 @@ def scale(found):
     """The Markdown table of a hundred clients drawn of many, through our Trainer."""
     rows, base = [], None
     for workload, content in found.items():
-        fine = [run for run in content["engines"].get("ours", []) if "round" in run]
-        if not workload.startswith("drawn-") or not fine:
+        completed_runs = [run for run in content["engines"].get("ours", []) if "round" in run]
+        if not workload.startswith("drawn-") or not completed_runs:
             continue
-        setup, first, seconds, memory, grown = (
-            statistics.median([run[name] for run in fine]) for name in ("setup", "first", "round", "memory", "grown")
+        setup, first, seconds, memory, memory_growth = (
+            statistics.median([run[name] for run in completed_runs])
+            for name in ("setup", "first", "round", "memory", "grown")
         )
         base = base or memory
         clients = int(workload.removeprefix("drawn-"))
         cells = [f"{clients:,}", f"{setup:.2f} s", f"{first:.2f} s", f"{1000 * seconds:.1f} ms"]
-        rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}", f"{grown:,.0f} MiB"])
+        rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}", f"{memory_growth:,.0f} MiB"])
     head = ["clients", "set-up", "start to the first round", "a round", "peak memory beside the data"]
     return _markdown([*head, "by the first", "more than before the set-up"], "rrrrrrr", rows)
 
@@ -100,9 +101,9 @@ def _markdown(head, sides, rows):
 def about(found):
     """One sentence on the machine."""
     machine = next(iter(found.values()))["machine"]
-    where = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
+    device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
     sizes = " Sizes are those of a trial: the numbers say nothing." if any(c["quick"] for c in found.values()) else ""
-    return f"Measured on {where}, torch {machine['torch']}, one thread a process; median (lowest to highest).{sizes}\n"
+    return f"Measured on {device}, torch {machine['torch']}, one thread a process; median (lowest to highest).{sizes}\n"
 
 
 def plot(found, path):
@@ -142,20 +143,23 @@ def plot(found, path):
 def _points(found, names, key):
     """The median of each engine at each size."""
     return [
-        {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(fine)}
+        {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(values)}
         for engine in ENGINES
         for name in names
-        if (fine := [run[key] for run in found[name]["engines"].get(engine, []) if key in run])
+        if (values := [run[key] for run in found[name]["engines"].get(engine, []) if key in run])
     ]
 
 
 def _gains(found):
     """How much faster two processes are than one, ours and by hand."""
     points = []
-    for label, (one, two) in {"Trainer": ("ours", "ours-two-ranks"), "by hand": ("loop", "loop-two")}.items():
+    for label, (single_engine, double_engine) in {
+        "Trainer": ("ours", "ours-two-ranks"),
+        "by hand": ("loop", "loop-two"),
+    }.items():
         for name in ("har", "har-uneven", "esn", "vit"):
             engines = found[name]["engines"] if name in found else {}
-            runs = zip(engines.get(one, []), engines.get(two, []), strict=False)
+            runs = zip(engines.get(single_engine, []), engines.get(double_engine, []), strict=False)
             if gains := [a["round"] / b["round"] for a, b in runs if "round" in a and "round" in b]:
                 points.append({"line": label, "workload": name, "value": statistics.median(gains)})
     return points
@@ -163,25 +167,25 @@ def _gains(found):
 
 def write(out, documents=False):
     """The table and the plots below ``out``; into the documents, too, if asked."""
-    found = read(out)
-    if not found:
+    contents = read(out)
+    if not contents:
         raise SystemExit(f"Expected measurements below {out} but there are none. Run it without `--report`.")
-    text = f"{about(found)}\n{table(found)}"
-    (Path(out) / "suite.md").write_text(f"{text}\n{scale(found)}")
-    plot(found, Path(out) / "suite.png")
+    text = f"{about(contents)}\n{table(contents)}"
+    (Path(out) / "suite.md").write_text(f"{text}\n{scale(contents)}")
+    plot(contents, Path(out) / "suite.png")
     print(text)
     if documents:
-        if any(content["quick"] for content in found.values()):
+        if any(content["quick"] for content in contents.values()):
             raise SystemExit("Expected measurements at full size for the documents but got some of `--quick`.")
         fill(ROOT / "benchmarks" / "README.md", "suite", f"{text}\n![Curves](suite.png)\n")
-        plot(found, ROOT / "benchmarks" / "suite.png")
-        fill(ROOT / "docs" / "scale.md", "drawn", f"{about(found)}\n{scale(found)}")
+        plot(contents, ROOT / "benchmarks" / "suite.png")
+        fill(ROOT / "docs" / "scale.md", "drawn", f"{about(contents)}\n{scale(contents)}")
 
 
 def fill(path, name, text):
     """Put a text between a document's marks."""
-    before, mark, rest = path.read_text().partition(f"<!-- {name}: begin -->\n")
-    _, end, after = rest.partition(f"<!-- {name}: end -->")
+    text_before, mark, rest = path.read_text().partition(f"<!-- {name}: begin -->\n")
+    _, end, text_after = rest.partition(f"<!-- {name}: end -->")
     if not mark or not end:
         raise ValueError(f"Expected the marks of `{name}` in {path} but they are not there.")
-    path.write_text(f"{before}{mark}\n{text}\n{end}{after}")
+    path.write_text(f"{text_before}{mark}\n{text}\n{end}{text_after}")

@@ -33,8 +33,8 @@ def resolve(app: Sphinx, doctree: nodes.document) -> None:
         if link["reftype"] != "myst":
             continue
         target = link["reftarget"] if link["refdomain"] != "doc" else link["reftarget"] + ".md"
-        written = docs if link["refdomain"] == "doc" else _written_in(link).parent
-        file = (written / target.partition("#")[0]).resolve()
+        source_folder = docs if link["refdomain"] == "doc" else _written_in(link).parent
+        file = (source_folder / target.partition("#")[0]).resolve()
         page = pages.get(file) or (file.relative_to(docs).with_suffix("").as_posix() if _is_page(file, docs) else None)
         if page:
             link["refdomain"], link["reftarget"] = "doc", page

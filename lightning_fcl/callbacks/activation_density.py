@@ -66,12 +66,13 @@ class ActivationDensity(Callback):
 
     @torch.no_grad()
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream, round = require_stream(trainer), trainer.current_epoch
+        stream, round_idx = require_stream(trainer), trainer.current_epoch
         plan = stream.plan
-        current, *after = (
-            max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
+        current, *next_experiences = (
+            max(numbers[r] for numbers in plan.experiences.values())
+            for r in range(round_idx, min(round_idx + 2, plan.rounds))
         )
-        if after == [current] or not isinstance(pl_module, ReservoirTask):
+        if next_experiences == [current] or not isinstance(pl_module, ReservoirTask):
             return
         test, names = plan.test, plan.group_names(stream.classes)
         owned = np.zeros(len(test), dtype=np.int64)

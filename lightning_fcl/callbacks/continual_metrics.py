@@ -151,9 +151,9 @@ class ContinualMetrics(Callback):
     def _check_order(self, trainer: L.Trainer) -> None:
         """Methods end their epoch first: what they do is measured."""
         callbacks = get_callbacks(trainer)
-        behind = callbacks[callbacks.index(self) :]
+        later_callbacks = callbacks[callbacks.index(self) :]
         ruling = [type(method).__name__ for method in methods_overriding(get_methods(trainer), "rescore")]
-        if ruling and any(isinstance(callback, MethodDriver) for callback in behind):
+        if ruling and any(isinstance(callback, MethodDriver) for callback in later_callbacks):
             raise InvalidValueError(
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
                 "predicts by what it has when its epoch ends, but it stands before it.",
@@ -184,12 +184,14 @@ class ContinualMetrics(Callback):
         federation = find_federation(trainer)
         assert federation is not None
         experiences = federation.stream.plan.experiences[client_round.client_id]
-        for later in range(client_round.round_idx + 1, len(experiences)):
-            if experiences[later] != client_round.experience_idx:
+        for round_idx in range(client_round.round_idx + 1, len(experiences)):
+            if experiences[round_idx] != client_round.experience_idx:
                 continue
-            if later not in self._drawn:
-                self._drawn[later] = set(federation.participation.expected_clients(federation.stream.plan, later))
-            if client_round.client_id in self._drawn[later]:
+            if round_idx not in self._drawn:
+                self._drawn[round_idx] = set(
+                    federation.participation.expected_clients(federation.stream.plan, round_idx)
+                )
+            if client_round.client_id in self._drawn[round_idx]:
                 return False
         return True
 
@@ -208,20 +210,20 @@ class ContinualMetrics(Callback):
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
-        told = [*_ALWAYS, *(name for name in ("claims", "limits") if happened[name])]
-        told += [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late", "staleness"]
-        now = time.monotonic()
+        record_names = [*_ALWAYS, *(name for name in ("claims", "limits") if happened[name])]
+        record_names += [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late", "staleness"]
+        current_time = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
                 "experience": self._experiences(require_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
-                **{name: copy.copy(happened[name]) for name in told},
-                "seconds": now - self._started,
+                **{name: copy.copy(happened[name]) for name in record_names},
+                "seconds": current_time - self._started,
             }
         )
-        self._started, self._own, self._drawn = now, {}, {}
+        self._started, self._own, self._drawn = current_time, {}, {}
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
@@ -236,49 +238,53 @@ class ContinualMetrics(Callback):
     def _experiences(self, plan: Plan, round: int) -> dict[str, int]:
         """The experience of each client in a round; of many clients, those of the round before as they are."""
         if self.record["rounds"] and all(numbers[round] == numbers[round - 1] for numbers in self._ways):
-            before: dict[str, int] = self.record["rounds"][-1]["experience"]
-            return before
+            previous_experiences: dict[str, int] = self.record["rounds"][-1]["experience"]
+            return previous_experiences
         experiences = {client: numbers[round] for client, numbers in plan.experiences.items()}
         return {**experiences, "server": max(experiences.values())}
 
     def _whole(self, found: Counts | Values) -> dict[str, float]:
         if isinstance(found, dict):
-            every = group_name(range(len(self.record["groups"])))
-            whole = {name: parts.get(every) for name, parts in found.items()}
+            all_groups_name = group_name(range(len(self.record["groups"])))
+            whole = {name: parts.get(all_groups_name) for name, parts in found.items()}
             return {name: value for name, value in whole.items() if value is not None}
         counts = [count for count in found if count is not None]
         return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(found) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Test the models with which the clients go on whose experience ends with this round."""
-        federation, round = find_federation(trainer), trainer.current_epoch
+        federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)
-        asked = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
-        ending = [part for part in (stream.client_round(client, round) for client in asked) if part.is_last_round]
+        candidate_clients = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
+        ending = [
+            part
+            for part in (stream.client_round(client, round_idx) for client in candidate_clients)
+            if part.is_last_round
+        ]
         if not ending:
             return {}
         server = self._evaluate(module, "server")
         if federation is None or self.clients == "none":
             return {"server": server}
-        received = {name: value.detach().clone() for name, value in state_tensors(module).items()}
-        found: dict[str, Counts | Values] = {}
+        server_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
+        result_by_client: dict[str, Counts | Values] = {}
         for client_round in ending:
             if not federation.hosts(client_round.client_id):
                 continue
-            state = federation.client_state_dict(client_round.client_id, received)
-            alike = state is received  # all predict with the same model
-            own = server if alike else self._personal(trainer, module, client_round, state)
-            found[client_round.client_id] = own
-        load_state_tensors(module, received)
-        return {"server": server, **self._gathered(trainer, found)}
+            state = federation.client_state_dict(client_round.client_id, server_state)
+            is_server_model = state is server_state  # all predict with the same model
+            client_result = server if is_server_model else self._personal(trainer, module, client_round, state)
+            result_by_client[client_round.client_id] = client_result
+        load_state_tensors(module, server_state)
+        return {"server": server, **self._gathered(trainer, result_by_client)}
 
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
     ) -> Counts | Values:
         client = client_round.client_id
         load_state_tensors(module, state)
-        seen = require_stream(trainer).plan.tasks[client][: client_round.experience_idx + 1]
-        return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
+        seen_tasks = require_stream(trainer).plan.tasks[client][: client_round.experience_idx + 1]
+        return self._evaluate(module, client, sorted({group for groups in seen_tasks for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
         """What a model comes to on the test set, or on that of some groups alone: None for the others."""
@@ -300,17 +306,20 @@ class ContinualMetrics(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if (federation := find_federation(trainer)) is not None:
-            mine = [client for client in federation.stream.plan.clients if federation.hosts(client)]
+            local_clients = [client for client in federation.stream.plan.clients if federation.hosts(client)]
             server = federation.server
-            kept = {client: server.client_store.nbytes(client) + server.sent_once.kept_bytes(client) for client in mine}
-            self.record["kept_bytes"] = self._gathered(trainer, kept)
+            nbytes_by_client = {
+                client: server.client_store.nbytes(client) + server.sent_once.kept_bytes(client)
+                for client in local_clients
+            }
+            self.record["kept_bytes"] = self._gathered(trainer, nbytes_by_client)
         if not self.training:
             return
         stream = require_stream(trainer)
-        seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
+        seen_rows = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
         by_step = "measures" in self.record and not isinstance(pl_module, HasMetrics)
         learnt = (StepEvaluator if by_step else Evaluator).from_stream(
-            stream, seen, pl_module.device, is_stackable=True
+            stream, seen_rows, pl_module.device, is_stackable=True
         )
         if "measures" in self.record:
             self.record["training"] = learnt.evaluate(pl_module, [(0,)], self._names())

@@ -52,10 +52,10 @@ _HELD_BYTES = 2**30  # more test samples of a data set than these are read anew 
 
 def _placed(stream: FederatedStream, samples: IntArray, alike: bool) -> tuple[str, IntArray, int]:
     """The part of a stream that some samples are of, the group of each, and the number of groups."""
-    part = "validation" if samples is stream.plan.validation else "test"
+    split_name = "validation" if samples is stream.plan.validation else "test"
     if alike:
-        return part, np.zeros(len(samples), dtype=np.int64), 1
-    return part, stream.plan.groups[samples], len(stream.plan.group_names(stream.classes))
+        return split_name, np.zeros(len(samples), dtype=np.int64), 1
+    return split_name, stream.plan.groups[samples], len(stream.plan.group_names(stream.classes))
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,29 @@ class Evaluator:
         cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
     ) -> Evaluator:
         """Some samples of a stream, if they fit on a device; ``is_stackable``: all in one group."""
-        part, group, groups = _placed(stream, samples, is_stackable)
-        tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, part)
+        split_name, group, groups = _placed(stream, samples, is_stackable)
+        tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, split_name)
         if not stream.samples.is_random:
             x, y = (values.to(device) for values in stream.samples.get_stored(samples))
             return replace(tester, cached_samples=(x, y))
-        found, free = list[_Batch](), _HELD_BYTES
+        batches, free = list[_Batch](), _HELD_BYTES
         for batch in tester._batches():
             if not isinstance(batch[0], Tensor):  # such as lists of images or text, which cannot be joined
                 return tester
-            found.append(batch)
+            batches.append(batch)
             free -= batch[0].nbytes
-            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
+            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, batches[0], strict=True)):
                 return tester
-        x, y, _ = (torch.cat(column) for column in zip(*found, strict=True))
+        x, y, _ = (torch.cat(column) for column in zip(*batches, strict=True))
         return replace(tester, cached_samples=(x, y))
 
     def subset(self, groups: Iterable[int]) -> Evaluator:
         """Those of some groups."""
         rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
-        held = None if self.cached_samples is None else (self.cached_samples[0][rows], self.cached_samples[1][rows])
-        return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=held)
+        cached_samples = (
+            None if self.cached_samples is None else (self.cached_samples[0][rows], self.cached_samples[1][rows])
+        )
+        return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=cached_samples)
 
     def count_samples(self, steps: int = 1) -> list[int]:
         """Predictions of each group, of a model that makes so many for each sample."""
@@ -111,7 +113,7 @@ class Evaluator:
         places = np.split(np.arange(len(self.rows)), range(size, len(self.rows), size))[first::every]
         seed, key = self.stream.seed, ("server", self.split_name)
         requests = (BatchRequest(self.rows[place], seed, (*key, int(place[0]))) for place in places)
-        for place, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
+        for positions, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
                 length = f" of {len(batch)}" if isinstance(batch, list) else ""
                 raise InvalidTypeError(
@@ -121,51 +123,53 @@ class Evaluator:
                     "not return logits.",
                 )
             x, y = move_data_to_device(batch[:2], self.group.device)
-            yield x, y, self.group[place]
+            yield x, y, self.group[positions]
 
     @torch.no_grad()
     def _outputs(self, module: L.LightningModule, every: int = 1, first: int = 0) -> Iterator[_Batch]:
         """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluation_mode(module), precision.forward_context(), prediction_override(module):
-            for part, label, where in self._batches(first, every):
-                part = precision.convert_input(self.stream.samples.normalize(part))
-                part, label = move_batch(module.trainer, [part, label])[:2]
+            for inputs, label, groups in self._batches(first, every):
+                inputs = precision.convert_input(self.stream.samples.normalize(inputs))
+                inputs, label = move_batch(module.trainer, [inputs, label])[:2]
                 if isinstance(module, Classifier):
-                    yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
+                    yield module.mask_logits(module.outputs_by_task(inputs, label), label), label, groups
                 else:
-                    yield module(part), label, where
+                    yield module(inputs), label, groups
 
     def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
         """Correct predictions of each group, by all ranks together, and predictions for each sample."""
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
-        for output, label, where in self._outputs(module, ranks.num_ranks, ranks.rank):
+        for output, label, groups in self._outputs(module, ranks.num_ranks, ranks.rank):
             prediction = to_predictions(output)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
-                label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
-            counts += torch.bincount(where[prediction.flatten() == label], minlength=self.num_groups)
-        found = ranks.all_gather_object((counts.tolist(), steps))
-        correct: Counts = [sum(column) for column in zip(*(part for part, _ in found), strict=True)]
-        return correct, max(number for _, number in found)
+                label, groups = (values[:, None].expand_as(prediction).flatten() for values in (label, groups))
+            counts += torch.bincount(groups[prediction.flatten() == label], minlength=self.num_groups)
+        rank_counts = ranks.all_gather_object((counts.tolist(), steps))
+        correct: Counts = [sum(column) for column in zip(*(part for part, _ in rank_counts), strict=True)]
+        return correct, max(number for _, number in rank_counts)
 
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
         """What a model is measured by, and which way is better, as a record has it; empty: by accuracy."""
-        own = module.configure_metrics() if isinstance(module, HasMetrics) else {}
-        return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in own.items()]
+        metrics = module.configure_metrics() if isinstance(module, HasMetrics) else {}
+        return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in metrics.items()]
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
         """What a model's own measures come to on the samples of some groups together, for each of these."""
         assert isinstance(module, HasMetrics)
-        found = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
-        outputs, targets, group = (torch.cat(column) for column in zip(*found, strict=True))
+        batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
+        outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
         values: Values = {name: {} for name in names}
-        for part in group_sets:
-            rows = torch.isin(group, torch.tensor(sorted(part)))
+        for group_set in group_sets:
+            rows = torch.isin(group, torch.tensor(sorted(group_set)))
             for name, metric in module.configure_metrics().items():
-                values[name][group_name(part)] = _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
+                values[name][group_name(group_set)] = (
+                    _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
+                )
         return values
 
 
@@ -238,8 +242,8 @@ class StepEvaluator:
         cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
     ) -> StepEvaluator:
         """Some samples of a stream; ``is_stackable``: all in one group."""
-        part, group, groups = _placed(stream, samples, is_stackable)
-        return cls(stream, samples, group, groups, part)
+        split_name, group, groups = _placed(stream, samples, is_stackable)
+        return cls(stream, samples, group, groups, split_name)
 
     def count_samples(self) -> list[int]:
         sizes: list[int] = np.bincount(self.group, minlength=self.num_groups).tolist()
@@ -248,17 +252,17 @@ class StepEvaluator:
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
         """What the step logs by some names of the samples of some groups together, for each of these."""
         values: Values = {name: {} for name in names}
-        for part in group_sets:
-            rows, found = self.rows[np.isin(self.group, part)], dict[str, float | None]()
+        for group_set in group_sets:
+            rows, metric_values = self.rows[np.isin(self.group, group_set)], dict[str, float | None]()
             if len(rows):
                 try:
-                    found = self._run(module, rows)[0]
+                    metric_values = self._run(module, rows)[0]
                 except ValueError as error:  # as few samples, or a single class, have no R2 or AUROC
-                    if group_name(part) not in self.warned_metrics:
-                        log.warning("Test samples of group %s alone have no value: %s", group_name(part), error)
-                        self.warned_metrics.add(group_name(part))
+                    if group_name(group_set) not in self.warned_metrics:
+                        log.warning("Test samples of group %s alone have no value: %s", group_name(group_set), error)
+                        self.warned_metrics.add(group_name(group_set))
             for name in names:
-                values[name][group_name(part)] = found.get(name)
+                values[name][group_name(group_set)] = metric_values.get(name)
         return values
 
     def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
@@ -272,9 +276,9 @@ class StepEvaluator:
         with isolated_evaluation(
             module, self.stream, RunningStage.TESTING if stage == "test" else RunningStage.VALIDATING
         ):
-            for part in reversed(list(module.modules())):
-                if isinstance(part, Metric | MetricCollection):
-                    part.reset()
+            for submodule in reversed(list(module.modules())):
+                if isinstance(submodule, Metric | MetricCollection):
+                    submodule.reset()
             module.log = caught  # type: ignore[method-assign]
             for callback in callbacks:
                 callback.log = caught  # type: ignore[attr-defined]
@@ -301,17 +305,17 @@ class StepEvaluator:
     ) -> list[dict[str, Any]]:
         """What the step logs of a few samples, and which way is better, as a record has it."""
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
-        found = self._run(module, few_samples(self.rows))[1].metrics
-        if not found:
+        metrics = self._run(module, few_samples(self.rows))[1].metrics
+        if not metrics:
             raise InvalidValueError(
                 f"Expected {step} to log what the module is measured by but it logs nothing.",
                 hint=_LOG,
                 argument=step.strip("`"),
             )
-        if unknown := [name for name in lower_is_better or () if name not in found]:
+        if unknown := [name for name in lower_is_better or () if name not in metrics]:
             raise UnknownNameError(
-                f"Expected `lower_is_better` to name what {step} logs ({format_names(found)}) but got {unknown[0]}.",
-                hint=did_you_mean(unknown[0], found),
+                f"Expected `lower_is_better` to name what {step} logs ({format_names(metrics)}) but got {unknown[0]}.",
+                hint=did_you_mean(unknown[0], metrics),
                 argument="lower_is_better",
                 value=unknown[0],
             )
@@ -319,11 +323,11 @@ class StepEvaluator:
             name: name not in lower_is_better
             if lower_is_better is not None
             else not any(part in name.lower() for part in _LOWER)
-            for name in found
+            for name in metrics
         }
         higher |= {
             name: metric.higher_is_better
-            for name, metric in found.items()
+            for name, metric in metrics.items()
             if metric is not None and metric.higher_is_better is not None
         }
         return [{"name": name, "higher_is_better": value} for name, value in higher.items()]
@@ -335,15 +339,17 @@ def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, sam
         return False
     name, has_step = type(module).__name__, _stage_of(module) is not None
     ruling = [type(method).__name__ for method in methods_overriding(get_methods(module.trainer), "rescore")]
-    why = find_logits_obstacle(module, stream, samples, exact=has_step and not ruling and not isinstance(module, Task))
-    if why is None or (has_step and not ruling):
-        return why is not None
+    obstacle = find_logits_obstacle(
+        module, stream, samples, exact=has_step and not ruling and not isinstance(module, Task)
+    )
+    if obstacle is None or (has_step and not ruling):
+        return obstacle is not None
     mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
     if has_step:
         mend = f"Leave `{ruling[0]}` out, as `test_step` of `{name}` does not predict by it."
     raise InvalidValueError(
         f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
-        f"measured, but {why}.",
+        f"measured, but {obstacle}.",
         hint=mend,
         argument=name,
     )

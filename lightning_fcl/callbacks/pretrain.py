@@ -90,7 +90,7 @@ def fit_centralized(
     progress_label: bool = False,
 ) -> None:
     """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk."""
-    own = L.Trainer(
+    trainer = L.Trainer(
         accelerator=parent_trainer.strategy.root_device.type,
         devices=1,
         precision=precision,
@@ -103,7 +103,7 @@ def fit_centralized(
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
-        own.fit(module, loader)
+        trainer.fit(module, loader)
 
 
 _CALIBRATION = 256  # images, those of the base session first
@@ -248,16 +248,18 @@ class BaseSession(Callback):
             ):
                 network.load_state_dict(load_file(regular_file(path)))
             return
-        samples, others = self._samples(stream)
-        own, head = _classifier(network), network.get_submodule("head")
+        samples, num_pretrain_classes = self._samples(stream)
+        classifier, head = _classifier(network), network.get_submodule("head")
         with isolate_rng():
             seed_all(stream.seed, "base session")
             if len(samples):
-                head.classifier = nn.Linear(own.in_features, others, dtype=own.weight.dtype)
-                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
-            head.classifier = own
-            nn.init.zeros_(own.weight)
-            nn.init.zeros_(own.bias)
+                head.classifier = nn.Linear(classifier.in_features, num_pretrain_classes, dtype=classifier.weight.dtype)
+                self._fit(
+                    network, stream, samples, self.pretrain_epochs, stream.num_classes, num_pretrain_classes, outer
+                )
+            head.classifier = classifier
+            nn.init.zeros_(classifier.weight)
+            nn.init.zeros_(classifier.bias)
             classes = len(set(stream.y[stream.plan.base_samples].tolist()))
             self._fit(network, stream, stream.plan.base_samples, self.epochs, 0, classes, outer)
         if path is not None:
@@ -297,8 +299,8 @@ class BaseSession(Callback):
         arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
         digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())
         for indices in (self._samples(stream)[0], stream.plan.base_samples):
-            for part in stream.get_samples(indices):
-                digest.update(part.numpy().tobytes())
+            for tensor in stream.get_samples(indices):
+                digest.update(tensor.numpy().tobytes())
         for name, value in network.state_dict().items():
             digest.update(name.encode())
             digest.update(value.numpy().tobytes())

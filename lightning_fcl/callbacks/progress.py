@@ -69,18 +69,18 @@ class FederatedProgressBar(ProgressBar):
         counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
         self._done = [0, *accumulate(counts)]
         self._lost = 0
-        begun = self._done[min(trainer.current_epoch, len(counts))]  # a continued fit may have none left
+        num_completed = self._done[min(trainer.current_epoch, len(counts))]  # a continued fit may have none left
         self._task = self._bar.add_task(
-            "", total=self._done[-1], completed=begun, experience="", round="", lost="", accuracy="", speed=""
+            "", total=self._done[-1], completed=num_completed, experience="", round="", lost="", accuracy="", speed=""
         )
         self._bar.start()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            numbers, round = require_stream(trainer).plan.experiences.values(), trainer.current_epoch
-            now, last = max(of[round] for of in numbers), max(of[-1] for of in numbers)
-            of_all = f"{round + 1}/{trainer.max_epochs}"
-            self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
+            numbers, round_idx = require_stream(trainer).plan.experiences.values(), trainer.current_epoch
+            current_experience, last_experience = max(of[round_idx] for of in numbers), max(of[-1] for of in numbers)
+            of_all = f"{round_idx + 1}/{trainer.max_epochs}"
+            self._bar.update(self._task, experience=f"{current_experience + 1}/{last_experience + 1}", round=of_all)
 
     def needs_client_state(self, pl_module: L.LightningModule) -> bool:
         return False
@@ -94,8 +94,8 @@ class FederatedProgressBar(ProgressBar):
         if self._bar is not None:
             if (federation := find_federation(trainer)) is not None:
                 self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed)
-            lost = f", {self._lost} lost" if self._lost else ""
-            self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost)
+            lost_text = f", {self._lost} lost" if self._lost else ""
+            self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost_text)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         accuracy = trainer.callback_metrics.get("server/accuracy")

@@ -98,28 +98,30 @@ class RoundLog:
 
     def reduce_and_log(self) -> None:
         """At the end of a round: log what all processes together have come to."""
-        kept, self._kept = self._kept, EpochLog()
+        epoch_log, self._kept = self._kept, EpochLog()
         options, self._options = self._options, {}
         if self._ranks.num_ranks == 1:
             return
         metrics = {path: part for path, part in self._module.named_modules() if isinstance(part, Metric)}
         paths = {id(metric): path for path, metric in metrics.items()}
-        logged = {name: paths[id(metric)] for name, metric in kept.metrics.items() if metric is not None}
-        numbers = {name: [(value.cpu(), size) for value, size in found] for name, found in kept.scalar_values.items()}
-        shared = self._ranks.all_gather_object((numbers, kept.reductions, logged, options))
+        logged = {name: paths[id(metric)] for name, metric in epoch_log.metrics.items() if metric is not None}
+        numbers = {
+            name: [(value.cpu(), size) for value, size in found] for name, found in epoch_log.scalar_values.items()
+        }
+        shared = self._ranks.all_gather_object((numbers, epoch_log.reductions, logged, options))
         values: dict[str, float | Metric] = {}
-        for theirs in shared:
+        for rank_record in shared:
             # The states of all processes are in a metric. Lightning computes its value, and resets it after the epoch.
-            values |= {name: metrics[path] for name, path in theirs[2].items()}
-            for name in theirs[1].keys() - values.keys():
-                every = [one for rank in shared for one in rank[0].get(name, [])]
-                values[name] = float(_reduced(every, theirs[1][name]))
+            values |= {name: metrics[path] for name, path in rank_record[2].items()}
+            for name in rank_record[1].keys() - values.keys():
+                scalars = [one for rank in shared for one in rank[0].get(name, [])]
+                values[name] = float(_reduced(scalars, rank_record[1][name]))
         for name, value in sorted(values.items()):
-            shown = dict(next(theirs[3][name] for theirs in shared if name in theirs[3]))
-            if shown.pop("steps"):
-                self._log(f"{name}_epoch", value, on_step=False, on_epoch=True, batch_size=1, **shown)
-                shown = {"logger": False}
-            self._log(name, value, on_step=False, on_epoch=True, batch_size=1, **shown)
+            log_options = dict(next(theirs[3][name] for theirs in shared if name in theirs[3]))
+            if log_options.pop("steps"):
+                self._log(f"{name}_epoch", value, on_step=False, on_epoch=True, batch_size=1, **log_options)
+                log_options = {"logger": False}
+            self._log(name, value, on_step=False, on_epoch=True, batch_size=1, **log_options)
 
 
 def _one_number(name: str, value: Any) -> Tensor:

@@ -101,10 +101,12 @@ def _of_data(parts: LoadedRecipe, required: bool) -> tuple[tuple[int, ...], int,
         return (), SAMPLES, NUM_NODES
     rounds = stream.plan.train
     sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
-    most, clients = parts.strategy.participation, max(len(current) for current in rounds)
-    most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
+    participation, clients = parts.strategy.participation, max(len(current) for current in rounds)
+    participation = (
+        round_half_up(participation * len(stream.plan.clients)) if isinstance(participation, float) else participation
+    )
     sample = stream.get_samples(rounds[0][next(iter(rounds[0]))][:1])[0]
-    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
+    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(participation, clients))
 
 
 class Export(Command):

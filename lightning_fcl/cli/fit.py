@@ -73,8 +73,8 @@ class Fit(Command):
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("fit")
-        given = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
-        for name, value in given.items():
+        option_values = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
+        for name, value in option_values.items():
             if value == "":
                 raise MissingValueError(
                     f"Expected a value behind `--{name}` but got none.",
@@ -89,7 +89,7 @@ class Fit(Command):
             recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.pretrained:
             recipe = recipe.with_values(_published(options.pretrained))
-        recipe = recipe.with_values({name: value for name, value in given.items() if value})
+        recipe = recipe.with_values({name: value for name, value in option_values.items() if value})
         runs = [] if continues else list(filter(None, map(find_run_folder, recipe.files)))
         if not continues and not options.ckpt_path and not printed:
             recipe = recipe.with_values({"out": str(_free_folder(options))})
@@ -102,9 +102,9 @@ class Fit(Command):
             text = resolved_text(recipe, list(filter(None, options.print_config.split(","))))
             print(text_without_secrets(text, list(secrets_of(recipe.content()))), end="")
             return
-        done = run_cli("fit", recipe, FitCLI)
-        if done.should_write_results:
-            print(_end(done.output_folder))
+        cli = run_cli("fit", recipe, FitCLI)
+        if cli.should_write_results:
+            print(_end(cli.output_folder))
 
 
 def is_run(folder: Path) -> bool:
@@ -131,17 +131,18 @@ def _free_folder(options: Namespace) -> Path:
     """The folder of the results, or where it holds another run, the first that is free with a number behind."""
     out = options.out
     if not out:
-        given = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
-        files = [file for file in given if file.is_file()]
+        recipe_paths = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
+        files = [file for file in recipe_paths if file.is_file()]
         outs = [str(content["out"]) for content in map(read_recipe_file, files) if content.get("out")]
-        outs += [str(run) for file in given if (run := find_run_folder(file))]
-        names = [file.stem if file in files else str(file).replace("@", "-") for file in given]
+        outs += [str(run) for file in recipe_paths if (run := find_run_folder(file))]
+        names = [file.stem if file in files else str(file).replace("@", "-") for file in recipe_paths]
         out = outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
     folder = Path(out)
-    above = next(one for one in [folder, *folder.parents] if one.exists())
-    if not above.is_dir():
+    existing_path = next(one for one in [folder, *folder.parents] if one.exists())
+    if not existing_path.is_dir():
         raise InvalidValueError(
-            f"Expected a folder for results at {out} but {above} is a file.", hint="Use another folder with `--out`."
+            f"Expected a folder for results at {out} but {existing_path} is a file.",
+            hint="Use another folder with `--out`.",
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if find_run_folder(one / CONFIG) is None)
@@ -174,9 +175,9 @@ class _Help(Action):
         if short not in homes:
             hint = did_you_mean(short, homes)
             raise UnknownNameError(f"Expected --help= and a class of lightning-fcl but got {values}.", hint=hint)
-        made = getattr(import_module(homes[short]), short)
-        lines = ",\n    ".join(map(str, inspect.signature(made).parameters.values()))
-        print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(made)}")
+        target_object = getattr(import_module(homes[short]), short)
+        lines = ",\n    ".join(map(str, inspect.signature(target_object).parameters.values()))
+        print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(target_object)}")
         parser.exit()
 
 
@@ -301,12 +302,12 @@ def _styled(value: Any, styles: Sequence[Any]) -> Any:
         maps = [one for one in styles if isinstance(one, CommentedMap)]
         mapping = CommentedMap()
         for key, inner in value.items():
-            found = [(one, name) for one in maps for name in one if name.removesuffix("+") == key]
-            written = next((name for _, name in reversed(found) if name == key), _quoted(key))
-            mapping[written] = _styled(inner, [one[name] for one, name in found])
-            for one, name in found:
-                if name in one.ca.items:
-                    mapping.ca.items[written] = one.ca.items[name]
+            matches = [(one, name) for one in maps for name in one if name.removesuffix("+") == key]
+            written_key = next((name for _, name in reversed(matches) if name == key), _quoted(key))
+            mapping[written_key] = _styled(inner, [one[name] for one, name in matches])
+            for styled_map, name in matches:
+                if name in styled_map.ca.items:
+                    mapping.ca.items[written_key] = styled_map.ca.items[name]
         if maps and all(one.fa.flow_style() for one in maps):
             mapping.fa.set_flow_style()
         return mapping
@@ -317,8 +318,8 @@ def _styled(value: Any, styles: Sequence[Any]) -> Any:
         if lists and all(one.fa.flow_style() for one in lists):
             sequence.fa.set_flow_style()
         return sequence
-    written = [one for one in styles if isinstance(one, type(value)) and one == value]
-    return written[-1] if written else _quoted(value)
+    equal_values = [one for one in styles if isinstance(one, type(value)) and one == value]
+    return equal_values[-1] if equal_values else _quoted(value)
 
 
 def _quoted(value: Any) -> Any:

@@ -52,8 +52,8 @@ class Job:
     @property
     def whole_recipe(self) -> Recipe:
         """Its recipe with its seed and folder."""
-        own = Recipe(self.recipe.files).with_values({"seed_everything": self.seed, "out": str(self.out)})
-        return own.with_layers(*self.recipe.settings)
+        seeded_recipe = Recipe(self.recipe.files).with_values({"seed_everything": self.seed, "out": str(self.out)})
+        return seeded_recipe.with_layers(*self.recipe.settings)
 
     @property
     def fingerprint(self) -> str:
@@ -143,23 +143,26 @@ def check_at_least_one(**arguments: int | None) -> None:
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     """Run jobs side by side, in a process per core or so many; each continues where an interruption left it."""
     todo = [job for job in jobs if not is_finished(job)]
-    done = len(jobs) - len(todo)
-    if done:
-        print(f"{done} of {len(jobs)} runs are there already.", file=sys.stderr)
+    num_finished = len(jobs) - len(todo)
+    if num_finished:
+        print(f"{num_finished} of {len(jobs)} runs are there already.", file=sys.stderr)
 
     def so_far() -> str:
-        return f"{done} of {len(jobs)} runs are finished; the same command goes on with the others where they were."
+        return (
+            f"{num_finished} of {len(jobs)} runs are finished; the same command goes on with the others where they "
+            "were."
+        )
 
     with print_resume_hint_on_stop(so_far):
         if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
             for job in todo:
-                print(f"[{done + 1}/{len(jobs)}] {job.label}", file=sys.stderr)
+                print(f"[{num_finished + 1}/{len(jobs)}] {job.label}", file=sys.stderr)
                 run_job(job)
-                done += 1
+                num_finished += 1
             return
         with tqdm(total=len(todo), unit="run") as bar:
             for job, _ in run_parallel(run_job, todo, workers):
-                done += 1
+                num_finished += 1
                 bar.set_description_str(f"done: {job.label}")
                 bar.update()
 
@@ -256,11 +259,11 @@ def _train(job: Job) -> None:
         from lightning_fcl.runs.fit import run_cli
 
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
-    more: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}
+    overrides: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}
     if checkpoint := newest_checkpoint(job.out / "checkpoints"):
-        more["ckpt_path"] = str(checkpoint)
+        overrides["ckpt_path"] = str(checkpoint)
     if job.tasks:
-        more["recipe.tasks"] = job.tasks
+        overrides["recipe.tasks"] = job.tasks
     if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
-        more["trainer.enable_progress_bar"] = False
-    run_cli("fit", job.whole_recipe.with_values(more), FederatedCLI)
+        overrides["trainer.enable_progress_bar"] = False
+    run_cli("fit", job.whole_recipe.with_values(overrides), FederatedCLI)

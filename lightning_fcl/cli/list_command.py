@@ -69,19 +69,21 @@ class Ls(Command):
             print(json.dumps(counts, indent=1) if options.json else text)
             return
         one_of(tuple(KINDS), kind=options.kind)
-        found = KINDS[options.kind]()
+        descriptions = KINDS[options.kind]()
         pattern = options.pattern if any(sign in options.pattern for sign in "*?[") else f"*{options.pattern}*"
-        chosen = {name: about for name, about in found.items() if fnmatch(name.lower(), pattern.lower())}
-        if not chosen:
-            hint = did_you_mean(options.pattern, found)
+        matching_descriptions = {
+            name: about for name, about in descriptions.items() if fnmatch(name.lower(), pattern.lower())
+        }
+        if not matching_descriptions:
+            hint = did_you_mean(options.pattern, descriptions)
             raise UnknownNameError(
                 f"Expected {options.kind} whose name has {options.pattern!r} in it but there are none.", hint=hint
             )
         if options.json:
-            print(json.dumps(chosen, indent=1, ensure_ascii=False))
+            print(json.dumps(matching_descriptions, indent=1, ensure_ascii=False))
             return
-        width = max(map(len, chosen))
-        print("\n".join(f"{name:{width}}  {about}".rstrip() for name, about in chosen.items()))
+        width = max(map(len, matching_descriptions))
+        print("\n".join(f"{name:{width}}  {about}".rstrip() for name, about in matching_descriptions.items()))
         print(f"\n{_HOW[options.kind]}")
 
 
@@ -117,13 +119,13 @@ class Data(Command):
             files, size = clear_features()
             print(f"deleted the features of {files} sets of images, {size:,} bytes")
             return
-        known = datasets.list_datasets()
+        dataset_descriptions = datasets.list_datasets()
         if options.action == "list":
-            for description in known:
+            for description in dataset_descriptions:
                 print(f"{description.name:12} {description.content} ({description.size}; {description.licence})")
             return
         failed = []
-        for name in options.names or [description.name for description in known]:
+        for name in options.names or [description.name for description in dataset_descriptions]:
             try:
                 if options.action == "fetch":
                     datasets.download(name, options.root)
@@ -172,15 +174,15 @@ class Conformance(Command):
     def run(self, options: Namespace) -> None:
         from lightning_fcl.conformance import get_classes, run_statements
 
-        failed = tried = 0
+        num_failed = num_tried = 0
         for kind in get_classes(options.target, options.claims):
             for statement, outcome in run_statements(kind):
-                failed += outcome.result == "fails"
-                tried += outcome.result != "not tried"
+                num_failed += outcome.result == "fails"
+                num_tried += outcome.result != "not tried"
                 print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
-        print(f"{tried - failed} of {tried} statements hold.")
-        if failed:
-            raise InvalidValueError(f"Expected every statement to hold but {failed} of {tried} do not.")
+        print(f"{num_tried - num_failed} of {num_tried} statements hold.")
+        if num_failed:
+            raise InvalidValueError(f"Expected every statement to hold but {num_failed} of {num_tried} do not.")
 
 
 class Completion(Command):
@@ -198,9 +200,9 @@ class Completion(Command):
         whole = _Completed("lightning-fcl", conflict_handler="resolve")
         whole.add_argument("--version", action="store_true")
         commands = whole.add_subparsers()
-        for name, (place, what) in COMMANDS.items():
-            about = " ".join(what.partition("lightning-fcl")[0].split()).rstrip(":")
-            load_command(place).arguments(commands.add_parser(name, help=about, conflict_handler="resolve"))
+        for name, (class_path, description) in COMMANDS.items():
+            summary = " ".join(description.partition("lightning-fcl")[0].split()).rstrip(":")
+            load_command(class_path).arguments(commands.add_parser(name, help=summary, conflict_handler="resolve"))
         preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(list_recipes()))
         script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
         # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.

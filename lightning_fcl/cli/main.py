@@ -123,40 +123,42 @@ def _run_command(arguments: Sequence[str] | None) -> None:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
     if sys.flags.optimize > 1:
-        said = "Expected Python with docstrings, from which charts and options are made, but got PYTHONOPTIMIZE=2."
-        parser.exit(2, f"lightning-fcl: error: {said} Unset PYTHONOPTIMIZE, or set it to 1.\n")
+        message = "Expected Python with docstrings, from which charts and options are made, but got PYTHONOPTIMIZE=2."
+        parser.exit(2, f"lightning-fcl: error: {message} Unset PYTHONOPTIMIZE, or set it to 1.\n")
     # Recipes name classes of the working directory, as under `python -m`; workers take it over. It comes last: a file
     # there stands in for no module that is installed. The recipe's own folder does not count, so that a `config.yaml`
     # means what the recipe meant.
     try:
-        here = str(Path.cwd())
+        working_folder = str(Path.cwd())
     except FileNotFoundError:
         parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Go to another one.\n")
-    if here not in sys.path:
-        sys.path.append(here)
-    own = argparse.ArgumentParser(
+    if working_folder not in sys.path:
+        sys.path.append(working_folder)
+    command_parser = argparse.ArgumentParser(
         f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve", allow_abbrev=False
     )
     with stop.installed():
         try:
-            with private_temporary_folder(), ExitStack() as others:
+            with private_temporary_folder(), ExitStack() as exit_stack:
                 # Only the first of a federation's processes says what the command says; launchers number as PyTorch's.
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
-                    others.enter_context(redirect_stdout(others.enter_context(open(os.devnull, "w"))))
-                asked = load_command(COMMANDS[command][0])
-                own.description, _, own.epilog = (getdoc(asked) or "").partition("\n\n")
-                asked.arguments(own)
+                    exit_stack.enter_context(redirect_stdout(exit_stack.enter_context(open(os.devnull, "w"))))
+                selected_command = load_command(COMMANDS[command][0])
+                command_parser.description, _, command_parser.epilog = (getdoc(selected_command) or "").partition(
+                    "\n\n"
+                )
+                selected_command.arguments(command_parser)
                 rest, layers = words[1:], list[Path | Setting]()
-                if words[1:2] and words[1] in asked.forwards_arguments:
+                if words[1:2] and words[1] in selected_command.forwards_arguments:
                     rest = words[1:2]
-                elif asked.takes_settings:
-                    rest, layers = take_settings(words[1:], own._option_string_actions)
+                elif selected_command.takes_settings:
+                    rest, layers = take_settings(words[1:], command_parser._option_string_actions)
                 for file in Recipe(tuple(layers)).files:
                     read_recipe_file(file)  # before anything is printed or imported
-                if asked.takes_settings:
+                if selected_command.takes_settings:
                     _set_matplotlib_folder()
-                options = own.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
-                asked.run(options)
+                options = command_parser.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
+                selected_command.run(options)
             _flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
@@ -175,8 +177,8 @@ def _run_command(arguments: Sequence[str] | None) -> None:
                 parser.exit(2, f"lightning-fcl: error: {need}, or use fewer --workers or a smaller `batch_size`.\n")
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
-            where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
-            parser.exit(2, _without_secrets(f"lightning-fcl: error: {error}\n{where}\n", words))
+            traceback_hint = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
+            parser.exit(2, _without_secrets(f"lightning-fcl: error: {error}\n{traceback_hint}\n", words))
 
 
 def _open_standard_streams() -> None:
@@ -236,17 +238,17 @@ def load_command(path: str) -> Command:
 
 def _write_traceback(error: Exception, words: Sequence[str]) -> str:
     """Return the message about an unexpected error: where it was raised, where its traceback is, and what to do."""
-    here = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    environment = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         command = shlex.join(words_without_secrets(words)[0])
-        text = f"lightning-fcl {command}\n{here}\n\n{''.join(traceback.format_exception(error))}"
+        text = f"lightning-fcl {command}\n{environment}\n\n{''.join(traceback.format_exception(error))}"
         file.write(_without_secrets(text, words))
-    where = _origin(error)
+    origin = _origin(error)
     return (
         f"lightning-fcl: error: an unexpected {type(error).__name__}: {_without_secrets(first_line(error), words)}\n"
-        f"It was raised in {where.filename}, line {where.lineno}. Its traceback is in {file.name}. If the file is "
+        f"It was raised in {origin.filename}, line {origin.lineno}. Its traceback is in {file.name}. If the file is "
         "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
 
@@ -257,12 +259,12 @@ def _origin(error: Exception) -> traceback.FrameSummary:
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
         str(Path(__file__).parents[1])
     ]
-    own = [
+    user_frames = [
         frame
         for frame in frames
         if Path(frame.filename).is_absolute() and not any(Path(frame.filename).is_relative_to(at) for at in installed)
     ]
-    return (own or frames)[-1]
+    return (user_frames or frames)[-1]
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:

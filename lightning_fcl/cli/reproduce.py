@@ -75,15 +75,15 @@ class Reproduce(Command):
         folder = paper_folder(paper)
         check_at_least_one(seeds=seeds, workers=workers, tasks=options.tasks)
         out = options.out or Path("runs") / f"{paper}-{scale}"
-        asked = [row.strip() for row in options.rows.split(",")] if options.rows else None
+        row_names = [row.strip() for row in options.rows.split(",")] if options.rows else None
         content = read_rows(folder)
         figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-        jobs = run_rows(folder, asked, scale, seeds, options.tasks, out, workers, options.finished)
-        again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
+        jobs = run_rows(folder, row_names, scale, seeds, options.tasks, out, workers, options.finished)
+        table_command = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
         results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
-        every = [one for runs in results.values() for one in runs]
-        table = Table.from_results(every, paper, scale, again)
-        expected = (name for one in every for name in one["expected"])
+        all_results = [one for runs in results.values() for one in runs]
+        table = Table.from_results(all_results, paper, scale, table_command)
+        expected = (name for one in all_results for name in one["expected"])
         if metrics := list(dict.fromkeys([*content.get("metrics", []), *expected])):
             table = table.select_metrics(metrics)
         if scale == "paper" and "gains" in content:
@@ -112,15 +112,21 @@ def run_rows(
     """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
     jobs: dict[str, list[Job]] = {}
     for name, row in paper_rows(folder, asked, scale).items():
-        recipe, place = replace(row, configs=scaled_configs(row.configs, scale)).recipe, out / row.slug
-        jobs[name] = [Job(f"{name}, seed {seed}", recipe, seed, place / f"seed-{seed}", tasks) for seed in range(seeds)]
-    kept = scale_folder(folder, scale)
-    reuse_committed_runs([job for runs in jobs.values() for job in runs], out, kept)
+        recipe, row_folder = replace(row, configs=scaled_configs(row.configs, scale)).recipe, out / row.slug
+        jobs[name] = [
+            Job(f"{name}, seed {seed}", recipe, seed, row_folder / f"seed-{seed}", tasks) for seed in range(seeds)
+        ]
+    committed_folder = scale_folder(folder, scale)
+    reuse_committed_runs([job for runs in jobs.values() for job in runs], out, committed_folder)
     if only_finished:
-        jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if is_finished(job)])}
+        jobs = {
+            name: finished_jobs
+            for name, runs in jobs.items()
+            if (finished_jobs := [job for job in runs if is_finished(job)])
+        }
         if not jobs:
             raise MissingValueError(
-                f"Expected finished runs in {out} or {kept} but there are none.",
+                f"Expected finished runs in {out} or {committed_folder} but there are none.",
                 hint="Leave out `--finished`, which trains the runs.",
             )
     run_jobs([job for runs in jobs.values() for job in runs], workers)
@@ -146,15 +152,15 @@ def _write(
     from lightning_fcl.evaluation.comparison import compare_page  # here and below: what draws takes time to import
     from lightning_fcl.evaluation.paper_figures import write_figures
 
-    every = [one for runs in results.values() for one in runs]
+    all_results = [one for runs in results.values() for one in runs]
     as_json, markdown = write_table(out, table)
-    drawn = write_figures(out, figures, results)
+    figure_paths = write_figures(out, figures, results)
     print(read_text(markdown))
-    if drawn:
-        print(f"Figures: {', '.join(map(str, drawn))}")
+    if figure_paths:
+        print(f"Figures: {', '.join(map(str, figure_paths))}")
     page = write_atomic(out / "report.html", compare_page(results, table))
     print(
-        f"{len(every)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
+        f"{len(all_results)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
         f"{out}/*/seed-*/report.html"
     )
 
@@ -210,28 +216,28 @@ class Leaderboard(Command):
         folder, out = paper_folder("leaderboard"), options.out
         content = read_rows(folder)
         protocols = list_protocols(content)
-        wanted = _named(options.protocols, [*protocols], "protocols", beginnings=True)
-        every = list(dict.fromkeys(method for name in wanted for method in protocols[name]))
-        methods = _named(options.methods, every, "methods")
+        protocol_names = _named(options.protocols, [*protocols], "protocols", beginnings=True)
+        available_methods = list(dict.fromkeys(method for name in protocol_names for method in protocols[name]))
+        methods = _named(options.methods, available_methods, "methods")
         if options.search:
             entries = expand_grids(content)
             searches = {method: file for method in methods if (file := entries[method].search) is not None}
             search_settings(folder, searches, out / "searches", options.workers)
             return
-        rows = [f"{name} {method}" for name in wanted for method in protocols[name] if method in methods]
+        rows = [f"{name} {method}" for name in protocol_names for method in protocols[name] if method in methods]
         jobs = run_rows(folder, rows, "paper", options.seeds, None, out, options.workers, options.finished)
         runs = [job.results() for of in jobs.values() for job in of]
-        words = [f"--{name}={given}" for name in ("protocols", "methods") if (given := getattr(options, name))]
+        words = [f"--{name}={value}" for name in ("protocols", "methods") if (value := getattr(options, name))]
         command = shlex.join(["lightning-fcl", "leaderboard", *words, "--seeds", str(options.seeds)])
         table = Table.from_results(
             [one | {"metrics": leaderboard_row(one)} for one in runs], "leaderboard", "paper", command
         )
         as_json, _ = write_table(out, table)
-        for name in wanted:
-            if shown := leaderboard_table(table, name, protocols[name]):
-                print(f"{name}\n\n{shown}\n")
-            if drawn := leaderboard_chart(table, name, protocols[name]):
-                write_png(out / f"{slug(name)}.png", drawn)
+        for name in protocol_names:
+            if table_text := leaderboard_table(table, name, protocols[name]):
+                print(f"{name}\n\n{table_text}\n")
+            if chart := leaderboard_chart(table, name, protocols[name]):
+                write_png(out / f"{slug(name)}.png", chart)
         print(f"{len(runs)} runs. Table: {as_json}; pictures: {out}/*.png; of each run: {out}/*/seed-*/report.html")
 
 
@@ -246,10 +252,10 @@ def search_settings(folder: Path, searches: Mapping[str, str], out: Path, worker
         print(f"{method}: {file}")
         words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
         tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
-        again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
+        search_command = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
         best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
         recipe = "".join(line for line in best if not line.startswith("#"))
-        write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
+        write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {search_command}\n{recipe}")
     print(f"The best of each search: {out / 'best'}")
 
 
@@ -257,7 +263,7 @@ def _named(text: str | None, known: list[str], what: str, beginnings: bool = Fal
     """The known names that are asked for, by their beginnings if so; all of them if none are."""
     if text is None:
         return known
-    found: list[str] = []
+    selected_names: list[str] = []
     for word in (word.strip() for word in text.split(",")):
         fits = [name for name in known if name == word or (beginnings and name.startswith(word))]
         if not fits:
@@ -267,8 +273,8 @@ def _named(text: str | None, known: list[str], what: str, beginnings: bool = Fal
                 argument=what,
                 value=word,
             )
-        found += fits
-    return list(dict.fromkeys(found))
+        selected_names += fits
+    return list(dict.fromkeys(selected_names))
 
 
 class Demo(Command):
@@ -311,11 +317,15 @@ class Report(Command):
         from lightning_fcl.evaluation.comparison import compare_page, find_runs, runs_by_name
 
         runs = find_runs(options.runs)
-        alone = options.runs[0] if len(options.runs) == 1 else None
-        if runs == [alone] and options.out is None:
+        single_folder = options.runs[0] if len(options.runs) == 1 else None
+        if runs == [single_folder] and options.out is None:
             print(f"Written: {write_files(runs[0])}")
             return
-        table = read_table(alone / "table.json") if alone and (alone / "table.json").is_file() else None
-        out: Path = options.out or (alone or Path("runs")) / "report.html"
+        table = (
+            read_table(single_folder / "table.json")
+            if single_folder and (single_folder / "table.json").is_file()
+            else None
+        )
+        out: Path = options.out or (single_folder or Path("runs")) / "report.html"
         out.parent.mkdir(parents=True, exist_ok=True)
         print(f"Written: {write_atomic(out, compare_page(runs_by_name(runs), table))}")

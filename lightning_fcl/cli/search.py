@@ -132,9 +132,9 @@ class Search:
             )
         if row is None:
             return replace(search, recipe=Recipe(recipes))
-        told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.case_overrides}
-        settings = [setting for setting in told.settings if setting.name not in set_here]
-        return replace(search, recipe=Recipe((*told.configs, *recipes, *settings)))
+        paper_row, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.case_overrides}
+        settings = [setting for setting in paper_row.settings if setting.name not in set_here]
+        return replace(search, recipe=Recipe((*paper_row.configs, *recipes, *settings)))
 
     def load_trials(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
@@ -168,18 +168,18 @@ class Search:
         if self.points:
             return iter(self.points)
         points: list[Sequence[Any]] = []
-        for key, what in self.distributions.items():
-            if isinstance(what, CategoricalDistribution):
-                points.append(what.choices)
+        for key, distribution in self.distributions.items():
+            if isinstance(distribution, CategoricalDistribution):
+                points.append(distribution.choices)
                 continue
-            assert isinstance(what, IntDistribution | FloatDistribution)
-            if what.step is None:
+            assert isinstance(distribution, IntDistribution | FloatDistribution)
+            if distribution.step is None:
                 raise InvalidValueError(
-                    f"Expected choices or a `step` for `{key}` but the grid sampler cannot go through {what}.",
+                    f"Expected choices or a `step` for `{key}` but the grid sampler cannot go through {distribution}.",
                     hint="Add a `step`, or use `sampler: random`.",
                 )
-            number = round((what.high - what.low) / what.step) + 1
-            points.append([round(what.low + index * what.step, 12) for index in range(number)])
+            number = round((distribution.high - distribution.low) / distribution.step) + 1
+            points.append([round(distribution.low + index * distribution.step, 12) for index in range(number)])
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def to_settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,10 +213,10 @@ def _distribution(key: str, what: Any) -> BaseDistribution:
 def _value(text: str, what: BaseDistribution) -> Any:
     """A setting as `trials.csv` has it."""
     if isinstance(what, CategoricalDistribution):
-        known = {str(choice): choice for choice in what.choices}
-        if text not in known:
-            raise ValueError(f"{text} is none of {', '.join(known)}")
-        return known[text]
+        choices_by_text = {str(choice): choice for choice in what.choices}
+        if text not in choices_by_text:
+            raise ValueError(f"{text} is none of {', '.join(choices_by_text)}")
+        return choices_by_text[text]
     assert isinstance(what, IntDistribution | FloatDistribution)
     value = int(text) if isinstance(what, IntDistribution) else float(text)
     if not what.low <= value <= what.high:

@@ -122,9 +122,11 @@ class Tune(Command):
                         f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
                     )
                     bar.update()
-        chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
-        named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
-        write_trials(study, search, failures, shlex.join([str(options.file), *named]), out)
+        search_options = {"--row": options.row, "--case": search.case, "--among": options.among}
+        command_words = [
+            str(word) for option, value in search_options.items() if value is not None for word in (option, value)
+        ]
+        write_trials(study, search, failures, shlex.join([str(options.file), *command_words]), out)
 
 
 def propose(
@@ -147,16 +149,16 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
-    before = read_text(file) if file.exists() else content
+    previous_content = read_text(file) if file.exists() else content
     write_atomic(file, content)
-    more = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
-    whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(more)
+    overrides = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
+    whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(overrides)
     jobs = [
         Job(f"trial {number}, seed {seed}", whole, seed, folder / f"seed-{seed}")
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
     if any(job.is_foreign_folder for job in jobs):
-        write_atomic(file, before)
+        write_atomic(file, previous_content)
         raise InvalidValueError(
             f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
             "version is another.",
@@ -170,10 +172,14 @@ def iter_finished_trials(
 ) -> Iterator[tuple[int, Failure | None]]:
     """Yield each trial when all its runs have ended, with the failure of the first run that failed."""
     numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
-    known: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
-    known |= {job: failure for job in numbers if job not in known and (failure := Failure.read(job))}
-    with closing(run_parallel(run_trial, [job for job in numbers if job not in known], workers)) as done:
-        for job, failure in itertools.chain(known.items(), done):
+    recorded_failures: dict[Job, Failure | None] = {job: None for job in numbers if is_finished(job)}
+    recorded_failures |= {
+        job: failure for job in numbers if job not in recorded_failures and (failure := Failure.read(job))
+    }
+    with closing(
+        run_parallel(run_trial, [job for job in numbers if job not in recorded_failures], workers)
+    ) as finished_runs:
+        for job, failure in itertools.chain(recorded_failures.items(), finished_runs):
             failures[job] = failure
             runs = jobs[numbers[job]]
             if all(run in failures for run in runs):
@@ -220,9 +226,9 @@ def record_trial(
     if failure is None:
         results = [read_results(job.out)["metrics"] for job in jobs]
         if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
-            known = ", ".join(results[0])
+            metric_names = ", ".join(results[0])
             raise InvalidValueError(
-                f"Expected `objective` to be one of {known} but got {search.objective}.",
+                f"Expected `objective` to be one of {metric_names} but got {search.objective}.",
                 argument="objective",
                 value=search.objective,
             )
@@ -234,8 +240,8 @@ def record_trial(
         failure = Failure(f"{search.objective} is {value}", code="non-finite-objective")
     failures[number] = failure
     study.tell(number, state=TrialState.FAIL)
-    alike = all(failure.is_like(other) for other in failures.values())
-    if len(failures) >= _PATIENCE and alike and not _trials(study, TrialState.COMPLETE):
+    is_same_failure = all(failure.is_like(other) for other in failures.values())
+    if len(failures) >= _PATIENCE and is_same_failure and not _trials(study, TrialState.COMPLETE):
         raise InvalidValueError(
             f"The first {len(failures)} trials all failed: {failure.message.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
@@ -253,8 +259,8 @@ def write_trials(
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
     frame["failure"] = [failures[one].message if one in failures else "" for one in frame["trial"]]
     table = write_atomic(out / "trials.csv", frame.to_csv(index=False))
-    done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
-    if done.empty:
+    completed_trials = frame[frame["state"] == STATES[TrialState.COMPLETE]]
+    if completed_trials.empty:
         reason = next(iter(failures.values())).message
         raise InvalidValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}.",
@@ -262,15 +268,17 @@ def write_trials(
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
     recipe = write_best(study.best_trial, len(frame), search, best_name, out)
-    shown = done.sort_values(search.objective, ascending=search.direction == "minimize", kind="stable")[:10]
+    best_trials = completed_trials.sort_values(
+        search.objective, ascending=search.direction == "minimize", kind="stable"
+    )[:10]
     columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
     exactly = {search.objective: "{:.4f}".format}
     print(
-        shown[[*columns]].to_string(
+        best_trials[[*columns]].to_string(
             index=False, header=[*columns.values()], float_format="{:.4g}".format, formatters=exactly
         )
     )
-    print(f"\n{len(done)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
+    print(f"\n{len(completed_trials)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
 
 
 def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
@@ -280,9 +288,9 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
     base = base.encode(y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)), color=order)
     panels = []
     for path, name in _short(list(search.space)).items():
-        what, field = search.distributions[path], path.replace(".", " ")  # a dot would lead into it
-        if isinstance(what, FloatDistribution | IntDistribution):
-            scale = alt.Scale(type="log" if what.log else "linear", zero=False, padding=8)
+        distribution, field = search.distributions[path], path.replace(".", " ")  # a dot would lead into it
+        if isinstance(distribution, FloatDistribution | IntDistribution):
+            scale = alt.Scale(type="log" if distribution.log else "linear", zero=False, padding=8)
             x = alt.X(f"{field}:Q", title=name, scale=scale)
         else:
             x = alt.X(f"{field}:N", title=name)
@@ -300,11 +308,11 @@ def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, 
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
-    again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
+    rerun_options = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
     head = (
         f"# The best of {number} trials of {best_name}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
         f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
-        f"# lightning-fcl fit {configs}{again}\n"
+        f"# lightning-fcl fit {configs}{rerun_options}\n"
     )
     return write_atomic(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))
 

@@ -99,14 +99,16 @@ def _verify(options: Namespace) -> None:
                 raise
             print(f"{name}: not here ({error})", file=sys.stderr)
             continue
-        measured = (
+        accuracy_text = (
             "not measured: " + verdict.reason
             if verdict.measured_accuracy is None
             else f"{verdict.measured_accuracy:.4f}"
         )
         card = "none" if verdict.published_accuracy is None else f"{verdict.published_accuracy:.4f}"
         word = "as its card says" if verdict.is_reproduced else "NOT AS ITS CARD SAYS"
-        print(f"{verdict.name}: {word}; accuracy {measured} (card: {card}), outputs within {verdict.difference:.1e}")
+        print(
+            f"{verdict.name}: {word}; accuracy {accuracy_text} (card: {card}), outputs within {verdict.difference:.1e}"
+        )
         wrong += not verdict.is_reproduced
     if wrong:
         raise SystemExit(1)
@@ -117,11 +119,11 @@ def _predict(options: Namespace) -> None:
     from lightning_fcl.zoo.pretrained import read_samples
 
     model = load(options.name)
-    for number, found in enumerate(model.predict(read_samples(options.file, model.entry), options.rate)):
+    for number, prediction in enumerate(model.predict(read_samples(options.file, model.entry), options.rate)):
         if options.json:
-            print(json.dumps({"sample": number, "label": found.label, "probabilities": found.probabilities}))
+            print(json.dumps({"sample": number, "label": prediction.label, "probabilities": prediction.probabilities}))
         else:
-            print(f"{number}\t{found.label}\t{found.probability:.3f}")
+            print(f"{number}\t{prediction.label}\t{prediction.probability:.3f}")
 
 
 def _push(options: Namespace) -> None:
@@ -129,10 +131,10 @@ def _push(options: Namespace) -> None:
 
     terms = {"weights": options.weights_licence, "data": options.data_licence}
     licence = {name: text for name, text in terms.items() if text}
-    how = {"numbered_classes": options.numbers, "features": options.features}
-    place = publish(options.run, options.name, options.to, options.about, licence, options.limit, **how)
-    setting, name = "", place
-    if isinstance(place, Path):
+    publish_options = {"numbered_classes": options.numbers, "features": options.features}
+    location = publish(options.run, options.name, options.to, options.about, licence, options.limit, **publish_options)
+    setting, name = "", location
+    if isinstance(location, Path):
         setting, name = f"LIGHTNING_FCL_ZOO={shlex.quote(str(options.to))} ", options.name
-        print(f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.2f} MB)")
+        print(f"{location} ({sum(file.stat().st_size for file in location.iterdir()) / 1e6:.2f} MB)")
     print(f'Load it: {setting}python -c "from lightning_fcl import zoo; zoo.load({name!r})"')

@@ -30,13 +30,13 @@ def register_fedavg_statement(
     claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
 ) -> None:
     """State of a method that it is FedAvg: with such arguments, or in such a stream."""
-    when = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
+    title = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
-    @statement(claim, f"{when}: it is FedAvg" if says else f"{when} it is FedAvg")
+    @statement(claim, f"{title}: it is FedAvg" if says else f"{title} it is FedAvg")
     def _(kind: type[Method]) -> None:
         stream = partial(make_stream, clients, tasks, rounds, batch_size=batch_size)
-        found, wanted = (train(methods, stream()) for methods in ([make_method(kind, **arguments)], []))
-        assert_same(found, wanted, when)
+        actual, expected = (train(methods, stream()) for methods in ([make_method(kind, **arguments)], []))
+        assert_same(actual, expected, title)
 
 
 register_fedavg_statement("FedProx", mu=0.0)
@@ -56,15 +56,18 @@ register_fedavg_statement("TARGET", images=0)
 @statement("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
 def _(kind: type[Method]) -> None:
     draws = torch.Generator().manual_seed(0)
-    received = {"w": torch.randn(5, generator=draws), "b": torch.randn(3, generator=draws)}
-    params = {name: value + torch.randn(value.shape, generator=draws) for name, value in received.items()}
-    apart = sum(float((params[name] - value).square().sum()) for name, value in received.items())
-    nothing = torch.empty(0)
-    for given, wanted in ((received, 0.0), (params, 0.3 / 2 * apart)):
-        client, step = Client(received_state=received), Step(given, received, nothing, nothing, lambda state, x: x)
-        found = float(make_method(kind, mu=0.3).penalty(client, step))
-        if abs(found - wanted) > 1e-5:
-            raise AssertionError(f"the penalty is {found:.6f} and not {wanted:.6f}")
+    received_state = {"w": torch.randn(5, generator=draws), "b": torch.randn(3, generator=draws)}
+    params = {name: value + torch.randn(value.shape, generator=draws) for name, value in received_state.items()}
+    squared_distance = sum(float((params[name] - value).square().sum()) for name, value in received_state.items())
+    no_samples = torch.empty(0)
+    for trial_params, expected_penalty in ((received_state, 0.0), (params, 0.3 / 2 * squared_distance)):
+        client, step = (
+            Client(received_state=received_state),
+            Step(trial_params, received_state, no_samples, no_samples, lambda state, x: x),
+        )
+        actual_penalty = float(make_method(kind, mu=0.3).penalty(client, step))
+        if abs(actual_penalty - expected_penalty) > 1e-5:
+            raise AssertionError(f"the penalty is {actual_penalty:.6f} and not {expected_penalty:.6f}")
 
 
 register_fedavg_statement("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
@@ -97,9 +100,12 @@ def _(kind: type[Method]) -> None:
 
 @statement("FedRep", "heads never leave the clients: the server's is what it was, its body learns")
 def _(kind: type[Method]) -> None:
-    before, after = make_task().double(), train([make_method(kind)])
+    initial_task, final_task = make_task().double(), train([make_method(kind)])
     heads, bodies = (
-        [{name: value for name, value in task.state_dict().items() if part in name} for task in (before, after)]
+        [
+            {name: value for name, value in task.state_dict().items() if part in name}
+            for task in (initial_task, final_task)
+        ]
         for part in (".head.", ".body.")
     )
     assert_close(heads[1], heads[0], "the server's head", tolerance=0)
@@ -126,8 +132,8 @@ def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int
         for number in clients:
             stream = make_stream(number, tasks, rounds=1, batch_size=240)
             task = _solved(kind, stream, **arguments)
-            wanted, x = _pooled(task, stream)
-            assert_close({"outputs": task(x)}, {"outputs": wanted}, f"of {number} clients", 1e-8)
+            expected_outputs, x = _pooled(task, stream)
+            assert_close({"outputs": task(x)}, {"outputs": expected_outputs}, f"of {number} clients", 1e-8)
 
 
 _is_pooled_ridge("AFL", "of one, three or fifty clients, their regularisers cleaned away", (1, 3, 50), 1, gamma=1.0)
@@ -140,17 +146,19 @@ def _(kind: type[L.LightningModule]) -> None:
     stream = make_stream(tasks=3, rounds=1, batch_size=240)
     task = _solved(kind, stream, max_epochs=1, gamma=1.0)
     unseen = sorted({*range(CLASSES)} - {*stream.plan.tasks["0"][0]})
-    said = task(_inputs(stream))[:, unseen]
-    if said.abs().max() > 0:
-        raise AssertionError(f"of classes {unseen} it says up to {float(said.abs().max()):.2g} before they have come")
+    outputs = task(_inputs(stream))[:, unseen]
+    if outputs.abs().max() > 0:
+        raise AssertionError(
+            f"of classes {unseen} it says up to {float(outputs.abs().max()):.2g} before they have come"
+        )
 
 
 @statement("RanPAC", "random features are common to all: however the samples are spread, the classifier is the same")
 def _(kind: type[L.LightningModule]) -> None:
     streams = [make_stream(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
-    found = [_solved(kind, stream, random_features=40)(_inputs(stream)) for stream in streams]
-    for other in found[1:]:
-        assert_close({"outputs": other}, {"outputs": found[0]}, "of other clients", 1e-7)
+    outputs = [_solved(kind, stream, random_features=40)(_inputs(stream)) for stream in streams]
+    for other in outputs[1:]:
+        assert_close({"outputs": other}, {"outputs": outputs[0]}, "of other clients", 1e-7)
 
 
 def _solved(kind: Any, stream: FederatedStream, max_epochs: int | None = None, **arguments: Any) -> Any:
@@ -170,7 +178,9 @@ def _pooled(task: Any, stream: FederatedStream) -> tuple[Tensor, Tensor]:
     rows = torch.cat([torch.from_numpy(own) for current in stream.plan.train for own in current.values()])
     x, y = stream.get_samples(rows.numpy())
     with torch.no_grad():
-        features, asked = (task.model.embed(one.double()) for one in (x, stream.get_samples(stream.plan.test)[0]))
+        features, test_features = (
+            task.model.embed(one.double()) for one in (x, stream.get_samples(stream.plan.test)[0])
+        )
     targets = torch.eye(CLASSES, dtype=torch.float64)[y]
     gram = features.T @ features + _BETA * torch.eye(features.shape[1], dtype=torch.float64)
-    return asked @ torch.linalg.solve(gram, features.T @ targets), _inputs(stream)
+    return test_features @ torch.linalg.solve(gram, features.T @ targets), _inputs(stream)

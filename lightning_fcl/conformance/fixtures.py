@@ -160,9 +160,13 @@ def assert_close(
         raise AssertionError(f"{description}: there are other entries, {sorted(set(actual) ^ set(expected))}")
     for name, value in actual.items():
         other = expected[name]
-        apart = float((value.double() - other.double()).abs().max()) if value.shape == other.shape else float("inf")
-        if not apart <= tolerance:
-            raise AssertionError(f"{description}: `{name}` is {apart:.1e} apart, at most {tolerance:.0e} was expected")
+        max_difference = (
+            float((value.double() - other.double()).abs().max()) if value.shape == other.shape else float("inf")
+        )
+        if not max_difference <= tolerance:
+            raise AssertionError(
+                f"{description}: `{name}` is {max_difference:.1e} apart, at most {tolerance:.0e} was expected"
+            )
 
 
 def state_distance(first: nn.Module, second: nn.Module) -> float:

@@ -46,10 +46,14 @@ def _holds_more(claim: str, **arguments: Any) -> None:
     def _(kind: type[Method]) -> None:
         for seed in _SEEDS:
             first = train([], make_stream(clients=1, seed=seed), max_epochs=2)
-            free = state_distance(train([], make_stream(clients=1, seed=seed)), first)
-            held = state_distance(train([make_method(kind, **arguments)], make_stream(clients=1, seed=seed)), first)
-            if not held < 0.95 * free:
-                raise AssertionError(f"seed {seed}: it moves by {held:.3f}, fine-tuning by {free:.3f}")
+            finetuning_distance = state_distance(train([], make_stream(clients=1, seed=seed)), first)
+            method_distance = state_distance(
+                train([make_method(kind, **arguments)], make_stream(clients=1, seed=seed)), first
+            )
+            if not method_distance < 0.95 * finetuning_distance:
+                raise AssertionError(
+                    f"seed {seed}: it moves by {method_distance:.3f}, fine-tuning by {finetuning_distance:.3f}"
+                )
 
 
 _holds_more("EWC", strength=5.0)
@@ -65,13 +69,15 @@ def _(kind: type[Method]) -> None:
         x = stream.get_samples(stream.plan.test)[0].double()
         old = torch.tensor(sorted(stream.plan.tasks["0"][0]))
         first = train([], make_stream(clients=1, seed=seed), max_epochs=2)
-        apart = []
+        distances = []
         for methods in ([make_method(kind, strength=3.0)], []):
-            now = train(methods, make_stream(clients=1, seed=seed))
-            said, taught = (model(x)[:, old].softmax(dim=1) for model in (now, first))
-            apart.append(float((said - taught).detach().abs().sum(dim=1).mean()))
-        if not apart[0] < 0.95 * apart[1]:
-            raise AssertionError(f"seed {seed}: answers are {apart[0]:.3f} apart, with fine-tuning {apart[1]:.3f}")
+            trained_model = train(methods, make_stream(clients=1, seed=seed))
+            answers, first_answers = (model(x)[:, old].softmax(dim=1) for model in (trained_model, first))
+            distances.append(float((answers - first_answers).detach().abs().sum(dim=1).mean()))
+        if not distances[0] < 0.95 * distances[1]:
+            raise AssertionError(
+                f"seed {seed}: answers are {distances[0]:.3f} apart, with fine-tuning {distances[1]:.3f}"
+            )
 
 
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
@@ -79,7 +85,7 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
 
     @statement(claim, "no step goes against the gradient of what is remembered of past tasks")
     def _(kind: type[Method]) -> None:
-        stream, against = make_stream(clients=1), []
+        stream, cosines = make_stream(clients=1), []
         stream.setup("fit")
         x, y = stream.get_samples(stream.plan.train[0]["0"])
 
@@ -88,14 +94,14 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
                 stepped: Tensor = super().project_gradient(client, gradient, gradient_fn)
                 if client.client_round.experience_idx == 1:
                     reference = gradient_fn(x.double(), y)
-                    against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
+                    cosines.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
                 return stepped
 
         train([make_method(Watched, max_size=1.0, **arguments)], make_stream(clients=1))
-        if not against:
+        if not cosines:
             raise AssertionError("no step of the second task was projected")
-        if min(against) < -1e-6:
-            raise AssertionError(f"a step has cosine {min(against):.4f} with the gradient of the past task")
+        if min(cosines) < -1e-6:
+            raise AssertionError(f"a step has cosine {min(cosines):.4f} with the gradient of the past task")
 
 
 _never_against_the_past("GEM", margin=0.0)
@@ -105,15 +111,17 @@ _never_against_the_past("AGEM")
 @statement("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 @statement("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 def _(kind: type[Method]) -> None:
-    seen = _Seen()
-    train([make_method(kind, max_size=100_000)], make_stream(clients=1), callbacks=[seen])
+    recorder = _Seen()
+    train([make_method(kind, max_size=100_000)], make_stream(clients=1), callbacks=[recorder])
     stream = make_stream(clients=1)
     stream.setup("fit")
-    for round in range(stream.plan.rounds):
-        rows = [stream.plan.train[past]["0"] for past in ({round} if round < 2 else {0, round})]
-        wanted = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
-        if seen.labels[round] != wanted:
-            raise AssertionError(f"in round {round + 1} the labels trained on are {seen.labels[round]}, not {wanted}")
+    for round_idx in range(stream.plan.rounds):
+        rows = [stream.plan.train[past]["0"] for past in ({round_idx} if round_idx < 2 else {0, round_idx})]
+        expected = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
+        if recorder.labels[round_idx] != expected:
+            raise AssertionError(
+                f"in round {round_idx + 1} the labels trained on are {recorder.labels[round_idx]}, not {expected}"
+            )
 
 
 @statement("GLFC", "where all samples learn at one pace and no class is old, it is the mean binary cross-entropy")
@@ -123,16 +131,20 @@ def _(kind: type[Method]) -> None:
     z[torch.arange(12), y] = 0.5
     client = Client(client_round=ClientRound("0", 0, num_classes=CLASSES, new_classes=tuple(range(CLASSES))))
     client.method_state = method.prepare_client_state(client)
-    found = float(method.penalty(client, Step({"w": z}, {}, z, z, lambda state, x: x, y=y)))
-    wanted = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
-    if (weight := method.task_weight(client)) != 0 or abs(found - wanted) > 1e-6:
-        raise AssertionError(f"beside {weight} of the task loss it is {found:.6f} and not {wanted:.6f}")
+    actual_penalty = float(method.penalty(client, Step({"w": z}, {}, z, z, lambda state, x: x, y=y)))
+    expected_penalty = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
+    if (weight := method.task_weight(client)) != 0 or abs(actual_penalty - expected_penalty) > 1e-6:
+        raise AssertionError(
+            f"beside {weight} of the task loss it is {actual_penalty:.6f} and not {expected_penalty:.6f}"
+        )
 
 
 @statement("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
 def _(kind: type[Method]) -> None:
-    with_proxy, without = (train([make_method(kind, proxy=proxy)], make_stream(tasks=1)) for proxy in (True, False))
-    assert_same(with_proxy, without, "with a proxy server", tolerance=0)
+    with_proxy, without_proxy = (
+        train([make_method(kind, proxy=proxy)], make_stream(tasks=1)) for proxy in (True, False)
+    )
+    assert_same(with_proxy, without_proxy, "with a proxy server", tolerance=0)
 
 
 class _Seen(Callback):
@@ -166,8 +178,10 @@ def _(kind: type[Method]) -> None:
 def _(kind: type[Method]) -> None:
     if not kind.vectorizable:
         raise NotApplicableError("it says that clients who use it do not train side by side")
-    alone, together = (train([make_method(kind)], cohort_size=size, precision="32-true") for size in (1, 3))
-    assert_same(together, alone, "side by side, in single precision", tolerance=1e-4)
+    sequential_task, vectorized_task = (
+        train([make_method(kind)], cohort_size=size, precision="32-true") for size in (1, 3)
+    )
+    assert_same(vectorized_task, sequential_task, "side by side, in single precision", tolerance=1e-4)
 
 
 @statement("Method", "a fit that is stopped and goes on comes to the bits of one that is not")
@@ -201,14 +215,14 @@ def _(kind: type[Method]) -> None:
 
 @statement("Method", "it leaves the module as it was: no hooks, and the same parameters may learn")
 def _(kind: type[Method]) -> None:
-    before, task = make_task(), train([make_method(kind)])
-    for name, part in task.named_modules():
-        hooks = [*part._forward_hooks, *part._forward_pre_hooks, *part._backward_hooks]
+    initial_task, task = make_task(), train([make_method(kind)])
+    for name, module in task.named_modules():
+        hooks = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks]
         if hooks:
             raise AssertionError(f"{len(hooks)} hooks are left on `{name}`")
-    for (name, found), wanted in zip(task.named_parameters(), before.parameters(), strict=True):
-        if found.requires_grad != wanted.requires_grad:
-            raise AssertionError(f"`{name}.requires_grad` is {found.requires_grad} afterwards")
+    for (name, parameter), initial_parameter in zip(task.named_parameters(), initial_task.parameters(), strict=True):
+        if parameter.requires_grad != initial_parameter.requires_grad:
+            raise AssertionError(f"`{name}.requires_grad` is {parameter.requires_grad} afterwards")
 
 
 class _SaveAfter(Callback):
@@ -222,11 +236,11 @@ class _SaveAfter(Callback):
 class _LooksForNaN(Callback):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         server = require_federation(trainer, "a statement", "it has no clients").server
-        kept = {client: server.client_store[client] for client in server.client_store} | {
+        sections_by_owner = {client: server.client_store[client] for client in server.client_store} | {
             "the server": {"state": server.state}
         }
-        for who, sections in kept.items():
+        for owner, sections in sections_by_owner.items():
             for section, memory in sections.items():
                 for name, value in memory.items():
                     if not value.isfinite().all():
-                        raise AssertionError(f"`{section}.{name}` of {who} is not finite")
+                        raise AssertionError(f"`{section}.{name}` of {owner} is not finite")

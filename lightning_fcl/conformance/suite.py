@@ -22,8 +22,8 @@ from lightning_fcl.methods.method import Method
 
 def implemented_targets(kind: Implementation) -> tuple[str, ...]:
     """The methods that a class claims to be: what its ``claims`` says, a name or several; else its own name."""
-    said: object = getattr(kind, "claims", kind.__name__)
-    return (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else ()
+    claims: object = getattr(kind, "claims", kind.__name__)
+    return (claims,) if isinstance(claims, str) else tuple(claims) if isinstance(claims, list | tuple) else ()
 
 
 def get_statements(kind: Implementation) -> list[Statement]:
@@ -42,12 +42,12 @@ def get_statements(kind: Implementation) -> list[Statement]:
         >>> [str(one) for one in get_statements(FedProx) if one.target == "FedProx"][0]
         'FedProx: with mu = 0.0 it is FedAvg'
     """
-    claims, known = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
+    claims, targets = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
     for claim in claims if "claims" in vars(kind) else ():
-        if claim not in known:
+        if claim not in targets:
             raise UnknownNameError(
-                f"Expected `{kind.__name__}.claims` to be among {', '.join(known)} but got {claim!r}.",
-                hint=did_you_mean(claim, known),
+                f"Expected `{kind.__name__}.claims` to be among {', '.join(targets)} but got {claim!r}.",
+                hint=did_you_mean(claim, targets),
             )
     general = ("Method",) if issubclass(kind, Method) else ()
     return [one for one in STATEMENTS if one.target in (*general, *claims)]
@@ -98,19 +98,21 @@ def get_classes(target: str, claims: str | None = None) -> list[Implementation]:
         assert spec is not None and spec.loader is not None  # of a file that ends in .py
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        found = [one for one in vars(module).values() if getattr(one, "__module__", "") == path.stem]
-        found = [one for one in found if isinstance(one, type) and (issubclass(one, Method) or "claims" in vars(one))]
+        objects = [one for one in vars(module).values() if getattr(one, "__module__", "") == path.stem]
+        objects = [
+            one for one in objects if isinstance(one, type) and (issubclass(one, Method) or "claims" in vars(one))
+        ]
     elif "." in target:
         home, _, name = target.rpartition(".")
-        found = [getattr(import_module(home), name, None)]
+        objects = [getattr(import_module(home), name, None)]
     else:
-        found = [getattr(methods, target, None) or getattr(lightning_fcl, target, None)]
-    kinds = [one for one in found if isinstance(one, type) and issubclass(one, Method | L.LightningModule)]
+        objects = [getattr(methods, target, None) or getattr(lightning_fcl, target, None)]
+    kinds = [one for one in objects if isinstance(one, type) and issubclass(one, Method | L.LightningModule)]
     if not kinds:
         public = {name: getattr(methods, name) for name in dir(methods)}
-        known = [name for name, one in public.items() if isinstance(one, type) and issubclass(one, Method)]
+        method_names = [name for name, one in public.items() if isinstance(one, type) and issubclass(one, Method)]
         raise UnknownNameError(
-            f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, known)
+            f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, method_names)
         )
     if claims is not None:
         kinds = [type(one.__name__, (one,), {"claims": claims}) for one in kinds]

@@ -128,12 +128,12 @@ def samples_from_arrays(
     if y is not None:
         targets, names = index_targets(y, classes if classes is None else tuple(classes), sample_name)
     elif isinstance(content, Dataset) and (classes is None or len(classes)):
-        given = read_targets(content)
+        item_targets = read_targets(content)
         parts = content.datasets if isinstance(content, ConcatDataset) else [content]
-        told = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
-        own = told.pop() if len(told) == 1 else None
-        targets, names = index_targets(given, own if classes is None else tuple(classes), sample_name)
-        content = index_labels(content, given, targets) if names else content
+        class_lists = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
+        common_classes = class_lists.pop() if len(class_lists) == 1 else None
+        targets, names = index_targets(item_targets, common_classes if classes is None else tuple(classes), sample_name)
+        content = index_labels(content, item_targets, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise InvalidValueError(
             f"Expected a target for each of {size} samples but got {len(targets)}.",
@@ -176,12 +176,12 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
         return column
     kinds = {type(value) for value in column.ravel().tolist()}
     if kinds not in ({str}, {int}):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        type_names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise InvalidValueError(
-            f"Expected `{name}` to hold integers or strings but got {found}.",
+            f"Expected `{name}` to hold integers or strings but got {type_names}.",
             hint=f"Name every sample's {name}.",
             argument=name,
-            value=found,
+            value=type_names,
         )
     return np.array(column.tolist())
 
@@ -208,8 +208,8 @@ def to_samples(
         return _join_clients(data, classes, seed, left_open, collate_fn, y)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         parts = _parts_in(data, "for `data`", seed)
-        own = None if y is None else {"": targets_in(y, parts, "`data`")}
-        return check_seen(_of_parts({"": parts}, classes, (), own))
+        client_targets = None if y is None else {"": targets_in(y, parts, "`data`")}
+        return check_seen(_of_parts({"": parts}, classes, (), client_targets))
     if not isinstance(data, str | PublicData | ArrayDataset | Samples):
         return samples_from_arrays(to_dataset(data, "for `data`"), y, classes=classes)
     if y is not None:
@@ -254,10 +254,10 @@ def _join_clients(
     y: Any,
 ) -> Samples:
     """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
-    named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
-    if not named:
+    data_by_client = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
+    if not data_by_client:
         raise MissingValueError("Expected `data` to have a data set for each client but got none.", argument="data")
-    parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
+    parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in data_by_client.items()}
     check_sizes(parts)
     loading = next((loading for own in parts.values() for _, loading in own.values()), None)
     check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
@@ -270,8 +270,8 @@ def _join_clients(
 
 def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
     """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
-    others = SPLITS.keys() - {"train"}
-    if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or others & data.keys()):
+    other_splits = SPLITS.keys() - {"train"}
+    if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or other_splits & data.keys()):
         return False
     parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
@@ -302,29 +302,31 @@ def _of_parts(
 ) -> Samples:
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
     owners = [client for client, parts in clients.items() for _ in parts]
-    each = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
-    loaders = with_worker_init(common_loader_config(clients, left_open), each)
+    loader_pieces = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
+    loaders = with_worker_init(common_loader_config(clients, left_open), loader_pieces)
     collate_fn = loaders["train"].collate_fn if loaders else default_collate
-    given = None if y is None else np.concatenate([y[c][part] for c, parts in clients.items() for part in parts])
-    everything = Joined([data for _, data in pieces])
+    targets = None if y is None else np.concatenate([y[c][part] for c, parts in clients.items() for part in parts])
+    joined_data = Joined([data for _, data in pieces])
 
     def sample_name(number: int) -> str:
-        piece, place = everything.place_of(number)
-        return f"{pieces[piece][0]} sample {place}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
+        piece, position = joined_data.place_of(number)
+        return f"{pieces[piece][0]} sample {position}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
 
-    whole = samples_from_arrays(everything, given, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
-    of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
-    validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
+    whole = samples_from_arrays(joined_data, targets, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
+    sample_splits = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
+    validation, test = (
+        sample_splits == part if (sample_splits == part).any() else None for part in ("validation", "test")
+    )
     return replace(whole, validation=validation, test=test, loader_configs=loaders, has_client_splits=True)
 
 
 def check_seen(samples: Samples) -> Samples:
     """Return the samples. Raise ValueError if a class of the data's own test or validation set is never trained on."""
     train = np.ones(len(samples), dtype=np.bool_)
-    for part in (samples.validation, samples.test):
-        train &= True if part is None else ~part
-    seen = set(samples.labels[train].tolist())
-    unseen = sorted(set(samples.labels[~train].tolist()) - seen)
+    for split_mask in (samples.validation, samples.test):
+        train &= True if split_mask is None else ~split_mask
+    train_labels = set(samples.labels[train].tolist())
+    unseen = sorted(set(samples.labels[~train].tolist()) - train_labels)
     if unseen:
         raise InvalidValueError(
             "Expected validation and test samples of the classes that are trained on but got label "
@@ -373,10 +375,10 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
     ends = np.cumsum([len(data) for data in train])
     classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
     order = [label for labels in classes for label in labels]
-    alone = len({*order}) == len(order)
-    default: Scenario = ClassIncremental() if alone else DomainIncremental()
+    is_disjoint = len({*order}) == len(order)
+    default: Scenario = ClassIncremental() if is_disjoint else DomainIncremental()
     scenario = default if scenario is None else from_name("scenario", scenario, Scenario.__subclasses__())
-    if isinstance(scenario, ClassIncremental) and alone:
+    if isinstance(scenario, ClassIncremental) and is_disjoint:
         scenario = replace(scenario, experiences=[len(labels) for labels in classes], class_order=order)
     return samples, scenario
 
@@ -384,12 +386,12 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
 def check_unused_arguments(scenario: Scenario, **arguments: object) -> None:
     """Refuse the ``partition``, ``client_ids`` or ``split`` that a scenario has no use for."""
     for argument, value in arguments.items():
-        dealt, what = (
+        dealt, subject = (
             (scenario.provides_split, "tests") if argument == "split" else (scenario.provides_clients, "clients")
         )
         if dealt and value is not None:
             raise InvalidValueError(
-                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
+                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {subject} itself, but got "
                 f"{value}.",
                 hint="Leave it out.",
                 argument=argument,

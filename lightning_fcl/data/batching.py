@@ -238,9 +238,9 @@ def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
     """Random orders, shape (keys, largest size), what is beyond a size last; a key has one for each ``stream``."""
     width = int(sizes.max(initial=0))
-    drawn = random_uint64(keys, width, start=stream << 32)
-    drawn[np.arange(width) >= sizes[:, None]] = np.iinfo(np.uint64).max
-    return drawn.argsort(axis=1, kind="stable")
+    draws = random_uint64(keys, width, start=stream << 32)
+    draws[np.arange(width) >= sizes[:, None]] = np.iinfo(np.uint64).max
+    return draws.argsort(axis=1, kind="stable")
 
 
 def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -> IntArray:
@@ -248,9 +248,9 @@ def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -
 
     In ``num_replay_samples`` samples from the first on, and from each multiple, every one is there once.
     """
-    number, place = divmod(start, num_replay_samples)
+    number, position = divmod(start, num_replay_samples)
     sizes = np.array([num_replay_samples])
-    order = keyed_permutations(key, sizes, number)[0, place : place + size]
+    order = keyed_permutations(key, sizes, number)[0, position : position + size]
     if len(order) == size:
         return order
     return np.concatenate([order, keyed_permutations(key, sizes, number + 1)[0, : size - len(order)]])
@@ -272,33 +272,38 @@ def plan_group_batches(
     steps = batching.batches_per_epoch(sizes, num_replay_samples)
     extra = np.zeros_like(sizes) if num_replay_samples is None else num_replay_samples
     step = np.arange(int(steps.max()))
-    there = step < steps[:, None]
-    own = np.where(there, np.clip(sizes[:, None] - step * batching.batch_size, 0, batching.batch_size), 0)
+    has_step = step < steps[:, None]
+    own_counts = np.where(has_step, np.clip(sizes[:, None] - step * batching.batch_size, 0, batching.batch_size), 0)
     if batching.min_size > 1 and not batching.drop_last:  # what a last batch that is too small adds to the one before
-        own += np.where(step == steps[:, None] - 1, np.maximum(0, sizes - steps * batching.batch_size)[:, None], 0)
-    more = np.where(there, extra[:, None] // steps[:, None] + (step < (extra % steps)[:, None]), 0)
-    index = np.zeros((len(sizes), int((steps * epochs).max()), int((own + more).max())), dtype=np.int64)
+        own_counts += np.where(
+            step == steps[:, None] - 1, np.maximum(0, sizes - steps * batching.batch_size)[:, None], 0
+        )
+    replay_counts = np.where(has_step, extra[:, None] // steps[:, None] + (step < (extra % steps)[:, None]), 0)
+    index = np.zeros((len(sizes), int((steps * epochs).max()), int((own_counts + replay_counts).max())), dtype=np.int64)
     lengths = np.zeros(index.shape[:2], dtype=np.int64)
     for epoch in range(int(epochs.max())):
-        training = there & (epochs > epoch)[:, None]
-        client, at = training.nonzero()
-        place = epoch * steps[client] + at
-        lengths[client, place] = (own + more)[client, at]
+        training = has_step & (epochs > epoch)[:, None]
+        client, step_idx = training.nonzero()
+        global_step = epoch * steps[client] + step_idx
+        lengths[client, global_step] = (own_counts + replay_counts)[client, step_idx]
         # A client's own samples come first in a batch, then those that it has remembered.
-        parts = ((own, sizes, np.zeros_like(own), np.zeros_like(sizes)), (more, extra, own, sizes))
-        for part, (counts, totals, column, first) in enumerate(parts):
+        parts = (
+            (own_counts, sizes, np.zeros_like(own_counts), np.zeros_like(sizes)),
+            (replay_counts, extra, own_counts, sizes),
+        )
+        for part_idx, (counts, totals, column, first) in enumerate(parts):
             if not totals.any():
                 continue
-            number = counts[client, at]
-            row, batch = client.repeat(number), at.repeat(number)
-            within = np.arange(len(row)) - (number.cumsum() - number).repeat(number)
-            position = (counts.cumsum(axis=1) - counts)[row, batch] + within
+            number = counts[client, step_idx]
+            row, batch = client.repeat(number), step_idx.repeat(number)
+            offset = np.arange(len(row)) - (number.cumsum() - number).repeat(number)
+            position = (counts.cumsum(axis=1) - counts)[row, batch] + offset
             if batching.shuffle:
-                position = keyed_permutations(keys, totals, 2 * epoch + part)[row, position]
-            index[row, place.repeat(number), column[row, batch] + within] = first[row] + position
-    kept = batching.limit_steps(steps * epochs)
-    lengths[np.arange(lengths.shape[1]) >= kept[:, None]] = 0
-    return index[:, : kept.max()], lengths[:, : kept.max()]
+                position = keyed_permutations(keys, totals, 2 * epoch + part_idx)[row, position]
+            index[row, global_step.repeat(number), column[row, batch] + offset] = first[row] + position
+    num_steps = batching.limit_steps(steps * epochs)
+    lengths[np.arange(lengths.shape[1]) >= num_steps[:, None]] = 0
+    return index[:, : num_steps.max()], lengths[:, : num_steps.max()]
 
 
 def plan_batches(

@@ -46,53 +46,57 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
             shapes = dict(_shapes_in(_first_of(data)))
             if first is None:
                 first = client, shapes
-            for place in first[1].keys() & shapes.keys():
-                if first[1][place] != shapes[place]:
+            for path in first[1].keys() & shapes.keys():
+                if first[1][path] != shapes[path]:
                     raise InvalidValueError(
-                        f"Expected `data` to have samples of one shape, but got {place} of shape {shapes[place]} from "
-                        f"client {client} and {first[1][place]} from client {first[0]}.",
+                        f"Expected `data` to have samples of one shape, but got {path} of shape {shapes[path]} from "
+                        f"client {client} and {first[1][path]} from client {first[0]}.",
                         hint="Convert the samples to one shape, or pass a `collate_fn` that makes batches of them.",
                         argument="data",
-                        value=place,
+                        value=path,
                     )
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
     """Return the targets of each part of each client."""
-    named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
-    if named is None or named.keys() != clients.keys():
-        got = type(y).__name__ if named is None else f"those of {format_names(named) or 'none'}"
+    client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
+    if client_targets is None or client_targets.keys() != clients.keys():
+        description = (
+            type(y).__name__ if client_targets is None else f"those of {format_names(client_targets) or 'none'}"
+        )
         raise InvalidValueError(
-            f"Expected `y` to have the targets of each client ({format_names(clients)}), but got {got}.",
+            f"Expected `y` to have the targets of each client ({format_names(clients)}), but got {description}.",
             hint="Pass a dict or a list with the clients of `data`.",
             argument="y",
-            value=got,
+            value=description,
         )
-    return {client: targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
+    return {client: targets_in(client_targets[client], parts, f"client {client}") for client, parts in clients.items()}
 
 
 def targets_in(y: Any, parts: SplitDatasets, whose: str) -> dict[str, NDArray[Any]]:
     """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
-    given = {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
-    if given.keys() != parts.keys():
+    targets_by_part = (
+        {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
+    )
+    if targets_by_part.keys() != parts.keys():
         raise InvalidValueError(
             f"Expected `y` to have the targets of {format_names(parts)} of {whose}, but got those of "
-            f"{format_names(given)}.",
+            f"{format_names(targets_by_part)}.",
             hint="Pass a dict with one array for each.",
             argument="y",
         )
-    found = {}
+    arrays = {}
     for name, (data, _) in parts.items():
-        found[name], size = to_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
-        if found[name].shape[:1] != (size,):
-            got = len(found[name]) if found[name].ndim else "a single value"
+        arrays[name], size = to_array(targets_by_part[name]), len(data)  # type: ignore[arg-type]  # map-style
+        if arrays[name].shape[:1] != (size,):
+            actual_size = len(arrays[name]) if arrays[name].ndim else "a single value"
             raise InvalidValueError(
-                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}.",
+                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {actual_size}.",
                 hint="Pass one for each sample, in their order.",
                 argument="y",
-                value=got,
+                value=actual_size,
             )
-    return found
+    return arrays
 
 
 def _reads_batches(data: Any) -> bool:
@@ -110,11 +114,11 @@ def _first_of(data: Dataset[Any]) -> Any:
 def _shapes_in(item: Any, place: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the place and the shape of each array in a sample."""
     if isinstance(item, Mapping):
-        for name, part in item.items():
-            yield from _shapes_in(part, f"{place}[{name!r}]")
+        for name, element in item.items():
+            yield from _shapes_in(element, f"{place}[{name!r}]")
     elif isinstance(item, tuple | list):
-        for number, part in enumerate(item):
-            yield from _shapes_in(part, f"{place}[{number}]")
+        for number, element in enumerate(item):
+            yield from _shapes_in(element, f"{place}[{number}]")
     elif isinstance(item, int | float):
         yield f"`sample{place}`", ()
     elif hasattr(item, "shape"):

@@ -42,10 +42,10 @@ class ClientLoader:
                 hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
                 argument="strategy",
             )
-        client, round = plan.clients[0], current_round(trainer)
-        if round >= plan.rounds and trainer.max_epochs == plan.rounds:
+        client, round_idx = plan.clients[0], current_round(trainer)
+        if round_idx >= plan.rounds and trainer.max_epochs == plan.rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        if round >= plan.rounds:
+        if round_idx >= plan.rounds:
             raise InvalidValueError(
                 f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}.",
                 hint=f"Set `max_epochs={plan.rounds}`.",
@@ -53,15 +53,15 @@ class ClientLoader:
                 value=trainer.max_epochs,
             )
         if not self._began:
-            prepare_reading(stream.samples, plan.train[round][client], stream.seed)
+            prepare_reading(stream.samples, plan.train[round_idx][client], stream.seed)
             self._began = True
         if stream.local_batches is not None:
-            yield from stream.local_batches(client, round)
+            yield from stream.local_batches(client, round_idx)
             return
-        rows = plan.train[round][client]
-        batches = plan_client(len(rows), stream.batching, stream.seed, client, round)
+        rows = plan.train[round_idx][client]
+        batches = plan_client(len(rows), stream.batching, stream.seed, client, round_idx)
         requests = (
-            BatchRequest.keyed(rows[own], stream.seed, client, round, 0, step) for step, own in enumerate(batches)
+            BatchRequest.keyed(rows[own], stream.seed, client, round_idx, 0, step) for step, own in enumerate(batches)
         )
         yield from (
             stream.read_batches(requests)

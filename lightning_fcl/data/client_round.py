@@ -132,12 +132,12 @@ class ClientRounds(Sequence[ClientRound]):
 
     @classmethod
     def from_rounds(cls, client_rounds: Sequence[ClientRound]) -> ClientRounds:
-        known = {part.client_id: part for part in client_rounds}
+        rounds_by_client = {part.client_id: part for part in client_rounds}
         return cls(
             client_rounds[0].round_idx if client_rounds else 0,
-            list(known),
+            list(rounds_by_client),
             np.array([part.samples for part in client_rounds], dtype=np.int64),
-            known.__getitem__,
+            rounds_by_client.__getitem__,
         )
 
     @property
@@ -157,11 +157,11 @@ class ClientRounds(Sequence[ClientRound]):
             return [self[i] for i in range(*index.indices(len(self)))]
         client = self.client_ids[index]
         if client not in self._made:
-            part = self._make(client)
+            client_round = self._make(client)
             self._made[client] = (
-                part
+                client_round
                 if self.num_replay_samples is None
-                else replace(part, num_replay_samples=int(self.num_replay_samples[index]))
+                else replace(client_round, num_replay_samples=int(self.num_replay_samples[index]))
             )
         return self._made[client]
 

@@ -90,9 +90,9 @@ def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
 
 def overridden_hook(*owners: object) -> str | None:
     """Who overrides a hook that batches go through, in words; None: nobody."""
-    own = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
-    found = ((owner, hook) for owner, hook in product(own, TRANSFER_HOOKS) if is_overridden(hook, owner))
-    return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in found), None)
+    modules = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
+    overrides = ((owner, hook) for owner, hook in product(modules, TRANSFER_HOOKS) if is_overridden(hook, owner))
+    return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in overrides), None)
 
 
 def check_no_hooks(caller: str, *owners: object) -> None:
@@ -121,44 +121,46 @@ def extract_splits(module: L.LightningDataModule, seed: int, needed: str = "trai
         seed: Seed of what its hooks draw.
         needed: The part that the data module must have.
     """
-    there = {part: hook for part, hook in _HOOKS.items() if part == needed or is_overridden(hook, module)}
+    loader_hooks = {part: hook for part, hook in _HOOKS.items() if part == needed or is_overridden(hook, module)}
     if not is_overridden(_HOOKS[needed], module):
         name = type(module).__name__
         raise MissingValueError(
             f"Expected {name} to have a `{_HOOKS[needed]}` but it has none.",
             hint=f"Define `{_HOOKS[needed]}` in {name}.",
         )
-    for stage in ("fit", "test") if "test" in there else ("fit",):
+    for stage in ("fit", "test") if "test" in loader_hooks else ("fit",):
         call_seeded(seed, module.setup, stage)
     parts: SplitDatasets = {}
-    for part, hook in there.items():
-        made = call_seeded(seed, getattr(module, hook))
-        if isinstance(made, list | tuple) and len(made) < 2:
-            made = made[0] if made else None
-        if made is not None or part == needed:
-            data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
-            parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
+    for split_name, hook in loader_hooks.items():
+        loader = call_seeded(seed, getattr(module, hook))
+        if isinstance(loader, list | tuple) and len(loader) < 2:
+            loader = loader[0] if loader else None
+        if loader is not None or split_name == needed:
+            data, loading = call_seeded(seed, _taken_apart, loader, f"`{hook}` of {type(module).__name__}")
+            parts[split_name] = data, loading if split_name == "train" else replace(loading, shuffle=False)
     return parts
 
 
 def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
     """How the data modules of all clients load, who agree on the ``inferred_settings``; empty if none has one."""
-    own = {client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()}
-    without = [str(client) for client, parts in own.items() if None in parts.values()]
-    if without and len(without) < len(own):
+    configs_by_client = {
+        client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()
+    }
+    plain_clients = [str(client) for client, parts in configs_by_client.items() if None in parts.values()]
+    if plain_clients and len(plain_clients) < len(configs_by_client):
         raise MissingValueError(
-            f"Expected data modules of all clients, or of none, but got none of {format_names(without)}.",
+            f"Expected data modules of all clients, or of none, but got none of {format_names(plain_clients)}.",
             hint="Make one, as in `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
             argument="datamodule",
-            value=without,
+            value=plain_clients,
         )
     loaders: dict[str, LoaderConfig] = {}
-    for client, parts in own.items():
-        for part, loading in parts.items():
+    for client, parts in configs_by_client.items():
+        for split_name, loading in parts.items():
             if loading is None:
                 continue
-            first = loaders.setdefault(part, loading)
-            for name in left_open if part == "train" else {"collate_fn"} & {*left_open}:
+            first = loaders.setdefault(split_name, loading)
+            for name in left_open if split_name == "train" else {"collate_fn"} & {*left_open}:
                 if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
                     raise InvalidValueError(
                         f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
@@ -170,8 +172,8 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
     if loaders:
         # A part without a loader has samples of another part.
         train = loaders.get("train") or loaders.get("test") or loaders["validation"]
-        for part, like in (("validation", "test"), ("test", "validation")):
-            loaders.setdefault(part, replace(loaders.get(like, train), shuffle=False, drop_last=False))
+        for split_name, fallback_split in (("validation", "test"), ("test", "validation")):
+            loaders.setdefault(split_name, replace(loaders.get(fallback_split, train), shuffle=False, drop_last=False))
         loaders.setdefault("train", train)
     return loaders
 
@@ -211,8 +213,8 @@ def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], LoaderConfig]:
             "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the data set.",
         )
     shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
-    others = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
-    loading = LoaderConfig(batches.batch_size, shuffled, batches.drop_last, **others)
+    settings = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
+    loading = LoaderConfig(batches.batch_size, shuffled, batches.drop_last, **settings)
     return (data if rows == list(range(len(data))) else SampledRows(data, rows)), loading  # type: ignore[arg-type]
 
 
@@ -234,13 +236,13 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
-        own = info.dataset
+        previous_dataset = info.dataset
         try:
             for function, data in self.calls:
                 object.__setattr__(info, "dataset", data)  # its class is frozen
                 function(worker_id)
         finally:
-            object.__setattr__(info, "dataset", own)
+            object.__setattr__(info, "dataset", previous_dataset)
 
 
 def with_worker_init(
@@ -253,17 +255,18 @@ def with_worker_init(
         pieces: A part, its dataset and its loading for each client.
     """
     calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
-    for part, data, loading in pieces:
+    for split_name, data, loading in pieces:
         if loading is not None and loading.worker_init_fn is not None:
             whole = data.dataset if isinstance(data, SampledRows) else data
             function = loading.worker_init_fn
-            calls.setdefault(part, {})[id(function), id(whole)] = function, whole
-    found = {}
-    for part, loading in loaders.items():
-        own = calls.get(part) or calls.get("train", {})  # a part without a loader has samples of the training loader
-        init = None if loading.worker_init_fn is None else WorkerInit([*own.values()])
-        found[part] = replace(loading, worker_init_fn=init)
-    return found
+            calls.setdefault(split_name, {})[id(function), id(whole)] = function, whole
+    configs = {}
+    for split_name, loading in loaders.items():
+        # A part without a loader has samples of the training loader.
+        split_calls = calls.get(split_name) or calls.get("train", {})
+        init = None if loading.worker_init_fn is None else WorkerInit([*split_calls.values()])
+        configs[split_name] = replace(loading, worker_init_fn=init)
+    return configs
 
 
 def _rows(sampler: Any) -> list[int] | None:
@@ -275,6 +278,10 @@ def _rows(sampler: Any) -> list[int] | None:
         return list(range(size)) if not sampler.replacement and sampler.num_samples == size else None
     if not isinstance(sampler, Sized) or hasattr(sampler, "set_epoch"):
         return None
-    once, again = (list(islice(sampler, len(sampler) + 1)) for _ in range(2))  # type: ignore[call-overload]
-    alike = len(once) <= len(sampler) and all(isinstance(row, int | np.integer) for row in once) and once == again
-    return list(map(int, once)) if alike else None
+    first_rows, second_rows = (list(islice(sampler, len(sampler) + 1)) for _ in range(2))  # type: ignore[call-overload]
+    is_repeatable = (
+        len(first_rows) <= len(sampler)
+        and all(isinstance(row, int | np.integer) for row in first_rows)
+        and first_rows == second_rows
+    )
+    return list(map(int, first_rows)) if is_repeatable else None

@@ -38,7 +38,7 @@ def compute_features(
     process and run of the same images maps the same file, whose checksum and first features are compared before.
     """
     network, folder = _backbone(backbone).to(device), cache_folder() / "features"
-    own, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
+    model_key, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
 
     def read_images() -> Iterator[Tensor]:
         for batch in iter_images(samples, num_workers):
@@ -50,13 +50,13 @@ def compute_features(
     with disk_error_context(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        with file_lock(folder / f".{own}.lock"):
-            if not any(folder.glob(f"{own}-*")):  # none yet: the images are read once, for the key and for these
-                _write(folder / own, len(samples), (_features(network, x, device) for x in read_images()))
-                (folder / own).rename(folder / f"{own}-{key.hexdigest()[:32]}")
+        with file_lock(folder / f".{model_key}.lock"):
+            if not any(folder.glob(f"{model_key}-*")):  # none yet: the images are read once, for the key and for these
+                _write(folder / model_key, len(samples), (_features(network, x, device) for x in read_images()))
+                (folder / model_key).rename(folder / f"{model_key}-{key.hexdigest()[:32]}")
         if not first:
             deque(read_images(), maxlen=0)
-        path, begin = folder / f"{own}-{key.hexdigest()[:32]}", _features(network, first[0], device)
+        path, begin = folder / f"{model_key}-{key.hexdigest()[:32]}", _features(network, first[0], device)
         shape = (len(samples), begin.shape[1])
         with file_lock(path.with_name(f".{path.name}.lock")):
             if not _is_whole(path, shape, begin):
@@ -106,10 +106,10 @@ def to_pixels(samples: Samples) -> Samples:
     """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
     if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
         return samples
-    measured, channels = samples.measurement, samples.x.shape[1]
-    if measured is not None:
-        measured = replace(measured, mean=(0.0,) * channels, std=(255.0,) * channels)
-    return replace(samples, scale=(torch.tensor(0.0), torch.tensor(255.0)), measurement=measured)
+    measurement, channels = samples.measurement, samples.x.shape[1]
+    if measurement is not None:
+        measurement = replace(measurement, mean=(0.0,) * channels, std=(255.0,) * channels)
+    return replace(samples, scale=(torch.tensor(0.0), torch.tensor(255.0)), measurement=measurement)
 
 
 def clear_features() -> tuple[int, int]:
@@ -140,14 +140,14 @@ def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _write(path: Path, samples: int, features: Iterator[Tensor]) -> None:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         with tqdm(total=samples, unit="image", desc="features", disable=None) as bar:
-            for part in features:
-                told.update(content := _bytes(part))
+            for batch in features:
+                digest.update(content := _bytes(batch))
                 file.write(content)
-                bar.update(len(part))
-        file.write(told.digest())
+                bar.update(len(batch))
+        file.write(digest.digest())
 
 
 def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
@@ -157,17 +157,17 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
     content = np.memmap(regular_file(path), np.uint8, "r").data
     if hashlib.sha256(content[:-_DIGEST]).digest() != content[-_DIGEST:].tobytes():
         return False
-    kept = torch.from_file(str(regular_file(path)), size=begin.numel()).view_as(begin)
-    return torch.allclose(kept, begin, rtol=1e-2, atol=1e-3 * float(begin.abs().max()))
+    cached_features = torch.from_file(str(regular_file(path)), size=begin.numel()).view_as(begin)
+    return torch.allclose(cached_features, begin, rtol=1e-2, atol=1e-3 * float(begin.abs().max()))
 
 
 def _fingerprint(network: nn.Module) -> Any:
     """What tells one backbone from another: its layers and all numbers in it."""
-    told = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
+    digest = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
     for name, value in network.state_dict().items():
-        told.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        told.update(_bytes(value))
-    return told
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(_bytes(value))
+    return digest
 
 
 def _bytes(values: Tensor) -> Any:

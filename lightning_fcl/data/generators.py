@@ -64,8 +64,8 @@ class Generators:
         """
         generators: dict[int, tuple[str, _Found]] = {}
         for name, root in roots.items():
-            for found in self.of(root):
-                generators.setdefault(id(found.generator), (name, found))
+            for entry in self.of(root):
+                generators.setdefault(id(entry.generator), (name, entry))
         return _seeded([*generators.values()], seed) if generators else nullcontext()
 
     def forget(self) -> None:
@@ -75,15 +75,15 @@ class Generators:
 
 @contextmanager
 def _seeded(generators: Sequence[tuple[str, _Found]], seed: int) -> Iterator[None]:
-    before = [(found, found.kind.read(found.generator)) for _, found in generators]
+    previous_states = [(found, found.kind.read(found.generator)) for _, found in generators]
     try:
-        for name, found in generators:
-            assert found.kind.seed is not None
-            found.kind.seed(found.generator, derive_seed(seed, name, found.path))
+        for name, entry in generators:
+            assert entry.kind.seed is not None
+            entry.kind.seed(entry.generator, derive_seed(seed, name, entry.path))
         yield
     finally:
-        for found, state in before:
-            found.kind.write(found.generator, state)
+        for entry, state in previous_states:
+            entry.kind.write(entry.generator, state)
 
 
 def _generators_in(root: object) -> Iterator[_Found]:

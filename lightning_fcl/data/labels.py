@@ -39,40 +39,42 @@ def index_targets(
     y: Any, classes: Sequence[str] | None, sample_name: SampleName = default_name
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return targets as an array, and the names of their classes: none if the targets are not labels."""
-    given = to_array(y)
-    if given.dtype.char in LONG:
+    targets = to_array(y)
+    if targets.dtype.char in LONG:
         raise InvalidTypeError(
-            f"Expected `y` to be labels or numbers of at most 64 bits, but got {given.dtype}.",
+            f"Expected `y` to be labels or numbers of at most 64 bits, but got {targets.dtype}.",
             hint="Convert `y`, for example with `y.astype(np.float32)`.",
             argument="y",
-            value=given.dtype,
+            value=targets.dtype,
         )
-    check_targets(given, sample_name)
-    if given.shape[1:] == (1,) and classes != () and (classes or given.dtype.kind != "f"):
+    check_targets(targets, sample_name)
+    if targets.shape[1:] == (1,) and classes != () and (classes or targets.dtype.kind != "f"):
         raise InvalidValueError(
-            f"Expected `y` to be labels of shape ({len(given)},), but got shape ({len(given)}, 1).",
+            f"Expected `y` to be labels of shape ({len(targets)},), but got shape ({len(targets)}, 1).",
             hint="Remove the last axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not "
             "classes.",
             argument="y",
         )
-    numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
-    whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
-    if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
+    numeric, floating = targets.dtype.kind in "biuf", targets.dtype.kind == "f"
+    whole = not floating or (bool(classes) and bool((targets == np.floor(targets)).all()))
+    if targets.ndim == 1 and targets.size and whole and (classes is None or len(classes)):
         if numeric and classes is not None:
-            return given.astype(np.int64), tuple(classes)
-        names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
+            return targets.astype(np.int64), tuple(classes)
+        names = np.unique(targets.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
         # Text of the type of the names would be cut to the length of the longest name.
-        labels = given.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
+        labels = targets.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
         return label_indices(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
-        what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+        expected_form = (
+            "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+        )
         raise InvalidTypeError(
-            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}.",
+            f"Expected `y` to be {expected_form}, but got {targets.dtype} of shape {targets.shape}.",
             hint="Leave `classes` out.",
             argument="y",
-            value=given.dtype,
+            value=targets.dtype,
         )
-    return given.astype(np.float32) if given.dtype == np.float16 else given, ()
+    return targets.astype(np.float32) if targets.dtype == np.float16 else targets, ()
 
 
 def check_names(names: Sequence[str], what: str = "classes") -> None:
@@ -135,8 +137,8 @@ def to_array(values: Any) -> NDArray[Any]:
 
 def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], owner_name: str) -> IntArray:
     """The number of each label among the names of the classes."""
-    known = np.asarray(names)
-    if len(unknown := np.setdiff1d(labels, known)):
+    class_names = np.asarray(names)
+    if len(unknown := np.setdiff1d(labels, class_names)):
         hint = did_you_mean(unknown[0], map(str, names))
         raise UnknownNameError(
             f"Expected {owner_name} among the classes {', '.join(map(str, names))} but got {format_names(unknown)}.",
@@ -144,8 +146,8 @@ def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], own
             argument="y",
             value=unknown.tolist(),
         )
-    order = np.argsort(known)
-    return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
+    order = np.argsort(class_names)
+    return order[np.searchsorted(class_names, labels, sorter=order)].astype(np.int64)
 
 
 class ItemsOf(Dataset[Any]):
@@ -172,8 +174,8 @@ class IndexedTargets(ItemsOf):
         return [self._numbered(item, row) for row, item in zip(rows, _items(self.data, rows), strict=True)]
 
     def _numbered(self, item: Any, index: int) -> Any:
-        place = target_position(item)
-        label: Any = None if place is None else np.asarray(item[place]).item()
+        position = target_position(item)
+        label: Any = None if position is None else np.asarray(item[position]).item()
         if label not in self.numbers:
             raise InvalidValueError(
                 f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
@@ -182,7 +184,7 @@ class IndexedTargets(ItemsOf):
                 value=label,
             )
         if isinstance(item, Mapping):
-            return {**item, place: self.numbers[label]}
+            return {**item, position: self.numbers[label]}
         return (item[0], self.numbers[label], *item[2:])
 
     def __len__(self) -> int:
@@ -191,16 +193,18 @@ class IndexedTargets(ItemsOf):
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
     """Return some items of a dataset, one by one if ``__getitems__`` returns something else than a list of them."""
-    found = fetch(data, rows)
-    return found if isinstance(found, list | tuple) and len(found) == len(rows) else [data[row] for row in rows]
+    items = fetch(data, rows)
+    return items if isinstance(items, list | tuple) and len(items) == len(rows) else [data[row] for row in rows]
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
     """A data set whose items hold the numbers of their classes; itself, if they do."""
-    given = np.asarray(labels)
-    if given.dtype.kind != "f" and np.array_equal(given, numbers):
+    label_array = np.asarray(labels)
+    if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data
-    names, first = np.unique(given if given.dtype.kind != "O" else given.astype(np.str_), return_index=True)
+    names, first = np.unique(
+        label_array if label_array.dtype.kind != "O" else label_array.astype(np.str_), return_index=True
+    )
     return IndexedTargets(data, dict(zip(names.tolist(), numbers[first].tolist(), strict=True)))
 
 
@@ -216,28 +220,32 @@ def read_targets(dataset: Dataset[Any]) -> Any:
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]
         return np.concatenate(parts) if all(map(len, parts)) else []
-    every, told = range(len(dataset)), _declared_targets(dataset)  # type: ignore[arg-type]  # map-style
-    if told is None or told.shape[:1] != (len(every),):
-        return _read_targets(dataset, every)
-    some = np.linspace(0, len(every) - 1, min(len(every), _COMPARED)).astype(np.int64)
-    if told.ndim == 1 and told.dtype.kind != "O":
-        some = np.union1d(some, np.unique(told, return_index=True)[1])
-    found = _read_targets(dataset, some.tolist())
-    return told if not found or np.array_equal(np.asarray(found), told[some]) else _read_targets(dataset, every)
+    rows, declared_targets = range(len(dataset)), _declared_targets(dataset)  # type: ignore[arg-type]  # map-style
+    if declared_targets is None or declared_targets.shape[:1] != (len(rows),):
+        return _read_targets(dataset, rows)
+    checked_rows = np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)
+    if declared_targets.ndim == 1 and declared_targets.dtype.kind != "O":
+        checked_rows = np.union1d(checked_rows, np.unique(declared_targets, return_index=True)[1])
+    item_targets = _read_targets(dataset, checked_rows.tolist())
+    return (
+        declared_targets
+        if not item_targets or np.array_equal(np.asarray(item_targets), declared_targets[checked_rows])
+        else _read_targets(dataset, rows)
+    )
 
 
 def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
     """What a data set tells of the targets of its items, which may hold others; None: nothing."""
-    told = getattr(dataset, "targets", None)
-    if told is None and isinstance(dataset, Subset):
+    targets = getattr(dataset, "targets", None)
+    if targets is None and isinstance(dataset, Subset):
         whole = _declared_targets(dataset.dataset)
         return None if whole is None else whole[np.asarray(dataset.indices, dtype=np.int64)]
-    if told is None and isinstance(dataset, ConcatDataset):
+    if targets is None and isinstance(dataset, ConcatDataset):
         parts = [_declared_targets(part) for part in dataset.datasets]
-        there = [part for part in parts if part is not None]
-        return np.concatenate(there) if len(there) == len(parts) else None
+        declared_parts = [part for part in parts if part is not None]
+        return np.concatenate(declared_parts) if len(declared_parts) == len(parts) else None
     try:
-        return None if told is None else np.asarray(told)
+        return None if targets is None else np.asarray(targets)
     except ValueError:  # of several shapes
         return None
 
@@ -249,11 +257,11 @@ def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
         for start in range(0, len(whole), size):
             for item in _items(dataset, whole[start : start + size]):
-                place = target_position(item)
-                if place is None:
+                position = target_position(item)
+                if position is None:
                     return []
                 try:
-                    targets.append(to_array(item[place]))
+                    targets.append(to_array(item[position]))
                 except ValueError:  # a nest: a target and what more the loss takes
                     return []
     structured = [target.dtype.kind == "O" for target in targets]  # boxes, None

@@ -69,9 +69,9 @@ class LoaderStream:
             round: Number of the round.
             rounds: Number of rounds of the fit. None or -1: unlimited.
         """
-        known = round + 2 if rounds in (None, -1) else max(rounds or 0, round + 1)
-        if self.plan.rounds != known or self.plan.experiences[CLIENT][0] != experience:
-            self.plan = _plan(experience, known)
+        num_rounds = round + 2 if rounds in (None, -1) else max(rounds or 0, round + 1)
+        if self.plan.rounds != num_rounds or self.plan.experiences[CLIENT][0] != experience:
+            self.plan = _plan(experience, num_rounds)
         self._x, self._y = [], []
 
     def add(self, x: Any, y: Tensor) -> None:

@@ -209,20 +209,22 @@ class ClassSubsets(Partition):
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         classes = np.unique(y)
-        fewest, most = _range(self.classes_per_client)
-        between(1, len(classes), classes_per_client=fewest)
-        between(fewest, len(classes), classes_per_client=most)
-        asked = np.zeros((self.clients, len(classes)))
+        min_classes, max_classes = _range(self.classes_per_client)
+        between(1, len(classes), classes_per_client=min_classes)
+        between(min_classes, len(classes), classes_per_client=max_classes)
+        client_fractions = np.zeros((self.clients, len(classes)))
         for client in range(self.clients):
-            own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
-            asked[client, own] = rng.uniform(*_range(self.fraction))
-        _deal_left_out(asked, rng)
+            client_classes = rng.choice(
+                len(classes), size=rng.integers(min_classes, max_classes, endpoint=True), replace=False
+            )
+            client_fractions[client, client_classes] = rng.uniform(*_range(self.fraction))
+        _deal_left_out(client_fractions, rng)
         pieces = []
-        for label, shares in zip(classes, asked.T, strict=True):
+        for label, shares in zip(classes, client_fractions.T, strict=True):
             members = rng.permutation(np.flatnonzero(y == label))
             *parts, _ = _cut(members, np.cumsum(shares) / max(1.0, shares.sum()))
-            for client, part in enumerate(parts):
-                if shares[client] > 0 and len(part) == 0:
+            for client, rows in enumerate(parts):
+                if shares[client] > 0 and len(rows) == 0:
                     raise InvalidValueError(
                         f"Expected at least one sample of class {label} for client '{client}' but "
                         f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and "

@@ -24,24 +24,24 @@ def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
     """
     names, counts = plan.group_names(classes), _counts(plan)
     kind = "class" if plan.groups_are_classes else "group"
-    total, seen, lines, last = sum(map(plan.num_client_samples, plan.clients)), set[int](), list[str](), None
+    total, seen_groups, lines, last = sum(map(plan.num_client_samples, plan.clients)), set[int](), list[str](), None
     for number, (current, count) in enumerate(zip(plan.train, counts, strict=True)):
         present = np.flatnonzero(count).tolist()
         if (frozenset(current), present) == last:
             continue
         last = frozenset(current), present
-        new = format_names(names[group] for group in present if group not in seen) or "-"
-        known = format_names(names[group] for group in present if group in seen) or "-"
-        seen.update(present)
-        lines.append(f"{number + 1:6}{len(current):9}{count.sum():9}   {new:40} {known}")
-    more = [f"   ... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+        new_names = format_names(names[group] for group in present if group not in seen_groups) or "-"
+        known_names = format_names(names[group] for group in present if group in seen_groups) or "-"
+        seen_groups.update(present)
+        lines.append(f"{number + 1:6}{len(current):9}{count.sum():9}   {new_names:40} {known_names}")
+    footer = [f"   ... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     return "\n".join(
         [
             f"{plan.rounds} rounds, {len(plan.clients)} clients with {total} samples, {len(plan.test)} to test, "
             f"{len(plan.validation)} to validate",
             f"{'round':>6}{'clients':>9}{'samples':>9}   {f'{kind}: new':40} {kind}: known",
             *lines[:_MOST_LINES],
-            *more,
+            *footer,
         ]
     )
 
@@ -96,16 +96,16 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
         .encode(alt.X("client:N", sort=list(clients), title="client", axis=charts.integer_axis()), group, samples)
         .properties(title=f"Who has which {kind}"),
     ]
-    drawn = alt.vconcat(*(piece.properties(width=560) for piece in pieces)).resolve_scale(color="independent")
-    return charts.spec(drawn, by_round=by_round, by_client=by_client, tasks=tasks)
+    chart = alt.vconcat(*(piece.properties(width=560) for piece in pieces)).resolve_scale(color="independent")
+    return charts.spec(chart, by_round=by_round, by_client=by_client, tasks=tasks)
 
 
 def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArray]:
     """Samples of each group in rounds, of all clients, shape (groups,)."""
-    known: dict[int, IntArray] = {}  # of rounds that share their samples
-    for round in range(plan.rounds) if rounds is None else rounds:
-        current = plan.train[round]
-        if id(current) not in known:
+    cached_counts: dict[int, IntArray] = {}  # of rounds that share their samples
+    for round_idx in range(plan.rounds) if rounds is None else rounds:
+        current = plan.train[round_idx]
+        if id(current) not in cached_counts:
             rows = np.concatenate([EMPTY, *current.values()])
-            known = {id(current): np.bincount(plan.groups[rows], minlength=int(plan.groups.max()) + 1)}
-        yield known[id(current)]
+            cached_counts = {id(current): np.bincount(plan.groups[rows], minlength=int(plan.groups.max()) + 1)}
+        yield cached_counts[id(current)]

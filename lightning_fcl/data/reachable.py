@@ -51,15 +51,15 @@ def reachable(roots: Mapping[str, object]) -> Iterator[Reachable]:
         roots: The first objects by the first part of their paths, which may be empty.
     """
     todo = deque(roots.items())
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     while todo:
         path, value = todo.popleft()
-        if id(value) in seen or isinstance(value, CONSTANT):
+        if id(value) in seen_ids or isinstance(value, CONSTANT):
             continue
-        seen.add(id(value))
-        found = Reachable(path, value, _held_by(path, value))
-        yield found
-        todo.extend(found.held().items())
+        seen_ids.add(id(value))
+        node = Reachable(path, value, _held_by(path, value))
+        yield node
+        todo.extend(node.held().items())
 
 
 def _held_by(path: str, value: Any) -> Callable[[], dict[str, Any]]:
@@ -92,8 +92,8 @@ def _is_looked_into(value: object) -> bool:
 
 
 def _attributes_of(path: str, value: object) -> dict[str, Any]:
-    prefix, own = f"{path}." if path else "", getattr(value, "__dict__", None)
-    names = dict(own) if isinstance(own, dict) else {}
+    prefix, attributes = f"{path}." if path else "", getattr(value, "__dict__", None)
+    names = dict(attributes) if isinstance(attributes, dict) else {}
     for name in _slots(type(value)):
         if hasattr(value, name):
             names[name] = getattr(value, name)
@@ -106,22 +106,22 @@ def _is_known(module: str) -> bool:
 
 def _slots(kind: type) -> tuple[str, ...]:
     """Return the attributes that a class and its base classes keep in slots."""
-    declared = (vars(base).get("__slots__", ()) for base in kind.__mro__ if not _is_known(base.__module__))
-    names = chain.from_iterable([own] if isinstance(own, str) else own for own in declared)
+    slot_declarations = (vars(base).get("__slots__", ()) for base in kind.__mro__ if not _is_known(base.__module__))
+    names = chain.from_iterable([own] if isinstance(own, str) else own for own in slot_declarations)
     return tuple(name for name in names if not name.startswith("__"))
 
 
 def _class_attributes_of(kind: type) -> dict[str, Any]:
     """Return attributes and methods of a class and its base classes, by the name of the class, not of the object."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_known(base.__module__):
             continue
         for name, item in vars(base).items():
             function = _function_of(item)
             if function is not None or not name.startswith("__"):
-                found[f"{base.__qualname__}.{name}"] = item if function is None else function
-    return found
+                attributes[f"{base.__qualname__}.{name}"] = item if function is None else function
+    return attributes
 
 
 def _function_of(item: object) -> types.FunctionType | None:
@@ -136,19 +136,21 @@ def _variables_of(path: str, function: types.FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: of closures, defaults, and globals of code that is not installed."""
     if _is_known(function.__module__ or ""):
         return {}
-    found: dict[str, Any] = {}
+    values_by_path: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[f"{path}.{name}"] = cell.cell_contents
+            values_by_path[f"{path}.{name}"] = cell.cell_contents
         except ValueError:  # the variable has no value yet
             continue
-    found |= {f"{path}.__defaults__": function.__defaults__, f"{path}.__kwdefaults__": function.__kwdefaults__}
-    found |= {f"{path}.{name}": value for name, value in vars(function).items()}
+    values_by_path |= {f"{path}.__defaults__": function.__defaults__, f"{path}.__kwdefaults__": function.__kwdefaults__}
+    values_by_path |= {f"{path}.{name}": value for name, value in vars(function).items()}
     if _is_installed(function.__code__.co_filename):
-        return found
+        return values_by_path
     module = (function.__module__ or "").replace("__mp_main__", "__main__")  # the main script in a spawned process
     variables = function.__globals__
-    return found | {f"{module}.{name}": variables[name] for name in _names_in(function.__code__) if name in variables}
+    return values_by_path | {
+        f"{module}.{name}": variables[name] for name in _names_in(function.__code__) if name in variables
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -42,25 +42,25 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
     roots = samples.readers(request.rows, "train")
     data = roots.pop("0")
     try:
-        changed, same = changes_of(lambda: request.load(samples.get), {"": data, **roots})
+        changed_names, is_repeatable = changes_of(lambda: request.load(samples.get), {"": data, **roots})
     except Exception:  # such as a `collate_fn` for several samples; training raises all others
         log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
         return
-    who = type(data).__name__
-    if changed:
+    class_name = type(data).__name__
+    if changed_names:
         log.warning(
             "Reading a sample of `%s` changes %s, which is not restored. If samples depend on it, results depend on "
             "`num_workers` and on the clients that trained before. Compute it from the index in `__getitem__`, or draw "
             "it from a random generator that is an attribute: `self.rng = np.random.default_rng(0)` in `__init__`.",
-            who,
-            format_code_names(changed),
+            class_name,
+            format_code_names(changed_names),
         )
-    elif not same:
+    elif not is_repeatable:
         log.warning(
             "Reading a sample of `%s` twice with the same random numbers gives different samples. Results depend on "
             "`num_workers` and on the clients that trained before. Draw from torch, numpy or random, or from a random "
             "generator that is an attribute: `self.rng = np.random.default_rng(0)` in `__init__`.",
-            who,
+            class_name,
         )
 
 
@@ -79,11 +79,11 @@ def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[li
     """
     first = _Snapshot(roots)
     try:
-        one = read()
+        first_sample = read()
         second = _Snapshot(roots)
         try:
-            other = read()
-            return second.changed(), _is_same(one, other)
+            second_sample = read()
+            return second.changed(), _is_same(first_sample, second_sample)
         finally:
             second.restore()
     finally:
@@ -106,28 +106,32 @@ class _Snapshot:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._parts: list[NamedValues | ContainerValue] = []
         self._held: list[tuple[Reachable, dict[str, Any]]] = []
-        for found in reachable(roots):
-            value, kind, own = found.value, find_kind(found.value), getattr(found.value, "__dict__", None)
-            held = found.held()
-            self._held.append((found, held))
-            if held and isinstance(own, dict):
-                self._parts.append(NamedValues("", own, frozenset(), dict(own), attributes=True))
+        for node in reachable(roots):
+            value, kind, attributes = node.value, find_kind(node.value), getattr(node.value, "__dict__", None)
+            values = node.held()
+            self._held.append((node, values))
+            if values and isinstance(attributes, dict):
+                self._parts.append(NamedValues("", attributes, frozenset(), dict(attributes), attributes=True))
             if kind is not None and kind.can_change(value) and getattr(value, "nbytes", 0) <= _SMALL:
-                self._parts.append(ContainerValue(found.path, value, kind, kind.copy(kind.read(value))))
+                self._parts.append(ContainerValue(node.path, value, kind, kind.copy(kind.read(value))))
 
     def changed(self) -> list[str]:
         """Return the paths of what is no longer equal, attributes and items before what holds them."""
         names: list[str] = []
-        for found, held in self._held:
-            now = found.held()
-            names += [path for path in {**held, **now} if not _is_same(held.get(path), now.get(path))]
+        for node, previous_values in self._held:
+            updated_values = node.held()
+            names += [
+                path
+                for path in {**previous_values, **updated_values}
+                if not _is_same(previous_values.get(path), updated_values.get(path))
+            ]
         contents = [part for part in self._parts if isinstance(part, ContainerValue)]
         names += [part.name for part in contents if not _is_same(part.saved, part.kind.read(part.value))]
         return list(dict.fromkeys(names))
 
     def restore(self) -> None:
-        for part in self._parts:
-            for change in part.changes():
+        for record in self._parts:
+            for change in record.changes():
                 change.undo()
 
 

@@ -150,8 +150,8 @@ class Samples:
         """
         if not isinstance(self.x, Dataset):
             return {}
-        found = {id(data): data for data in _holding(self.x, indices)}
-        numbered = {str(number): data for number, data in enumerate(found.values())}
+        datasets = {id(data): data for data in _holding(self.x, indices)}
+        numbered = {str(number): data for number, data in enumerate(datasets.values())}
         return {**numbered, "collate_fn": self.collate(part)}
 
     def find_generators(self) -> None:
@@ -161,11 +161,11 @@ class Samples:
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
         """What a function makes of these, batch by batch, on a device: features of a frozen backbone."""
-        everything = np.arange(len(self))
+        indices = np.arange(len(self))
         with torch.no_grad():
             parts = [
                 function(self.get(part, "test", seed=int(part[0]))[0].to(device)).cpu()
-                for part in np.split(everything, range(256, len(everything), 256))
+                for part in np.split(indices, range(256, len(indices), 256))
             ]
         return replace(self, x=torch.cat(parts), scale=None, raw_samples=self.raw_samples or self)
 
@@ -199,8 +199,8 @@ def load_public(data: str | PublicData | ArrayDataset) -> Samples:
     """The samples of a public data set, or of arrays as its loader gives them."""
     name, scale = "the data", None
     if not isinstance(data, ArrayDataset):
-        wanted = PublicData(data) if isinstance(data, str) else data
-        data, name = load_dataset(wanted.name, wanted.root, **wanted.options), wanted.name
+        public_data = PublicData(data) if isinstance(data, str) else data
+        data, name = load_dataset(public_data.name, public_data.root, **public_data.options), public_data.name
     if data.mean is not None and data.std is not None:
         scale = (torch.from_numpy(data.mean), torch.from_numpy(data.std))
     x = torch.from_numpy(np.ascontiguousarray(data.x))
@@ -225,16 +225,16 @@ class Joined(ConcatDataset[Any]):
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
         """Return some items in the order of ``rows``; a batch of one dataset is returned as the dataset returns it."""
-        places: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
-            number, place = self.place_of(row)
-            places.setdefault(number, []).append(place)
+            number, position = self.place_of(row)
+            positions.setdefault(number, []).append(position)
             numbers.append(number)
-        each = {number: fetch(self.datasets[number], own) for number, own in places.items()}
-        if len(each) == 1:
-            return each[numbers[0]]
-        items = {number: iter(found) for number, found in each.items()}
+        batches = {number: fetch(self.datasets[number], own) for number, own in positions.items()}
+        if len(batches) == 1:
+            return batches[numbers[0]]
+        items = {number: iter(found) for number, found in batches.items()}
         return [next(items[number]) for number in numbers]
 
     def place_of(self, row: int) -> tuple[int, int]:
@@ -307,16 +307,16 @@ def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
         for row in rows:
             number = bisect_right(data.cumulative_sizes, row)
             parts.setdefault(number, []).append(int(row) - (data.cumulative_sizes[number - 1] if number else 0))
-        for number, own in parts.items():
-            yield from _holding(data.datasets[number], own)
+        for number, dataset_rows in parts.items():
+            yield from _holding(data.datasets[number], dataset_rows)
     else:
         yield data
 
 
 def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
     if type(data) is ConcatDataset or type(data) is Joined:
-        for part in data.datasets:
-            yield from _all_within(part)
+        for dataset in data.datasets:
+            yield from _all_within(dataset)
     elif type(data) is IndexedTargets:
         yield from _all_within(data.data)
     elif type(data) is Subset or type(data) is SampledRows:
@@ -329,23 +329,23 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
     """Samples of uint8 images that are normalised when they are taken."""
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
-        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        description = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InvalidValueError(
             "Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
-            f"{what}.",
+            f"{description}.",
             hint="Normalise other samples beforehand, or in your data set's transform.",
             argument="x",
-            value=what,
+            value=description,
         )
     scale = []
-    for name, given, least in (("mean", mean, "at least 0"), ("std", std, "above 0")):
-        values = np.asarray(np.nan if given is None else given, dtype=np.float32)
+    for name, value, lower_bound in (("mean", mean, "at least 0"), ("std", std, "above 0")):
+        values = np.asarray(np.nan if value is None else value, dtype=np.float32)
         if not ((values >= 0) & (values <= 1) & ((values > 0) | (name == "mean"))).all():
             raise InvalidValueError(
-                f"Expected `{name}` to be {least} and at most 1, of pixels scaled to [0, 1], but got {given}.",
+                f"Expected `{name}` to be {lower_bound} and at most 1, of pixels scaled to [0, 1], but got {value}.",
                 hint="Pass `mean` and `std`, in units of 255 grey levels.",
                 argument=name,
-                value=given,
+                value=value,
             )
         if values.ndim > 1 or values.size not in (1, x.shape[1]):
             last = x.dim() == 4 and values.size == x.shape[-1]
@@ -354,7 +354,7 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
                 f"{tuple(x.shape[1:])}, but got {values.size}.",
                 hint="The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "",
                 argument=name,
-                value=given,
+                value=value,
             )
         scale.append(torch.from_numpy(255 * values.reshape(-1, *[1] * (x.dim() - 2))))
     return replace(samples, scale=(scale[0], scale[1]))

@@ -89,16 +89,16 @@ def _set_aside(
             value=what,
         )
     present = samples.client_ids[indices].astype(str)
-    wanted = np.array([str(owner) for owner in what])
-    missing = sorted(set(wanted) - set(present))
+    owner_names = np.array([str(owner) for owner in what])
+    missing = sorted(set(owner_names) - set(present))
     if missing:
-        among = format_names(sorted(set(present)))
+        present_owners = format_names(sorted(set(present)))
         raise InvalidValueError(
-            f"Expected `{name}` to be among the owners {among} but got {format_names(missing)}.",
+            f"Expected `{name}` to be among the owners {present_owners} but got {format_names(missing)}.",
             hint=did_you_mean(missing[0], present.tolist()) or f"Leave {format_names(missing)} out.",
             argument=name,
         )
-    among_them = np.isin(present, wanted)
+    among_them = np.isin(present, owner_names)
     return indices[~among_them], indices[among_them]
 
 
@@ -107,12 +107,12 @@ def _set_fraction_aside(
 ) -> tuple[IntArray, IntArray]:
     """Split samples into the rest and a fraction of each class; samples of one origin stay together."""
     if samples.origin is None:
-        kept, chosen = stratified_split(samples.labels[indices], fraction, rng)
-        return indices[kept], indices[chosen]
+        rest, subset = stratified_split(samples.labels[indices], fraction, rng)
+        return indices[rest], indices[subset]
     origin = samples.origin[indices]
     different = indices[np.sort(np.unique(origin, return_index=True)[1])]
-    _, chosen = stratified_split(samples.labels[different], fraction, rng)
-    is_chosen = np.isin(origin, samples.origin[different[chosen]])
+    _, subset = stratified_split(samples.labels[different], fraction, rng)
+    is_chosen = np.isin(origin, samples.origin[different[subset]])
     return indices[~is_chosen], indices[is_chosen]
 
 
@@ -140,15 +140,15 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
     """Raise ValueError if a scenario or a partition needs classes and the targets of the samples are none."""
     if samples.classes:
         return
-    found = f"targets of type {samples.targets.dtype}" if len(samples.targets) else "no known targets"
-    found += " with `classes=()`" if len(samples.targets) and samples.targets.dtype.kind in "biu" else ""
-    for given, name, instead in (
+    actual_targets = f"targets of type {samples.targets.dtype}" if len(samples.targets) else "no known targets"
+    actual_targets += " with `classes=()`" if len(samples.targets) and samples.targets.dtype.kind in "biu" else ""
+    for component, name, instead in (
         (scenario, str(scenario), "`Stationary`, or `DomainIncremental` with the `group` of each sample"),
         (partition, type(partition).__name__, "another `partition`, such as `IID`"),
     ):
-        if given is not None and given.needs_classes:
+        if component is not None and component.needs_classes:
             raise InvalidValueError(
-                f"Expected targets that are classes for `{name}`, but got {found}.",
+                f"Expected targets that are classes for `{name}`, but got {actual_targets}.",
                 hint=f"Use {instead}, or pass labels as `y`: names or whole numbers, as in `y.astype(int)`.",
                 argument="y",
                 value=name,

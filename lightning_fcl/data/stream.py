@@ -93,8 +93,8 @@ class FederatedStream(L.LightningDataModule):
         y: Any = None,
     ) -> None:
         super().__init__()
-        given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
-        self.inferred_settings = [name for name, value in given.items() if value is None]
+        settings = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        self.inferred_settings = [name for name, value in settings.items() if value is None]
         self.batch_size = 32 if batch_size is None else batch_size
         self.shuffle = True if shuffle is None else shuffle
         self.drop_last = bool(drop_last)
@@ -239,10 +239,10 @@ class FederatedStream(L.LightningDataModule):
 
     def set_samples(self, samples: Samples) -> None:
         """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
-        given: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
+        overrides: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
         if "num_workers" not in self.inferred_settings:
-            given["num_workers"] = self.num_workers
-        loaders = {part: replace(loading, **given) for part, loading in samples.loader_configs.items()}
+            overrides["num_workers"] = self.num_workers
+        loaders = {part: replace(loading, **overrides) for part, loading in samples.loader_configs.items()}
         for name in self.inferred_settings if loaders else ():
             setattr(self, name, getattr(loaders["train"], name))
         if self.trainer is None or self.trainer.precision != "64-true":

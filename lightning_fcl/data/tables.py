@@ -90,20 +90,20 @@ class Table(Dataset[tuple[Tensor, Any]]):
                 argument="path",
                 value=str(path),
             )
-        for name, given in (("target", self.target), ("features", self.features)):
-            if not given or "" in given or len({*given}) < len(given):
+        for name, column_names in (("target", self.target), ("features", self.features)):
+            if not column_names or "" in column_names or len({*column_names}) < len(column_names):
                 raise InvalidValueError(
-                    f"Expected `{name}` to have different names of columns but got {list(given)}.",
+                    f"Expected `{name}` to have different names of columns but got {list(column_names)}.",
                     hint="Name each column once.",
                     argument=name,
-                    value=given,
+                    value=column_names,
                 )
-        if both := [name for name in self.features if name in self.target]:
+        if shared_names := [name for name in self.features if name in self.target]:
             raise InvalidValueError(
-                f"Expected `features` without the target but got {format_code_names(both)}.",
-                hint=f"Remove {format_code_names(both)} from `features`.",
+                f"Expected `features` without the target but got {format_code_names(shared_names)}.",
+                hint=f"Remove {format_code_names(shared_names)} from `features`.",
                 argument="features",
-                value=both,
+                value=shared_names,
             )
         self.mean, self.std = self._scale("mean", mean, 0.0), self._scale("std", std, 1.0)
 
@@ -114,9 +114,9 @@ class Table(Dataset[tuple[Tensor, Any]]):
             or not np.isfinite(values).all()
             or (name == "std" and not (values > 0).all())
         ):
-            above = ", above 0" if name == "std" else ""
+            bound = ", above 0" if name == "std" else ""
             raise InvalidValueError(
-                f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{above}, "
+                f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{bound}, "
                 f"but got {given}.",
                 hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features unchanged.",
                 argument=name,
@@ -136,8 +136,8 @@ class Table(Dataset[tuple[Tensor, Any]]):
 
     @cached_property
     def _content(self) -> tuple[Tensor, NDArray[Any]]:
-        read = _read_csv if self.path.suffix == ".csv" else _read_parquet
-        values, targets = read(self.path, self.features, self.target)
+        read_table = _read_csv if self.path.suffix == ".csv" else _read_parquet
+        values, targets = read_table(self.path, self.features, self.target)
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32)), targets
 
     def __len__(self) -> int:
@@ -152,11 +152,11 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
     """Return the features of a CSV file, shape (n, features), and its targets."""
     rows = _csv_rows(path)
     header = [name.strip() for name in next(rows, (0, []))[1]]
-    places = _places(path, header, [*features, *target])
+    positions = _places(path, header, [*features, *target])
     values, lines = array("d"), array("q")
     cells: list[list[str]] = [[] for _ in target]
 
-    def where(row: int) -> str:
+    def describe_row(row: int) -> str:
         return f"row {row + 2} (line {lines[row]})"
 
     for number, (line, row) in enumerate(rows):
@@ -164,20 +164,20 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
         if len(row) != len(header):
             raise InvalidValueError(
                 f"Expected {len(header)} cells in each row of {path}, as in its header, but got {len(row)} in "
-                f"{where(number)}.",
+                f"{describe_row(number)}.",
                 hint="Write decimal numbers with a point, and put text that has commas in quotation marks.",
                 argument="data",
             )
-        for name, place in zip(features, places, strict=False):
-            values.append(_number(row[place], path, name, number, where))
-        for column, place in zip(cells, places[len(features) :], strict=True):
-            column.append(row[place].strip())
+        for name, position in zip(features, positions, strict=False):
+            values.append(_number(row[position], path, name, number, describe_row))
+        for column, position in zip(cells, positions[len(features) :], strict=True):
+            column.append(row[position].strip())
     _check_rows(path, len(lines))
     whole = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(features))
     if len(target) == 1:
-        return whole, _joined([_targets(target[0], cells[0], path, where)])
-    named = zip(target, cells, strict=True)
-    return whole, _joined([_numbers(name, column, path, where) for name, column in named])
+        return whole, _joined([_targets(target[0], cells[0], path, describe_row)])
+    named_columns = zip(target, cells, strict=True)
+    return whole, _joined([_numbers(name, column, path, describe_row) for name, column in named_columns])
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -198,31 +198,31 @@ def _read_parquet(
 ) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Return the features of a parquet file, shape (n, features), and its targets."""
     arrow, parquet = (require_package(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
-    what, hint = "to be a parquet file", "Write the file with `pandas.DataFrame.to_parquet`."
-    with as_file_error(path, what, hint):
+    description, hint = "to be a parquet file", "Write the file with `pandas.DataFrame.to_parquet`."
+    with as_file_error(path, description, hint):
         file = parquet.ParquetFile(regular_file(path))
         groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
         check_size(sum(group.total_byte_size for group in groups), path.stat().st_size)
         header = list(file.schema_arrow.names)
     _places(path, header, [*features, *target])
-    with as_file_error(path, what, hint):
+    with as_file_error(path, description, hint):
         table = file.read(columns=[*features, *target])
     _check_rows(path, len(table))
 
-    def where(row: int) -> str:
+    def describe_row(row: int) -> str:
         return f"row {row + 2}"
 
     def column(name: str) -> NDArray[Any]:
-        found = table.column(name)
-        if found.null_count:
-            raise _missing(path, name, where(found.is_null().to_pylist().index(True)))
-        kind, kinds = found.type, arrow.types
+        chunked_array = table.column(name)
+        if chunked_array.null_count:
+            raise _missing(path, name, describe_row(chunked_array.is_null().to_pylist().index(True)))
+        kind, kinds = chunked_array.type, arrow.types
         if kinds.is_dictionary(kind):
             kind = kind.value_type
         if kinds.is_string(kind) or kinds.is_large_string(kind):
-            return np.array([cell.strip() for cell in found.to_pylist()], dtype=np.str_)
+            return np.array([cell.strip() for cell in chunked_array.to_pylist()], dtype=np.str_)
         if kinds.is_integer(kind) or kinds.is_boolean(kind):
-            return np.asarray(found.cast(arrow.int64(), safe=False).to_numpy())
+            return np.asarray(chunked_array.cast(arrow.int64(), safe=False).to_numpy())
         if not (kinds.is_floating(kind) or kinds.is_decimal(kind)):
             raise InvalidTypeError(
                 f"Expected numbers or text in column `{name}` of {path} but got {kind}.",
@@ -230,21 +230,21 @@ def _read_parquet(
                 argument="data",
                 value=str(kind),
             )
-        values = np.asarray(found.cast(arrow.float64(), safe=False).to_numpy())
+        values = np.asarray(chunked_array.cast(arrow.float64(), safe=False).to_numpy())
         if len(wrong := np.flatnonzero(~np.isfinite(values))):
-            raise _missing(path, name, where(int(wrong[0])))
+            raise _missing(path, name, describe_row(int(wrong[0])))
         return values
 
     def numbers(name: str) -> NDArray[np.float64]:
         values = column(name)
         if values.dtype.kind == "U":
-            values = _numbers(name, values.tolist(), path, where)
+            values = _numbers(name, values.tolist(), path, describe_row)
         return values.astype(np.float64)
 
     def labels(name: str) -> NDArray[Any]:
         values = column(name)
         if values.dtype.kind == "U" and (values == "").any():
-            raise _missing(path, name, where(int((values == "").argmax())))
+            raise _missing(path, name, describe_row(int((values == "").argmax())))
         # A CSV file has the text True and False.
         return values.astype(bool).astype(np.str_) if arrow.types.is_boolean(table.column(name).type) else values
 
@@ -256,8 +256,8 @@ def _read_parquet(
 def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[int]:
     """Return the position of each wanted column."""
     for name in wanted:
-        found = [number for number, one in enumerate(header, start=1) if one == name]
-        if not found:
+        matches = [number for number, one in enumerate(header, start=1) if one == name]
+        if not matches:
             separators = [one for one in (";", "\t") if len(header) == 1 and one in header[0]]
             raise UnknownNameError(
                 f"Expected a column `{name}` in {path} but got the columns "
@@ -268,10 +268,10 @@ def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[in
                 argument="target" if name == wanted[-1] else "features",
                 value=name,
             )
-        if len(found) > 1:
+        if len(matches) > 1:
             raise InvalidValueError(
-                f"Expected one column `{name}` in {path} but got {len(found)}: in row 1, columns "
-                f"{format_names(found)}.",
+                f"Expected one column `{name}` in {path} but got {len(matches)}: in row 1, columns "
+                f"{format_names(matches)}.",
                 hint="Rename or remove the others.",
                 argument="data",
                 value=name,
@@ -339,5 +339,5 @@ def _numbers(name: str, cells: Sequence[str], path: Path, where: _Where) -> NDAr
 
 def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return the targets of one column, or of several columns of numbers, shape (n, columns)."""
-    joined = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
-    return joined.astype(np.float32) if joined.dtype.kind == "f" else joined
+    targets = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    return targets.astype(np.float32) if targets.dtype.kind == "f" else targets

@@ -27,11 +27,11 @@ def find_stream(trainer: L.Trainer) -> FederatedStream | None:
 def require_stream(trainer: L.Trainer) -> FederatedStream:
     stream = find_stream(trainer)
     if stream is None:
-        given = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
         raise InvalidValueError(
-            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.",
+            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {datamodule}.",
             argument="datamodule",
-            value=given,
+            value=datamodule,
         )
     return stream
 

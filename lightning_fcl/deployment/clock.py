@@ -32,15 +32,15 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
     Raises:
         InvalidStateError: If the difference is so large that the SuperLink can reject requests of this machine.
     """
-    ahead = _measure(address, certificates, insecure)
-    if not _PRECISION - BEHIND <= ahead <= AHEAD - _PRECISION:
-        side = "ahead of" if ahead > 0 else "behind"
+    offset = _measure(address, certificates, insecure)
+    if not _PRECISION - BEHIND <= offset <= AHEAD - _PRECISION:
+        side = "ahead of" if offset > 0 else "behind"
         raise InvalidStateError(
             f"Expected the clock of this machine to be less than {AHEAD:g} s ahead of the SuperLink's, and less than "
-            f"{BEHIND:g} s behind it, but it is about {abs(ahead):.0f} s {side} it. The SuperLink rejects such nodes.",
+            f"{BEHIND:g} s behind it, but it is about {abs(offset):.0f} s {side} it. The SuperLink rejects such nodes.",
             hint="Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.",
         )
-    return ahead
+    return offset
 
 
 def _measure(address: str | None, certificates: Path | None, insecure: bool) -> float:
@@ -59,10 +59,10 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
         else:
             context = ssl.create_default_context(cafile=certificates)
             connection = HTTPSConnection(name, int(port), timeout=_TIMEOUT, context=context)
-        before = time.time()
+        start_time = time.time()
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
-        now = (before + time.time()) / 2
+        current_time = (start_time + time.time()) / 2
     except (OSError, HTTPException) as error:
         raise ConnectionFailedError(
             f"Expected a SuperLink at {address} but the connection failed ({error}).",
@@ -71,7 +71,7 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
     finally:
         connection.close()
     try:
-        return now - (parsedate_to_datetime(date).timestamp() + 0.5)
+        return current_time - (parsedate_to_datetime(date).timestamp() + 0.5)
     except (TypeError, ValueError) as error:  # another program than a SuperLink
         raise ConnectionFailedError(
             f"Expected a SuperLink at {address} but its response has no date.", hint="Correct `--superlink`."

@@ -146,8 +146,10 @@ class ServerRound(Round):
         if federation.isolation is not None:
             federation.isolation.refuse_gathered()
         self._began = time.monotonic()
-        drawn, self.skipped = federation.participation.sample_on_time_clients(federation.stream.plan, self.number)
-        self._counts = self._nodes.gather(federation, self.number, drawn, self.skipped), len(drawn)
+        sampled_clients, self.skipped = federation.participation.sample_on_time_clients(
+            federation.stream.plan, self.number
+        )
+        self._counts = self._nodes.gather(federation, self.number, sampled_clients, self.skipped), len(sampled_clients)
         federation.counters.count_steps(federation.module.trainer, 1)
         yield None
 
@@ -192,10 +194,12 @@ class NodePool:
         """
         server = federation.server
         # The module's entries from which clients start and which do not travel.
-        of = {n: rule for n, rule in server.reductions.items() if n not in server.extra_tensors}
-        held = {n: server.state[n] for n, rule in of.items() if not (rule.is_downloaded or rule.is_uploaded)}
-        hello = {**self._head(federation, number), "kind": "hello", "held": sorted(held)}
-        self.members.start_round(hello, digest(held), federation.stream.plan.clients)
+        module_reductions = {n: rule for n, rule in server.reductions.items() if n not in server.extra_tensors}
+        untransferred_state = {
+            n: server.state[n] for n, rule in module_reductions.items() if not (rule.is_downloaded or rule.is_uploaded)
+        }
+        hello = {**self._head(federation, number), "kind": "hello", "held": sorted(untransferred_state)}
+        self.members.start_round(hello, digest(untransferred_state), federation.stream.plan.clients)
         log.info("Round %d began with %d sampled clients.", number, len(drawn))
 
         def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
@@ -210,22 +214,25 @@ class NodePool:
                 _drop(server, number, client, str(error))
                 return False
 
-        needed, sent_to = min(self.config.min_clients, len(drawn)), partial(self._sent_to, federation, number, held)
-        for client, why in self.members.collect_answers(drawn, needed, sent_to, take).items():
-            _drop(server, number, client, why)
+        min_answers, sent_to = (
+            min(self.config.min_clients, len(drawn)),
+            partial(self._sent_to, federation, number, untransferred_state),
+        )
+        for client, reason in self.members.collect_answers(drawn, min_answers, sent_to, take).items():
+            _drop(server, number, client, reason)
         self._record_limits(server.record, drawn)
         server.record.claims = self.members.claims
-        counted = self.members.num_accepted_answers
-        fewer = f"Expected uploads of at least {needed} clients in round {number} but got {counted} ("
+        num_accepted = self.members.num_accepted_answers
+        fewer = f"Expected uploads of at least {min_answers} clients in round {number} but got {num_accepted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not self.members.has_enough_answers:
             raise InvalidStateError(
                 f"{fewer}).",
                 hint="Start the server again when these clients run. It continues from its newest checkpoint.",
             )
-        if counted < needed:
+        if num_accepted < min_answers:
             log.warning("%s). It goes on with these.", fewer)
-        return counted
+        return num_accepted
 
     def close(self, out: Path) -> None:
         """Log that the run has ended.
@@ -233,13 +240,13 @@ class NodePool:
         Raises:
             InvalidStateError: If a client could not follow, so that the result lacks its uploads.
         """
-        behind = self.identity.behind
-        if not behind:
+        clients = self.identity.behind
+        if not clients:
             log.info("Finished the run. The results are in %s.", out)
             return
         raise InvalidStateError(
-            f"Expected all clients to follow the server but the state of {format_names(behind)} was of a later round. "
-            f"The results in {out} lack their uploads of rounds up to {max(behind.values())}.",
+            f"Expected all clients to follow the server but the state of {format_names(clients)} was of a later round. "
+            f"The results in {out} lack their uploads of rounds up to {max(clients.values())}.",
             hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         )
 
@@ -257,14 +264,14 @@ class NodePool:
     def _sent_to(self, federation: Federation, number: int, held: State, client: str, node: int) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = federation.server, make_outline(federation.stream, client)
-        once = server.sent_once
-        omitted = once.sizes.keys() - once.missing(client)
-        down = {n: v for n, v in server.state.items() if server.reductions[n].is_downloaded and n not in omitted}
-        state = {f"{SERVER if n in server.extra_tensors else MODEL}{n}": v for n, v in down.items()}
+        once_entries = server.sent_once
+        omitted = once_entries.sizes.keys() - once_entries.missing(client)
+        download = {n: v for n, v in server.state.items() if server.reductions[n].is_downloaded and n not in omitted}
+        state = {f"{SERVER if n in server.extra_tensors else MODEL}{n}": v for n, v in download.items()}
         state |= {} if node in self.members.compatible_nodes else {f"{MODEL}{n}": v for n, v in held.items()}
         server.record.add_download_bytes(client, sum(value.nbytes for value in state.values()))
-        told = {"accepted": server.accepted.get(client, -1), "kept": once.kept(client)}
-        head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **told}
+        client_fields = {"accepted": server.accepted.get(client, -1), "kept": once_entries.kept(client)}
+        head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **client_fields}
         return Parcel(head, state)
 
     def _take(
@@ -283,26 +290,26 @@ class NodePool:
             skipped: Gets the client if it has no data.
         """
         server = federation.server
-        terms, most = self.config, self.config.max_samples or self.members.samples[client]
-        rehearsed = most if server.client_weights == "trained" else MAX_INTEGER
-        known = {name: value for name, value in server.state.items() if server.reductions[name].is_uploaded}
-        limits = UploadLimits(terms.max_message_bytes, most, rehearsed, terms.max_update_norm, asked)
-        upload = parse_upload(answer, sent, client, known, limits)
+        terms, max_samples = self.config, self.config.max_samples or self.members.samples[client]
+        rehearsed = max_samples if server.client_weights == "trained" else MAX_INTEGER
+        server_state = {name: value for name, value in server.state.items() if server.reductions[name].is_uploaded}
+        limits = UploadLimits(terms.max_message_bytes, max_samples, rehearsed, terms.max_update_norm, asked)
+        upload = parse_upload(answer, sent, client, server_state, limits)
         if upload.samples == 0:
             skipped.append(client)
             return True
-        part = ClientRounds(
+        client_rounds = ClientRounds(
             number,
             [client],
             np.array([upload.samples]),
             lambda name: federation.stream.client_round(name, number),
             np.array([upload.num_replay_samples]),
         )
-        (taken,) = server.accept(decode_upload(upload, server, part, limits))
-        if taken:
+        (is_accepted,) = server.accept(decode_upload(upload, server, client_rounds, limits))
+        if is_accepted:
             server.record.upload_bytes[client] = upload.nbytes
             server.record.diverged += [client] * upload.has_diverged
-        return taken
+        return is_accepted
 
     def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
         """Record what uploads may be, and name whoever says that it has far more samples than others."""
@@ -346,13 +353,14 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
             argument="upload_transforms",
             value=type(transform).__name__,
         )
-    for name, given, why in (
+    for name, setting, reason in (
         ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
         ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-timeout` ends a round"),
     ):
-        if given is not None:
+        if setting is not None:
             raise InvalidValueError(
-                f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}.", hint=f"Leave `{name}` out."
+                f"Expected no `{name}` in a deployment, {reason}, but got {setting.hparams()}.",
+                hint=f"Leave `{name}` out.",
             )
     for method in methods:
         if isinstance(method, RoundEndListener):

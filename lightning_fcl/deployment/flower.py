@@ -90,11 +90,13 @@ def client_app(folder: Path) -> ClientApp:
     def answer(message: Message, context: Context) -> Message:
         try:
             node = Node(read_recipe(folder / RECIPE), *_read_node_config(context))
-            said = node.answer(unpack(message.content, int(context.run_config.get("max-message-bytes", MAX_BYTES))))
+            answer_parcel = node.answer(
+                unpack(message.content, int(context.run_config.get("max-message-bytes", MAX_BYTES)))
+            )
         except ValueError as error:
             log_error(error, "this node")
-            said = Parcel(refusal_of(error))
-        reply: Message = require_package("flwr.app", *REQUIRED_FOR).Message(to_record(said), reply_to=message)
+            answer_parcel = Parcel(refusal_of(error))
+        reply: Message = require_package("flwr.app", *REQUIRED_FOR).Message(to_record(answer_parcel), reply_to=message)
         return reply
 
     app.query()(answer)
@@ -123,9 +125,11 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
 
 def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
     """Return the source of data whose columns and arguments are in configurations, of which the first ones prevail."""
-    said = {name: value for config in reversed(configs) for name, value in config.items() if value != ""}
-    table: dict[str, Any] = {name: _names(said[name]) for name in ("target", "features") if name in said}
-    init_args = {name.removeprefix(_INIT): value for name, value in said.items() if name.startswith(_INIT)}
+    config_values = {name: value for config in reversed(configs) for name, value in config.items() if value != ""}
+    table: dict[str, Any] = {
+        name: _names(config_values[name]) for name in ("target", "features") if name in config_values
+    }
+    init_args = {name.removeprefix(_INIT): value for name, value in config_values.items() if name.startswith(_INIT)}
     return DataSource(data, table, init_args)
 
 
@@ -157,11 +161,15 @@ def server_app(folder: Path) -> ServerApp:
         from lightning_fcl.deployment.node import exit_with_parent
 
         exit_with_parent()
-        said = {name.replace("-", "_"): value for name, value in context.run_config.items()}
-        terms = {name: type(value)(said[name]) for name, value in vars(DeploymentConfig()).items() if name in said}
+        settings = {name.replace("-", "_"): value for name, value in context.run_config.items()}
+        terms = {
+            name: type(value)(settings[name]) for name, value in vars(DeploymentConfig()).items() if name in settings
+        }
         log_to_stderr()
-        out, data = Path(str(said.get("out", "runs/deployed"))), str(said.get("data", ""))
+        out, data = Path(str(settings.get("out", "runs/deployed"))), str(settings.get("data", ""))
         source = _source(data, context.run_config) if data else None
-        serve(folder / RECIPE, GridLink(grid), out, DeploymentConfig(**terms), source, _names(said.get("clients", "")))
+        serve(
+            folder / RECIPE, GridLink(grid), out, DeploymentConfig(**terms), source, _names(settings.get("clients", ""))
+        )
 
     return app

@@ -114,10 +114,10 @@ def as_rejection(sender: str) -> Iterator[None]:
         refusal.hint = error.hint
         raise refusal from error
     except Exception as error:  # whatever a message makes of its reader, also RecursionError and MemoryError
-        said = (
+        message = (
             f"Expected a message of {sender} that can be read but got {type(error).__name__}: {sanitize_reason(error)}"
         )
-        raise RejectedMessageError(sanitize_reason(said)) from error
+        raise RejectedMessageError(sanitize_reason(message)) from error
 
 
 def check_records(record: RecordDict, limit: int, sender: str = "a message") -> None:
@@ -127,9 +127,9 @@ def check_records(record: RecordDict, limit: int, sender: str = "a message") -> 
             f"Expected {sender} to have the records `head` and `arrays` of lightning-fcl but got {len(record)} records "
             f"({format_code_names(record)}). Start the app that `lightning-fcl deploy flower` has written."
         )
-    if odd := [name for name, array in to_arrays(record).items() if array.stype != _FORM]:
+    if wrong_names := [name for name, array in to_arrays(record).items() if array.stype != _FORM]:
         raise RejectedMessageError(
-            f"Expected the arrays of {sender} to be encoded as `{_FORM}` but {format_code_names(odd)} are not."
+            f"Expected the arrays of {sender} to be encoded as `{_FORM}` but {format_code_names(wrong_names)} are not."
         )
     size = sum(len(array.data) for array in to_arrays(record).values())
     if size > limit:
@@ -142,9 +142,9 @@ def check_records(record: RecordDict, limit: int, sender: str = "a message") -> 
 def read_header(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
     """The plain values of a message, none of which is nested, and which have at most so many letters."""
     head = record.config_records["head"]
-    odd = [name for name, value in head.items() if not isinstance(value, str | int | float)]
-    if odd:
-        raise RejectedMessageError(f"Expected text, numbers and truth values but `{odd[0]}` is none of them.")
+    wrong_names = [name for name, value in head.items() if not isinstance(value, str | int | float)]
+    if wrong_names:
+        raise RejectedMessageError(f"Expected text, numbers and truth values but `{wrong_names[0]}` is none of them.")
     size = sum(len(name) + len(value if isinstance(value, str) else " ") for name, value in head.items())
     if size > letters:
         raise RejectedMessageError(f"Expected a message's text to have at most {letters} letters but got {size}.")
@@ -185,22 +185,22 @@ def bytes_of(value: Tensor) -> bytes:
 
 def digest(state: Mapping[str, Tensor]) -> str:
     """A short name of a state: another one has another name."""
-    found = hashlib.sha256()
+    state_hash = hashlib.sha256()
     for name, value in sorted(state.items()):
-        found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
-        found.update(bytes_of(value))
-    return found.hexdigest()[:16]
+        state_hash.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
+        state_hash.update(bytes_of(value))
+    return state_hash.hexdigest()[:16]
 
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
     """Refuse a message of another version of the library, or of another recipe."""
-    for name, does, wanted, mend in (
+    for name, does, expected, mend in (
         ("version", "run lightning-fcl", __version__, "Install the same version on all machines."),
         ("recipe", "have the recipe", recipe, "Deploy the same recipe on all machines."),
     ):
-        if head.get(name) != wanted:
+        if head.get(name) != expected:
             raise RejectedMessageError(
-                f"Expected {sender} to {does} {wanted} but got {head.get(name)}.",
+                f"Expected {sender} to {does} {expected} but got {head.get(name)}.",
                 hint=mend,
                 argument=name,
                 code=f"other-{name}",
@@ -257,12 +257,12 @@ class GridLink:
             for node, parcel in parcels.items()
         ]
         pushed = zip(self._grid.push_messages(messages), parcels, strict=False)  # none where they are too large
-        sent = {message: node for message, node in pushed if message}
-        now = time.monotonic()
-        self._until = {message: until for message, until in self._until.items() if until > now}
-        self._until |= dict.fromkeys(sent, now + seconds)
+        node_by_message = {message: node for message, node in pushed if message}
+        current_time = time.monotonic()
+        self._until = {message: until for message, until in self._until.items() if until > current_time}
+        self._until |= dict.fromkeys(node_by_message, current_time + seconds)
         self._pulls = {message: pull for message, pull in self._pulls.items() if message in self._until}
-        return sent
+        return node_by_message
 
     def answers(self, messages: Collection[str]) -> Iterator[tuple[str, RecordDict | str]]:
         """What has come by now in answer to some messages, each with the name of the message that it answers.
@@ -273,11 +273,11 @@ class GridLink:
         """
         for message in [*messages]:
             if message not in self._pulls:
-                found: Future[list[RecordDict | str]] = Future()
-                self._pulls[message] = found
+                pull: Future[list[RecordDict | str]] = Future()
+                self._pulls[message] = pull
                 # Nobody waits for it at the end, as one would for a pool's.
-                threading.Thread(target=self._look, args=(message, found), daemon=True).start()
-                wait([found], _PATIENCE)
+                threading.Thread(target=self._look, args=(message, pull), daemon=True).start()
+                wait([pull], _PATIENCE)
             if self._pulls[message].done():
                 yield from ((message, answer) for answer in self._pulls.pop(message).result())
 

@@ -115,10 +115,10 @@ class Node:
         return client_folder(self._folder, parse_file_name(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        own = self._federation_folder(parcel.header)
+        federation_folder = self._federation_folder(parcel.header)
         seed = make_stream(self._recipe).seed
         with about_data():
-            samples = count_samples(self._data, own / "data.json", seed)
+            samples = count_samples(self._data, federation_folder / "data.json", seed)
         names = parcel.header.get("held", [])  # of entries that never travel, of which it tells a digest
         state = state_tensors(build_node_recipe(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
@@ -135,9 +135,11 @@ class Node:
             set_node_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
-        own = self._federation_folder(head)
-        with file_lock(own / ".lock"):  # what a lost node has left behind may train still
-            return train_client(parts, parcel.state, client_state_folder(own, self.client, int(head["round"])), head)
+        federation_folder = self._federation_folder(head)
+        with file_lock(federation_folder / ".lock"):  # what a lost node has left behind may train still
+            return train_client(
+                parts, parcel.state, client_state_folder(federation_folder, self.client, int(head["round"])), head
+            )
 
 
 @contextmanager
@@ -181,10 +183,10 @@ class NodeServer(FederatedServer):
         self.trained = (
             client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         )
-        uploads, taken, _, _ = self.encode(self.trained, states, messages)
-        if all(taken):
+        uploads, is_accepted, _, _ = self.encode(self.trained, states, messages)
+        if all(is_accepted):
             self.answer = {name: value.detach().clone() for name, value in uploads.sent(0).items()}
-        return taken
+        return is_accepted
 
 
 class NodeRound(Round):
@@ -215,8 +217,10 @@ class NodeRound(Round):
             self._check_received()
             groups = [group for optimizer in self.federation.optimizers for group in optimizer.param_groups]
             for group, values in zip(groups, self._head["optimizer"], strict=True):  # as the server's schedulers do
-                own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-                group.update(own)
+                group_settings = {
+                    name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+                }
+                group.update(group_settings)
         yield from super().train_clients(client_group)
 
     def aggregate(self) -> None:
@@ -229,15 +233,15 @@ class NodeRound(Round):
 
     def _check_received(self) -> None:
         """Raise RejectedMessageError if a tensor of the recipe's model, or of the client's state, is not there."""
-        server, received = self.federation.server, self._names
-        if lost := [name for name in self._head["kept"] if name not in received]:
+        server, received_names = self.federation.server, self._names
+        if keys := [name for name in self._head["kept"] if name not in received_names]:
             raise RejectedMessageError(
-                f"Expected client {self._client} to keep {format_code_names(lost)} but it did not. The server sends it "
+                f"Expected client {self._client} to keep {format_code_names(keys)} but it did not. The server sends it "
                 "again.",
                 code=LOST_STATE,
             )
-        down = [name for name, of in server.reductions.items() if of.is_downloaded and not of.once]
-        if missing := [name for name in down if name not in received]:
+        download_names = [name for name, of in server.reductions.items() if of.is_downloaded and not of.once]
+        if missing := [name for name in download_names if name not in received_names]:
             raise RejectedMessageError(
                 f"Expected the server to send {format_code_names(missing)} of this recipe's model but it did not.",
                 hint="Deploy the same recipe on all machines.",
@@ -281,8 +285,8 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
     if client not in strategy.federation.participation.candidates(node_recipe.stream.plan, number):
         return Parcel({"samples": 0})
     record, upload, trained = server.record, server.answer, server.trained
-    if once := kept_once(server.extra_tensors, server.reductions):
-        server.client_store.set_section(client, RECEIVED, once)
+    if received_tensors := kept_once(server.extra_tensors, server.reductions):
+        server.client_store.set_section(client, RECEIVED, received_tensors)
     server.client_store.sync()
     if not upload:
         raise RejectedMessageError(
@@ -294,30 +298,30 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
 
 def _receive(parts: NodeRecipe, state: State, memories: Path) -> NodeServer:
     """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
-    known = state_tensors(parts.module)
+    module_state = state_tensors(parts.module)
     model, extra = (
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for prefix in (MODEL, SERVER)
     )
-    check_names(model, model.keys() & known.keys(), "the server")
+    check_names(model, model.keys() & module_state.keys(), "the server")
     for name, value in model.items():
-        check_tensor(name, value, known[name], "the server")
-        if not torch.isfinite(value).all() and torch.isfinite(known[name]).all():
+        check_tensor(name, value, module_state[name], "the server")
+        if not torch.isfinite(value).all() and torch.isfinite(module_state[name]).all():
             raise RejectedMessageError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
-    load_state_tensors(parts.module, {**known, **model})
+    load_state_tensors(parts.module, {**module_state, **model})
     federation = parts.strategy.federation
     store = ClientStore("disk", memories)
-    kept = [value for client in store for value in store.get_section(client, RECEIVED).items()]
+    stored_items = [value for client in store for value in store.get_section(client, RECEIVED).items()]
     federation.server = server = NodeServer(store, federation.server)
-    server.extra_tensors = {**dict(kept), **extra}
+    server.extra_tensors = {**dict(stored_items), **extra}
     return server
 
 
 def client_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
-    own = safe_join(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
-    own.mkdir(parents=True, exist_ok=True)
-    return own
+    path = safe_join(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
@@ -330,24 +334,24 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
         DamagedFileError: If a damaged file is needed and cannot be computed again.
         RejectedMessageError: If the round is before the latest one.
     """
-    now, before = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
+    current_store, previous_store = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
     note = folder / "round.json"
     try:
-        begun = read_note(note).get("round") if note.exists() else -1
-        if not isinstance(begun, int):
-            begun = _begun_round(now, before, client, round_idx)
-        if round_idx < begun:
+        last_round = read_note(note).get("round") if note.exists() else -1
+        if not isinstance(last_round, int):
+            last_round = _begun_round(current_store, previous_store, client, round_idx)
+        if round_idx < last_round:
             raise RejectedMessageError(
-                f"Expected a round from {begun} on, which is the latest round that client {client} began, but got "
+                f"Expected a round from {last_round} on, which is the latest round that client {client} began, but got "
                 f"{round_idx}.",
                 hint="Start the server from its newest checkpoint.",
                 code=OTHER_ROUND,
             )
-        if round_idx == begun or (begun >= 0 and client not in now):  # the round was interrupted
-            now[client] = before[client]
-        if round_idx > begun:
-            before[client] = now[client]
-            before.sync()
+        if round_idx == last_round or (last_round >= 0 and client not in current_store):  # the round was interrupted
+            current_store[client] = previous_store[client]
+        if round_idx > last_round:
+            previous_store[client] = current_store[client]
+            previous_store.sync()
             write_atomic(note, json.dumps({"round": round_idx}))
     except DamagedFileError as error:
         raise DamagedFileError(
@@ -392,13 +396,13 @@ _CLIENT = "flwr-clientapp"
 
 def read_command(name: str) -> Callable[[], None]:
     """Return the function behind a command of the installed Flower."""
-    found = list(entry_points(group="console_scripts", name=name))
-    if not found:
+    commands = list(entry_points(group="console_scripts", name=name))
+    if not commands:
         raise InvalidStateError(
             f"Expected Flower to have the command `{name}` but flwr {version('flwr')} does not.",
             hint='Install a supported version: pip install "lightning-fcl[flower]".',
         )
-    command: Callable[[], None] = found[0].load()
+    command: Callable[[], None] = commands[0].load()
     return command
 
 

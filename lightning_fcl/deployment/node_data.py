@@ -131,17 +131,17 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
             return NodeData(_read_table(source))
         if path.is_dir():
             torchvision = require_package("torchvision", "reads folders of images")
-            found = torchvision.datasets.ImageFolder(
+            image_folder = torchvision.datasets.ImageFolder(
                 path,
                 transform=torchvision.transforms.functional.to_tensor,  # scaled to [0, 1]
                 loader=lambda file: read_image(Path(file), None, "RGB").copy(),  # a tensor may be written to
             )
-            x, y = concat_nested([[image[None], torch.tensor([label])] for image, label in found])
-            return NodeData(Samples(x, y.numpy(), tuple(found.classes)))
+            x, y = concat_nested([[image[None], torch.tensor([label])] for image, label in image_folder])
+            return NodeData(Samples(x, y.numpy(), tuple(image_folder.classes)))
         if ":" in source.where:
-            made = resolve_name(source.where)
-            if isinstance(made, type) and issubclass(made, L.LightningDataModule):
-                return _read_module(made(**source.init_args), source, seed, for_server)
+            module_class = resolve_name(source.where)
+            if isinstance(module_class, type) and issubclass(module_class, L.LightningDataModule):
+                return _read_module(module_class(**source.init_args), source, seed, for_server)
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {source.where}")
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         if isinstance(error, LightningFCLError):
@@ -169,8 +169,8 @@ def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> 
     source = source if isinstance(source, DataSource) else DataSource(source)
     path = Path(source.where)
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), source, seen)).encode()).hexdigest()
+    file_stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), source, file_stats)).encode()).hexdigest()
     noted = read_note(cache_file)
     if not files or noted.get("stamp") != stamp or not isinstance(noted.get("samples"), int):
         noted = {"stamp": stamp, "samples": len(read_data(source, seed).samples)}
@@ -181,13 +181,13 @@ def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> 
 def _read_module(module: L.LightningDataModule, source: DataSource, seed: int, for_server: bool) -> NodeData:
     """Read the training samples of a data module. A server needs its test samples, and the classes of all samples."""
     module.prepare_data()
-    wanted = ("test", "validation", "train") if for_server else ("train",)
-    samples = samples_in(module, wanted, seed, source.classes)
-    part = np.full(len(samples), "train", dtype="U10")
+    splits = ("test", "validation", "train") if for_server else ("train",)
+    samples = samples_in(module, splits, seed, source.classes)
+    split_names = np.full(len(samples), "train", dtype="U10")
     for name, rows in (("validation", samples.validation), ("test", samples.test)):
         if rows is not None:
-            part[rows] = name
-    return NodeData(samples, split_names=part, module=module)
+            split_names[rows] = name
+    return NodeData(samples, split_names=split_names, module=module)
 
 
 def _read_table(source: DataSource) -> Samples:
@@ -203,32 +203,32 @@ def _read_table(source: DataSource) -> Samples:
 
 
 def _read_npz(path: Path, for_server: bool) -> NodeData:
-    read = read_arrays(path, _WANTED, _MEND)
-    if "x" not in read or "y" not in read:
-        raise ValueError(f"it holds {', '.join(read) or 'nothing'}, not `x` and `y`. {_MEND}")
-    check_arrays(path, read, {name: _WANTED[name] for name in read}, _MEND)
-    x, y = torch.from_numpy(np.ascontiguousarray(read["x"], read["x"].dtype.newbyteorder("="))), read["y"]
+    arrays = read_arrays(path, _WANTED, _MEND)
+    if "x" not in arrays or "y" not in arrays:
+        raise ValueError(f"it holds {', '.join(arrays) or 'nothing'}, not `x` and `y`. {_MEND}")
+    check_arrays(path, arrays, {name: _WANTED[name] for name in arrays}, _MEND)
+    x, y = torch.from_numpy(np.ascontiguousarray(arrays["x"], arrays["x"].dtype.newbyteorder("="))), arrays["y"]
     if not len(x):
         raise ValueError(f"it holds 0 samples. {_MEND}")
     if x.is_floating_point() and not torch.isfinite(x).all():
         raise ValueError("`x` holds numbers that are not finite. Correct or drop these samples")
-    _check_part(path, read.get("part"), for_server)
-    classes = tuple(map(str, read["classes"])) if "classes" in read else ()
+    _check_part(path, arrays.get("part"), for_server)
+    classes = tuple(map(str, arrays["classes"])) if "classes" in arrays else ()
     if y.dtype.kind == "U":
         classes = classes or tuple(np.unique(y).tolist())
         y = label_indices(y, classes, "the labels of its data")
     elif y.dtype.kind in "biu" and y.ndim == 1:
         raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
-    if "group" in read:
-        check_names(np.unique(read["group"]).astype(str).tolist(), "group")
+    if "group" in arrays:
+        check_names(np.unique(arrays["group"]).astype(str).tolist(), "group")
     scale = None
-    if "mean" in read or "std" in read:
-        mean, std = (read[name].astype(np.float32) if name in read else None for name in ("mean", "std"))
+    if "mean" in arrays or "std" in arrays:
+        mean, std = (arrays[name].astype(np.float32) if name in arrays else None for name in ("mean", "std"))
         check_scale(mean, std, tuple(x.shape[1:]))
         scale = (torch.from_numpy(mean), torch.from_numpy(std))
-    samples = Samples(x, y, classes, group=read.get("group"), scale=scale)
-    rounds = read["rounds"].astype(bool) if "rounds" in read else None
-    return NodeData(samples, rounds, read.get("part"))
+    samples = Samples(x, y, classes, group=arrays.get("group"), scale=scale)
+    rounds = arrays["rounds"].astype(bool) if "rounds" in arrays else None
+    return NodeData(samples, rounds, arrays.get("part"))
 
 
 def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None:
@@ -253,23 +253,23 @@ def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None
 
 def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientOutline) -> None:
     """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
-    samples, whose = node_data.samples, f"client {outline.client}"
+    samples, owner = node_data.samples, f"client {outline.client}"
     targets: IntArray = samples.targets
     if bool(samples.classes) != bool(outline.classes):
-        wanted, found = ("classes", "numbers") if outline.classes else ("numbers", "classes")
+        expected_type, actual_type = ("classes", "numbers") if outline.classes else ("numbers", "classes")
         hint = "Write `classes: []` below `data` of the recipe if whole numbers are not classes."
         if outline.classes:
             hint = "Name the column of the classes in `target`, or write the names of classes as targets."
         raise RejectedMessageError(
-            f"Expected the targets of {whose} to be {wanted}, as on the server, but got {found}.",
+            f"Expected the targets of {owner} to be {expected_type}, as on the server, but got {actual_type}.",
             hint=hint,
             argument="target",
         )
     if samples.classes:
-        targets = label_indices(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
+        targets = label_indices(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {owner}")
     groups = targets if outline.groups_are_classes else np.zeros(len(samples), dtype=np.int64)
     if outline.groups and not outline.groups_are_classes and outline.is_partitioned and node_data.rounds is None:
-        groups = label_indices(_domains_of(samples, whose).astype(str), outline.groups, f"the domains of {whose}")
+        groups = label_indices(_domains_of(samples, owner).astype(str), outline.groups, f"the domains of {owner}")
     stream.plan = client_plan(outline, groups, node_data.rounds, stream.seed)
     node_data.delegate_hooks(stream)
     stream.set_samples(replace(samples, targets=targets, classes=outline.classes))
@@ -323,14 +323,14 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     plan = stream.plan
-    part = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])
+    split_names = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])
     tested = np.concatenate([plan.test, plan.validation])
-    files = [_write(stream, folder / "server.npz", tested, part=part)]
+    files = [_write(stream, folder / "server.npz", tested, part=split_names)]
     for client in plan.clients:
         rows = [current.get(client, EMPTY) for current in plan.train]
-        own = np.unique(np.concatenate(rows))
-        rounds = np.stack([np.isin(own, some) for some in rows], axis=1)
-        files.append(_write(stream, split_file(folder, client), own, rounds=rounds))
+        client_rows = np.unique(np.concatenate(rows))
+        rounds = np.stack([np.isin(client_rows, some) for some in rows], axis=1)
+        files.append(_write(stream, split_file(folder, client), client_rows, rounds=rounds))
     return files
 
 
@@ -357,13 +357,13 @@ def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArr
             "Expected samples and targets that are arrays to write a split.",
             hint="Give each node a DataModule instead.",
         )
-    found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
+    arrays = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
     if samples.classes:
-        found |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}
+        arrays |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}
     if samples.group is not None:
-        found["group"] = samples.group[rows].astype(str)
+        arrays["group"] = samples.group[rows].astype(str)
     if samples.scale is not None and samples.pixel_encoding is not None:
-        found |= {name: part.numpy() for name, part in zip(("mean", "std"), samples.scale, strict=True)}
+        arrays |= {name: part.numpy() for name, part in zip(("mean", "std"), samples.scale, strict=True)}
     with atomic_path(path) as part_file, part_file.open("wb") as file:
-        np.savez(file, **found)
+        np.savez(file, **arrays)
     return path

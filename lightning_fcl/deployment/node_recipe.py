@@ -137,7 +137,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
     """Return what a client is told of a stream."""
     plan, scenario = stream.plan, dealt_by(stream.scenario)
     per_round = None if scenario is None else scenario.samples_per_round
-    both = [plan.class_split(round) for round in range(plan.rounds)]
+    class_splits = [plan.class_split(round) for round in range(plan.rounds)]
     domains = stream.samples.group
     names = stream.samples.classes
     if not plan.groups_are_classes and domains is not None:
@@ -151,8 +151,8 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
         plan.tasks[client],
         plan.task_classes.get(client, ()),
         plan.common_tasks,
-        tuple(new for new, _ in both),
-        tuple(old for _, old in both),
+        tuple(new for new, _ in class_splits),
+        tuple(old for _, old in class_splits),
         plan.history,
         per_round,
         scenario is not None,
@@ -185,8 +185,8 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
         )
     else:
         whole = [_rows(outline, groups, round, seed) for round in range(number)]
-        own = [{outline.client: rows} if len(rows) else {} for rows in whole]
-        dealt = [current.get(outline.client, EMPTY) for current in with_history(own, outline.history)]
+        rows_by_round = [{outline.client: rows} if len(rows) else {} for rows in whole]
+        dealt = [current.get(outline.client, EMPTY) for current in with_history(rows_by_round, outline.history)]
     return ClientPlan(
         train=tuple({outline.client: rows} if len(rows) else {} for rows in dealt),
         experiences={outline.client: outline.experiences},
@@ -202,15 +202,15 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
 
 def _rows(outline: ClientOutline, groups: IntArray, round: int, seed: int) -> IntArray:
     experience = outline.experiences[round]
-    everything = len(outline.tasks) == 1 and not outline.classes
-    wanted = outline.tasks[experience] if experience < len(outline.tasks) else ()
-    rows = np.arange(len(groups)) if everything else np.flatnonzero(np.isin(groups, wanted))
+    has_all_samples = len(outline.tasks) == 1 and not outline.classes
+    group_indices = outline.tasks[experience] if experience < len(outline.tasks) else ()
+    rows = np.arange(len(groups)) if has_all_samples else np.flatnonzero(np.isin(groups, group_indices))
     if outline.samples_per_round is None:
         return rows
     rng = np.random.default_rng(derive_seed(seed, outline.client, "rounds", experience))
-    within, size = round - outline.experiences.index(experience), outline.samples_per_round
-    part = rng.permutation(rows)[within * size : (within + 1) * size]
-    return np.sort(part)
+    round_offset, size = round - outline.experiences.index(experience), outline.samples_per_round
+    round_rows = rng.permutation(rows)[round_offset * size : (round_offset + 1) * size]
+    return np.sort(round_rows)
 
 
 def server_plan(
@@ -221,17 +221,17 @@ def server_plan(
     seed: int,
 ) -> Plan:
     """A plan in which clients have tasks and no samples, and the server's samples are tested on, each in its part."""
-    named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
-    domains, group = np.unique(named, return_inverse=True)
+    sample_domains = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
+    domains, group = np.unique(sample_domains, return_inverse=True)
     check_classes(samples, scenario)
     number = max(len(samples.classes), len(domains), 1)
-    each = np.arange(number)
-    y = np.concatenate([each % max(len(samples.classes), 1), samples.labels])
-    of_all = None if samples.group is None else np.concatenate([each % len(domains), group])
+    group_indices = np.arange(number)
+    y = np.concatenate([group_indices % max(len(samples.classes), 1), samples.labels])
+    of_all = None if samples.group is None else np.concatenate([group_indices % len(domains), group])
     names = () if samples.group is None else tuple(map(str, domains))
     client_of_sample = np.full(len(samples), "test") if client_of_sample is None else client_of_sample
     test, validation = (np.flatnonzero(client_of_sample == name) + number for name in ("test", "validation"))
-    pool = SamplePool(y, EMPTY, test, validation, dict.fromkeys(clients, each), of_all, samples.classes, names)
+    pool = SamplePool(y, EMPTY, test, validation, dict.fromkeys(clients, group_indices), of_all, samples.classes, names)
     plan = replace(scenario, samples_per_round=None).plan(pool, seed)
     return replace(
         plan,
@@ -269,8 +269,8 @@ def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}
-    of = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
-    text = json.dumps({**of, "trainer": trainer, "data": data}, sort_keys=True, default=str)
+    settings = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
+    text = json.dumps({**settings, "trainer": trainer, "data": data}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -287,22 +287,24 @@ def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
     """Seed all random numbers with the recipe's seed. Return the stream of a node, without data."""
     seed = recipe["seed_everything"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
-    own = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
-    return FederatedStream(**{**_BATCHES, **own})
+    data_settings = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
+    return FederatedStream(**{**_BATCHES, **data_settings})
 
 
 def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
     """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
     stream, trainer = make_stream(recipe), recipe["trainer"]
     module = _made(recipe["model"])
-    given = trainer.get("callbacks") or []
-    callbacks = [_made(one) for one in (given if isinstance(given, list) else [given])]
+    callback_specs = trainer.get("callbacks") or []
+    callbacks = [_made(one) for one in (callback_specs if isinstance(callback_specs, list) else [callback_specs])]
     strategy = trainer.get("strategy")
-    made = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
-    if not isinstance(made, FederatedStrategy) or not isinstance(module, L.LightningModule):
-        raise InvalidValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
+    federated_strategy = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
+    if not isinstance(federated_strategy, FederatedStrategy) or not isinstance(module, L.LightningModule):
+        raise InvalidValueError(
+            f"Expected a `FederatedStrategy` and a LightningModule but got {federated_strategy} and {module}."
+        )
     arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
-    return NodeRecipe(module, stream, made, [one for one in callbacks if runs_on_nodes(one)], arguments)
+    return NodeRecipe(module, stream, federated_strategy, [one for one in callbacks if runs_on_nodes(one)], arguments)
 
 
 def runs_on_nodes(callback: Callback) -> bool:
@@ -326,8 +328,8 @@ def _made(spec: Any, hint: Any = None) -> Any:
             return kind(**_arguments(kind, spec))
         return {name: _made(value) for name, value in spec.items()}
     if isinstance(spec, list):
-        made: Sequence[Any] = [_made(value) for value in spec]
-        return tuple(made) if any((get_origin(one) or one) is tuple for one in members(hint)) else made
+        values: Sequence[Any] = [_made(value) for value in spec]
+        return tuple(values) if any((get_origin(one) or one) is tuple for one in members(hint)) else values
     return spec
 
 

@@ -118,29 +118,29 @@ class NodeRegistry:
         began = time.monotonic()
         while True:
             nodes = self.refresh_nodes()
-            found = {client: nodes[client] for client in clients if client in nodes}
-            if len(found) >= min_clients:
-                return found
+            node_by_client = {client: nodes[client] for client in clients if client in nodes}
+            if len(node_by_client) >= min_clients:
+                return node_by_client
             if time.monotonic() - began > self._longest:
                 raise InvalidStateError(
                     f"Expected at least {min_clients} of the clients {format_names(clients)} to join within "
                     f"{self._longest:g} s "
-                    f"but {format_names(found) or 'none'} joined.{self._ignored()}",
+                    f"but {format_names(node_by_client) or 'none'} joined.{self._ignored()}",
                     hint="Start their nodes, or decrease `min-clients` in the run's configuration.",
                 )
             if self._should_remind(began + RETRY_INTERVAL_S):
-                missing, more = (
-                    format_names(client for client in clients if client not in found),
-                    min_clients - len(found),
+                missing, num_missing = (
+                    format_names(client for client in clients if client not in node_by_client),
+                    min_clients - len(node_by_client),
                 )
-                log.warning("Waiting for %d more clients to join, of %s.%s", more, missing, self._ignored())
+                log.warning("Waiting for %d more clients to join, of %s.%s", num_missing, missing, self._ignored())
             time.sleep(_LOOK)
 
     def _should_remind(self, since: float) -> bool:
         """Return whether a warning about waiting is due: not before a time, and at most once in `REMIND_SECONDS`."""
-        now = time.monotonic()
-        due = now >= max(since, self._reminded + REMIND_SECONDS)
-        self._reminded = now if due else self._reminded
+        current_time = time.monotonic()
+        due = current_time >= max(since, self._reminded + REMIND_SECONDS)
+        self._reminded = current_time if due else self._reminded
         return due
 
     def _ignored(self) -> str:
@@ -155,19 +155,21 @@ class NodeRegistry:
 
     def refresh_nodes(self) -> dict[str, int]:
         """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
-        now = time.monotonic()
-        before = self._nodes
-        self._nodes = {node: before.get(node) or NodeInfo(key) for node, key in self._link.nodes().items()}
-        for node in before.keys() - self._nodes.keys():
-            log.info("Node %d (client %s) disconnected.", node, before[node].client or "unknown")
-        waiting = {message: node for node, one in self._nodes.items() for message in one.messages}
-        for message, answer in [*self._link.answers(waiting)] if waiting else ():
-            one = self._nodes[waiting[message]]
-            if message in one.messages:
-                one.messages = [other for other in one.messages if other != message and isinstance(answer, str)]
-                if not one.messages:
-                    self._welcome(waiting[message], answer)
-        overdue = [node for node, one in self._nodes.items() if one.messages and now - one.asked_at > JOIN_INTERVAL_S]
+        current_time = time.monotonic()
+        previous_nodes = self._nodes
+        self._nodes = {node: previous_nodes.get(node) or NodeInfo(key) for node, key in self._link.nodes().items()}
+        for node in previous_nodes.keys() - self._nodes.keys():
+            log.info("Node %d (client %s) disconnected.", node, previous_nodes[node].client or "unknown")
+        node_by_message = {message: node for node, one in self._nodes.items() for message in one.messages}
+        for message, answer in [*self._link.answers(node_by_message)] if node_by_message else ():
+            info = self._nodes[node_by_message[message]]
+            if message in info.messages:
+                info.messages = [other for other in info.messages if other != message and isinstance(answer, str)]
+                if not info.messages:
+                    self._welcome(node_by_message[message], answer)
+        overdue = [
+            node for node, one in self._nodes.items() if one.messages and current_time - one.asked_at > JOIN_INTERVAL_S
+        ]
         for node in overdue:
             self._welcome(
                 node,
@@ -175,9 +177,9 @@ class NodeRegistry:
                 "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
             )
         strange = [node for node, one in sorted(self._nodes.items()) if not (one.is_admitted or one.messages)]
-        due = [node for node in strange if now - self._nodes[node].asked_at >= RETRY_INTERVAL_S] + overdue
+        due = [node for node in strange if current_time - self._nodes[node].asked_at >= RETRY_INTERVAL_S] + overdue
         for node in due:
-            self._nodes[node].asked_at = now
+            self._nodes[node].asked_at = current_time
         for message, node in (self._link.send(dict.fromkeys(due, self._hello), HELLO_LIFETIME) if due else {}).items():
             self._nodes[node].messages.append(message)
         return self._let_in()
@@ -193,25 +195,25 @@ class NodeRegistry:
     @property
     def claims(self) -> dict[str, list[str]]:
         """Of clients that several nodes say they are, these: first who is let in."""
-        said = {client: [node] for client, node in self._let_in().items()}
-        for node, one in self._nodes.items():
-            if not one.is_admitted and one.client in said:
-                said[one.client].append(node)
-        return {client: [*map(str, nodes)] for client, nodes in said.items() if len(nodes) > 1}
+        nodes_by_client = {client: [node] for client, node in self._let_in().items()}
+        for node, info in self._nodes.items():
+            if not info.is_admitted and info.client in nodes_by_client:
+                nodes_by_client[info.client].append(node)
+        return {client: [*map(str, nodes)] for client, nodes in nodes_by_client.items() if len(nodes) > 1}
 
     def _welcome(self, node: int, answer: RecordDict | str) -> None:
-        one, greeting = self._nodes[node], parse_join_request(answer, self._recipe)
-        before = one.client, one.reason
-        one.client = one.client if isinstance(answer, str) else greeting.client
-        one.reason = greeting.error or self._fault(node, one)
-        if one.reason:
-            if (one.client, one.reason) != before:
-                log.warning("Ignored node %d (client %s): %s", node, one.client or "unknown", one.reason)
+        info, greeting = self._nodes[node], parse_join_request(answer, self._recipe)
+        previous_status = info.client, info.reason
+        info.client = info.client if isinstance(answer, str) else greeting.client
+        info.reason = greeting.error or self._fault(node, info)
+        if info.reason:
+            if (info.client, info.reason) != previous_status:
+                log.warning("Ignored node %d (client %s): %s", node, info.client or "unknown", info.reason)
             return
-        one.is_admitted, one.is_compatible = True, greeting.client_round_counts == self._held
-        self._claimed[one.key] = one.client
-        self.samples[one.client] = greeting.samples
-        log.info("Client %s joined on node %d with %d samples.", one.client, node, greeting.samples)
+        info.is_admitted, info.is_compatible = True, greeting.client_round_counts == self._held
+        self._claimed[info.key] = info.client
+        self.samples[info.client] = greeting.samples
+        log.info("Client %s joined on node %d with %d samples.", info.client, node, greeting.samples)
 
     def _fault(self, node: int, one: NodeInfo) -> str:
         """Why a node may not be the client that it says it is; "": it may."""
@@ -275,23 +277,25 @@ class NodeRegistry:
         turns, began = self._turns.values(), time.monotonic()
         unknown = self._unheard if len(nodes) < len(clients) else set[int]()
         self._send(nodes, parcel)
-        met = began
+        refresh_time = began
         while True:
             self._listen(take, began)
-            now = time.monotonic()
-            late = now - began > self._seconds
+            current_time = time.monotonic()
+            late = current_time - began > self._seconds
             is_waiting = bool(unknown) or any(turn.waiting for turn in turns)
             if self.has_enough_answers if late else self.num_accepted_answers >= min_clients and not is_waiting:
                 break
-            if now - began > self._seconds + self._longest:
+            if current_time - began > self._seconds + self._longest:
                 break
-            if unknown or now - met >= RETRY_INTERVAL_S:
-                met, nodes = now, self.refresh_nodes()
+            if unknown or current_time - refresh_time >= RETRY_INTERVAL_S:
+                refresh_time, nodes = current_time, self.refresh_nodes()
                 for client, turn in self._turns.items():  # of those under way to the gone Flower says so minutes later
                     for message in [name for name, (node, _) in turn.waiting.items() if nodes.get(client) != node]:
                         self._lose(client, message, "its node has gone before it had answered")
-                few = late or sum(turn.is_counted or bool(turn.waiting) for turn in turns) < min_clients
-                self._send(nodes if few else {c: node for c, node in nodes.items() if node in unknown}, parcel)
+                should_resend = late or sum(turn.is_counted or bool(turn.waiting) for turn in turns) < min_clients
+                self._send(
+                    nodes if should_resend else {c: node for c, node in nodes.items() if node in unknown}, parcel
+                )
                 unknown = unknown & self._unheard
             if self._should_remind(began + REMIND_SECONDS):
                 names = format_names(
@@ -303,8 +307,13 @@ class NodeRegistry:
                 )
             time.sleep(_LOOK)
         slow = f"no answer within {self._seconds:g} s"
-        left = {client: turn for client, turn in self._turns.items() if not (turn.is_counted or turn.is_rejected)}
-        return {c: slow if turn.waiting else turn.lost_reason or self.rejection_reason(c) for c, turn in left.items()}
+        remaining_turns = {
+            client: turn for client, turn in self._turns.items() if not (turn.is_counted or turn.is_rejected)
+        }
+        return {
+            c: slow if turn.waiting else turn.lost_reason or self.rejection_reason(c)
+            for c, turn in remaining_turns.items()
+        }
 
     @property
     def _unheard(self) -> set[int]:
@@ -312,20 +321,24 @@ class NodeRegistry:
         return {node for node, one in self._nodes.items() if one.messages and not one.reason}
 
     def _send(self, nodes: Mapping[str, int], parcel: MakeParcel) -> None:
-        now = time.monotonic()
-        due = [c for c, turn in self._turns.items() if c in nodes and not turn.is_counted and turn.due_at < now]
+        current_time = time.monotonic()
+        due = [
+            c for c, turn in self._turns.items() if c in nodes and not turn.is_counted and turn.due_at < current_time
+        ]
         clients = {nodes[client]: client for client in due}
         parcels = {node: parcel(client, node) for node, client in clients.items()}
-        sent = self._link.send(parcels, self._seconds + self._longest + 60) if parcels else {}
-        for message, node in sent.items():
+        node_by_message = self._link.send(parcels, self._seconds + self._longest + 60) if parcels else {}
+        for message, node in node_by_message.items():
             turn = self._turns[clients[node]]
             turn.waiting[message] = node, parcels[node].header
-            turn.due_at = now + self._seconds * len(turn.waiting)  # a slow node works off all that it is sent
+            turn.due_at = current_time + self._seconds * len(turn.waiting)  # a slow node works off all that it is sent
 
     def _listen(self, take: AcceptAnswer, began: float) -> None:
-        asked = {m: (client, head) for client, turn in self._turns.items() for m, (_, head) in turn.waiting.items()}
-        for message, answer in self._link.answers(asked) if asked else ():
-            client, head = asked[message]
+        pending_messages = {
+            m: (client, head) for client, turn in self._turns.items() for m, (_, head) in turn.waiting.items()
+        }
+        for message, answer in self._link.answers(pending_messages) if pending_messages else ():
+            client, head = pending_messages[message]
             turn = self._turns[client]
             if isinstance(answer, str):
                 self._lose(client, message, answer)
@@ -334,8 +347,8 @@ class NodeRegistry:
             turn.is_counted = take(client, answer, head) or turn.is_counted
             turn.is_rejected = not turn.is_counted
             if turn.is_rejected:
-                now = time.monotonic()
-                turn.due_at = now + RETRY_INTERVAL_S + now - began
+                current_time = time.monotonic()
+                turn.due_at = current_time + RETRY_INTERVAL_S + current_time - began
 
     def _lose(self, client: str, message: str, why: str) -> None:
         turn = self._turns[client]

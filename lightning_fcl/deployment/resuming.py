@@ -35,11 +35,11 @@ def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
     The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
     """
     recorded = last_recorded_round(out)
-    reached = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])
-    if recorded > reached + 1:
-        found = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {reached}"
+    checkpoint_round = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])
+    if recorded > checkpoint_round + 1:
+        problem = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {checkpoint_round}"
         raise InvalidStateError(
-            f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {found}. Clients "
+            f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {problem}. Clients "
             "cannot repeat the rounds between.",
             hint=f"Restore {out / LAST} from a backup, or choose another `out` to start a new run.",
         )

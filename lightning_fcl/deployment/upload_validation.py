@@ -108,10 +108,10 @@ def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
             head = read_header(answer)
             if "client" in head or "refused" not in head:
                 client = parse_file_name(head, "client")
-            who = f"client {client}" if client else "a node"
+            sender = f"client {client}" if client else "a node"
             if "version" in head or "refused" not in head:
-                check_same(head, recipe, who)
-            _check_not_refused(head, who)
+                check_same(head, recipe, sender)
+            _check_not_refused(head, sender)
             return JoinRequest(client, parse_int(head, "samples", 0, MAX_INTEGER), head.get("held"))
     except RejectedMessageError as error:
         return JoinRequest(client, error=str(error))
@@ -127,9 +127,9 @@ def _check_not_refused(head: Mapping[str, Any], sender: str) -> None:
             f"Expected an error of {sender} to be a code and the name of an argument but got {code!r:.40} and "
             f"{argument!r:.40}."
         )
-    about = f" about `{argument}`" if argument else ""
+    argument_text = f" about `{argument}`" if argument else ""
     raise RejectedMessageError(
-        f"Expected an answer of {sender} but got the error `{code}`{about}. {_EXPLAINED.get(code, _DETAILS)}",
+        f"Expected an answer of {sender} but got the error `{code}`{argument_text}. {_EXPLAINED.get(code, _DETAILS)}",
         argument=argument or None,
         code=code,
     )
@@ -139,9 +139,9 @@ def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hi
     """Return a whole number of a head. Raise RejectedMessageError if it is not within the limits."""
     value = head.get(name)
     if type(value) is not int or not minimum <= value <= maximum:
-        said = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
+        value_text = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
         raise RejectedMessageError(
-            f"Expected `{name}` to be a whole number from {minimum} to {maximum} but got {said}.", hint=hint
+            f"Expected `{name}` to be a whole number from {minimum} to {maximum} but got {value_text}.", hint=hint
         )
     return value
 
@@ -181,17 +181,19 @@ def parse_upload(
     Raises:
         RejectedMessageError: If the answer is another one, or beyond the limits.
     """
-    who = f"client {client}"
-    with as_rejection(who):
-        check_records(answer, min(limits.max_message_bytes, sum(value.nbytes for value in server_state.values())), who)
+    sender = f"client {client}"
+    with as_rejection(sender):
+        check_records(
+            answer, min(limits.max_message_bytes, sum(value.nbytes for value in server_state.values())), sender
+        )
         head = read_header(answer)
-        _check_not_refused(head, who)
-        for name, wanted in (("client", client), *((name, sent[name]) for name in HEADER_FIELDS)):
-            said = head.get(name)
-            if type(said) is not type(wanted) or said != wanted:
+        _check_not_refused(head, sender)
+        for name, expected in (("client", client), *((name, sent[name]) for name in HEADER_FIELDS)):
+            actual = head.get(name)
+            if type(actual) is not type(expected) or actual != expected:
                 raise RejectedMessageError(
-                    f"Expected an answer of client {client} to this round's download, with `{name}` {wanted!r}, but "
-                    f"got {str(said)[:40]!r}: it is old, or another's."
+                    f"Expected an answer of client {client} to this round's download, with `{name}` {expected!r}, but "
+                    f"got {str(actual)[:40]!r}: it is old, or another's."
                 )
         samples = parse_int(head, "samples", 0, limits.max_samples, _MORE)
         if samples == 0:
@@ -216,19 +218,19 @@ def decode_upload(upload: Upload, server: FederatedServer, part: ClientRounds, l
         RejectedMessageError: If the upload cannot be decoded, or is beyond the limits.
     """
     (client,) = part.client_ids
-    who = f"client {client}"
-    with as_rejection(who):
+    sender = f"client {client}"
+    with as_rejection(sender):
         try:
             uploads = server.received(part, upload.tensors)
             server.decode(uploads)
         except InvalidValueError as error:
             raise RejectedMessageError(
-                f"Expected {who} to send the entries of this recipe's model. {error}",
+                f"Expected {sender} to send the entries of this recipe's model. {error}",
                 hint="Deploy the same recipe on all machines.",
                 argument=error.argument,
                 code="other-model",
             ) from error
-        check_numbers(uploads, server.state, limits, who)
+        check_numbers(uploads, server.state, limits, sender)
     return uploads
 
 
@@ -246,10 +248,10 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
     changes = {name: squared_change(torch.zeros_like(value), value) for name, value in _updates(uploads).items()}
     for name, squares in changes.items():
         kind, reduction = server_state[name].dtype, uploads.reductions[name]
-        most = _FURTHEST.get(kind, _SQUARES)
-        if not squares <= most:
+        max_squares = _FURTHEST.get(kind, _SQUARES)
+        if not squares <= max_squares:
             raise RejectedMessageError(
-                f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
+                f"Expected `{name}` of {sender} to be at most {math.sqrt(max_squares):.2g} from the server's but it is "
                 f"{math.sqrt(squares):.2g}, with which sums overflow.",
                 hint="Decrease the learning rate.",
             )
@@ -275,9 +277,9 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
 
 def _updates(uploads: Uploads) -> State:
     """Return the updates of one client in double precision."""
-    found: State = {}
+    updates: State = {}
     for name, value in uploads.values.items():
         wide = value[0].detach().cpu().to(torch.complex128 if value.is_complex() else torch.float64)
         origin = uploads.origins[name].detach().cpu()
-        found[name] = wide if uploads.are_updates else difference(wide, origin.to(wide.dtype))
-    return found
+        updates[name] = wide if uploads.are_updates else difference(wide, origin.to(wide.dtype))
+    return updates

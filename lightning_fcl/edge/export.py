@@ -63,8 +63,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
         )
     proto = program.model_proto
     # Stack traces with the names of source files, and shapes that runtimes infer: larger than a small model.
-    for part in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
-        del part.metadata_props[:]
+    for message in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
+        del message.metadata_props[:]
     del proto.graph.value_info[:]
     batches = [example, torch.cat([example, example[:1]])]
     return _keep_if_equal(proto.SerializeToString(), Path(path), module, batches, _run_onnx, tolerance)
@@ -121,8 +121,8 @@ def export_int8_onnx(
                 op_types_to_quantize=["Conv", "Clip", "Relu"],
             )
         with torch.no_grad():
-            same = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
-        if (share := float(same.double().mean())) < agreement:
+            matches = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
+        if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
                 f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
                 f"{len(example)}. Nothing was written.",
@@ -244,9 +244,9 @@ def _keep_if_equal(
 def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: nn.Module) -> nn.Module:
     """A copy of a module whose parts of some classes are written in the operations of a format."""
     whole = nn.Sequential(copy.deepcopy(module))
-    for name, part in list(whole.named_modules()):
-        if type(part) in kinds:
-            whole.set_submodule(name, kinds[type(part)](part))
+    for name, submodule in list(whole.named_modules()):
+        if type(submodule) in kinds:
+            whole.set_submodule(name, kinds[type(submodule)](submodule))
     return whole
 
 

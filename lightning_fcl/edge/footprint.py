@@ -95,10 +95,10 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
     if isinstance(module, ReservoirTask):
         trained = {name for name in reductions if name.startswith("readout.")}
     else:
-        kept = {name for name, reduction in reductions.items() if reduction.is_uploaded or reduction.is_local}
+        state_names = {name for name, reduction in reductions.items() if reduction.is_uploaded or reduction.is_local}
         # What gathers statistics is learnt too, though no gradient reaches it.
-        trained = {name for name in kept if reductions[name].is_uploaded and not reductions[name].is_downloaded}
-        trained |= {name for name, p in module.named_parameters() if p.requires_grad and name in kept}
+        trained = {name for name in state_names if reductions[name].is_uploaded and not reductions[name].is_downloaded}
+        trained |= {name for name, p in module.named_parameters() if p.requires_grad and name in state_names}
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     sample = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
     try:
@@ -122,19 +122,19 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
             if f"{norm}.{own}" in reductions
         )
     }
-    held, plain = _entries(module, reductions, trained, folded), _entries(module, reductions, trained, {})
+    entries, plain = _entries(module, reductions, trained, folded), _entries(module, reductions, trained, {})
     layers = []
     for layer in recorder.layers:
         if layer.name not in folded:
-            own = [entry for entry in held if entry.layer == layer.name]
+            layer_entries = [entry for entry in entries if entry.layer == layer.name]
             # A frozen layer behind a trained one hands gradients on in fp32.
-            weights = sum(4 * entry.num_elements if layer.is_trained else entry.nbytes for entry in own)
-            learnt = weights if any(entry.is_trained for entry in own) else 0
+            weights = sum(4 * entry.num_elements if layer.is_trained else entry.nbytes for entry in layer_entries)
+            learnt = weights if any(entry.is_trained for entry in layer_entries) else 0
             layers.append(replace(layer, weights=weights, trained=learnt))
     # What elementwise layers hold is the buffer of the layer before, which they work on in place.
     layers = [layer for layer in layers if layer.weights or layer.name not in recorder.in_place]
     return Footprint(
-        entries=held,
+        entries=entries,
         layers=tuple(layers),
         frozen_forward=recorder.frozen,
         trained_forward=recorder.learnt,
@@ -153,23 +153,25 @@ def _entries(
     """The state, entry by entry; ``folded`` tells the convolution of each batch normalisation that is folded."""
     state, result, frozen = state_tensors(module), [], frozen_parameters(module, reductions)
     for name, value in state.items():
-        layer, _, own = name.rpartition(".")
+        layer, _, tensor_name = name.rpartition(".")
         learnt = name in trained
         if layer in folded:
             stands = "bias" if f"{layer}.bias" in state else "running_mean"
-            if own != stands or f"{folded[layer]}.bias" in state:
+            if tensor_name != stands or f"{folded[layer]}.bias" in state:
                 continue
             layer = folded[layer]
             learnt = f"{layer}.weight" in trained
         # Neither counters are parameters nor the scales of a layer that is quantised already.
         scale = value.is_floating_point() and not state.get(f"{layer}.weight", value).is_floating_point()
-        aside = scale or (value.dim() == 0 and not isinstance(value, nn.Parameter))
+        is_excluded = scale or (value.dim() == 0 and not isinstance(value, nn.Parameter))
         size, reduction = value.nbytes, reductions[name]
         if not learnt and value.is_floating_point():
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
         travels = value.nbytes * (name not in frozen)  # every device has it as it was published
-        up, down = reduction.is_uploaded * travels, reduction.is_downloaded * travels
-        result.append(StateEntry(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
+        upload_bytes, download_bytes = reduction.is_uploaded * travels, reduction.is_downloaded * travels
+        result.append(
+            StateEntry(name, layer, 0 if is_excluded else value.numel(), learnt, size, upload_bytes, download_bytes)
+        )
     return tuple(result)
 
 

@@ -79,9 +79,9 @@ class LayerRecorder:
         """Forward and backward; returns the MACs of the latter."""
         leaves = {name: part for name, part in self.module.named_modules() if not list(part.children())}
         handles = []
-        for name, part in leaves.items():
-            handles.append(part.register_forward_pre_hook(self._start))
-            handles.append(part.register_forward_hook(self._hook(name), with_kwargs=True))
+        for name, leaf in leaves.items():
+            handles.append(leaf.register_forward_pre_hook(self._start))
+            handles.append(leaf.register_forward_hook(self._hook(name), with_kwargs=True))
         try:
             with self.counter:
                 outputs = [output for output in _tensors(self.module(sample)) if output.requires_grad]
@@ -112,9 +112,11 @@ class LayerRecorder:
                 self.frozen += macs
             if isinstance(part, _BatchNorm) and part.running_mean is not None:
                 # The last to hand the tensor out: an activation that works in place hands out its input.
-                made = next(((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None)
-                if made is not None and isinstance(made[1], _ConvNd | nn.Linear):
-                    self.folded[name] = made[0]
+                source = next(
+                    ((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None
+                )
+                if source is not None and isinstance(source[1], _ConvNd | nn.Linear):
+                    self.folded[name] = source[0]
             if arriving == leaving and not hasattr(part, "kernel_size"):
                 self.in_place.add(name)
             if not macs and any(p.dim() > 1 for p in part.parameters()):
@@ -143,8 +145,8 @@ def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
         for parameter, flag, gradient in flags:
             parameter.requires_grad_(flag)
             parameter.grad = gradient
-        for part, mode in modes:
-            part.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode
 
 
 def flop_counter() -> FlopCounterMode:
@@ -153,7 +155,7 @@ def flop_counter() -> FlopCounterMode:
     It does not know products in place and of vectors, and counts the weights' gradient of a grouped convolution as if
     it had one group.
     """
-    ours = torch.ops.aten
+    aten = torch.ops.aten
 
     def product(total: Any, a: Any, b: Any, *rest: Any, **kwargs: Any) -> int:
         return int(2 * prod(a) * (b[-1] if len(b) > 1 else 1))
@@ -162,13 +164,13 @@ def flop_counter() -> FlopCounterMode:
         return int(2 * prod(a))
 
     def convolution(grad: Any, x: Any, w: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        transposed, wanted = rest[4], rest[7]
+        transposed, output_mask = rest[4], rest[7]
         # Each product of the forward pass is in the input's gradient once, and in the weights' once.
-        return sum(map(bool, wanted[:2])) * int(conv_flop_count(x, w, grad, transposed=transposed))
+        return sum(map(bool, output_mask[:2])) * int(conv_flop_count(x, w, grad, transposed=transposed))
 
-    mapping = dict.fromkeys((ours.addmm_, ours.baddbmm_, ours.addmv, ours.addmv_), product)
-    more = {ours.mv: product_of_two, ours.dot: product_of_two, ours.convolution_backward: convolution}
-    return FlopCounterMode(display=False, custom_mapping={**mapping, **more})
+    mapping = dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addmv, aten.addmv_), product)
+    extra_formulas = {aten.mv: product_of_two, aten.dot: product_of_two, aten.convolution_backward: convolution}
+    return FlopCounterMode(display=False, custom_mapping={**mapping, **extra_formulas})
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -177,5 +179,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+        for item in value:
+            yield from _tensors(item)

@@ -131,15 +131,15 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return parse_dataclass(kind, read_yaml(path), path, name=path.stem)
-    known = read_yaml(PROFILES_FILE)[section]
-    if name not in known:
+    profiles = read_yaml(PROFILES_FILE)[section]
+    if name not in profiles:
         raise UnknownNameError(
-            f"Expected `{option}` to be one of {', '.join(known)}, or a YAML file of your own, but got {name}.",
-            hint=did_you_mean(name, known),
+            f"Expected `{option}` to be one of {', '.join(profiles)}, or a YAML file of your own, but got {name}.",
+            hint=did_you_mean(name, profiles),
             argument=option,
             value=name,
         )
-    return parse_dataclass(kind, known[name], f"{name} of {PROFILES_FILE.name}", name=name)
+    return parse_dataclass(kind, profiles[name], f"{name} of {PROFILES_FILE.name}", name=name)
 
 
 def device_report(
@@ -298,18 +298,20 @@ def _largest(layers: Sequence[Layer], what: str) -> dict[str, Any]:
 def _costs(
     footprint: Footprint, device: DeviceProfile, link: LinkProfile, samples: int, nodes: int, local_epochs: int
 ) -> dict[str, Any]:
-    up, down = (sum(getattr(entry, name) for entry in footprint.entries) for name in ("upload", "download"))
+    upload_bytes, download_bytes = (
+        sum(getattr(entry, name) for entry in footprint.entries) for name in ("upload", "download")
+    )
     epoch = device.seconds(samples * footprint.frozen_forward, samples * footprint.fp32_macs)
-    transfers = link.transfer_time(up) + link.transfer_time(down)
+    transfers = link.transfer_time(upload_bytes) + link.transfer_time(download_bytes)
     sync, ad_hoc = nodes * transfers, (nodes - 1) * transfers
     return {
         "synchronisation": {
-            "upload_bytes": up,
-            "download_bytes": down,
+            "upload_bytes": upload_bytes,
+            "download_bytes": download_bytes,
             "simulated_upload_bytes": footprint.simulated[0],
             "simulated_download_bytes": footprint.simulated[1],
-            "upload_s": link.transfer_time(up),
-            "download_s": link.transfer_time(down),
+            "upload_s": link.transfer_time(upload_bytes),
+            "download_s": link.transfer_time(download_bytes),
         },
         "time": {
             "sample_s": epoch / samples,

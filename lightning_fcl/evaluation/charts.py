@@ -57,9 +57,9 @@ def get_chart(name: str) -> alt.Chart:
 
 def spec(chart: Chart, **data: Points) -> Spec:
     """What is drawn, in Vega-Lite, with its data by name."""
-    made: Spec = chart.to_dict()
+    content: Spec = chart.to_dict()
     plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
-    return {**made, "datasets": made.get("datasets", {}) | plain}
+    return {**content, "datasets": content.get("datasets", {}) | plain}
 
 
 def responsive_chart(chart: Chart, height: int = 260, **data: Points) -> Spec:
@@ -82,23 +82,25 @@ def _plain(value: Any) -> Any:
 
 def client_curves(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     """What each client came to on all that it had learnt, in the rounds in which it was tested."""
-    found: dict[int, dict[str, float]] = {}
+    values_by_round: dict[int, dict[str, float]] = {}
     for model, curve in every.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
             if model != "server" and np.isfinite(value):
-                found.setdefault(number, {})[model] = value
-    return dict(sorted(found.items()))
+                values_by_round.setdefault(number, {})[model] = value
+    return dict(sorted(values_by_round.items()))
 
 
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
     """The mean of several seeds' curves in each round, from 1, and one standard deviation; NaN is left out."""
     seeds, points = [*curves], []
-    for place in range(max(map(len, seeds), default=0)):
-        values = np.array([curve[place] for curve in seeds if place < len(curve) and np.isfinite(curve[place])])
+    for position in range(max(map(len, seeds), default=0)):
+        values = np.array(
+            [curve[position] for curve in seeds if position < len(curve) and np.isfinite(curve[position])]
+        )
         if len(values):
             mean, std = values.mean(), values.std(ddof=1) if len(values) > 1 else 0.0
             ends = {"low": mean - std, "high": mean + std} if len(seeds) > 1 else {}
-            points.append({"round": place + 1, "value": mean, "std": std, "seeds": len(values), **ends})
+            points.append({"round": position + 1, "value": mean, "std": std, "seeds": len(values), **ends})
     return points
 
 
@@ -144,16 +146,16 @@ def shape(field: str, names: Sequence[str]) -> alt.Shape:
 
 
 def draw_points(base: alt.Chart) -> alt.Chart:
-    made: alt.Chart = base.mark_point(filled=True, size=36, opacity=1)
-    return made
+    point_chart: alt.Chart = base.mark_point(filled=True, size=36, opacity=1)
+    return point_chart
 
 
 def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
     """The names of points: right of those up to the middle of a field, left of those beyond, where there is room."""
     names = base.encode(text=f"{name}:N")
-    left = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
-    right = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
-    return [left, right]
+    left_labels = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
+    right_labels = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
+    return [left_labels, right_labels]
 
 
 def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
@@ -176,16 +178,16 @@ def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
     shades = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0, 0.88]))
     look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else color_scale("line", names)
     x = alt.X("activation:Q", scale=alt.Scale(domain=[-1, 1]), axis=alt.Axis(tickCount=4))
-    made: alt.Chart = get_chart("rows").mark_line(interpolate="step")
-    return made.encode(x=x, y=alt.Y("value:Q", title="density"), color=look)
+    line_chart: alt.Chart = get_chart("rows").mark_line(interpolate="step")
+    return line_chart.encode(x=x, y=alt.Y("value:Q", title="density"), color=look)
 
 
 def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model ") -> Chart:
     """The chart of one model, with a list to choose it from where there are several."""
     labels = [model_name(model) for model in models]
     bind = alt.binding_select(options=[*models], labels=labels, name=label) if len(models) > 1 else alt.Undefined
-    shown = alt.param(name="shown", value=models[0], bind=bind)
-    return chart.transform_filter("datum.model == shown").add_params(shown)
+    selector = alt.param(name="shown", value=models[0], bind=bind)
+    return chart.transform_filter("datum.model == shown").add_params(selector)
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:

@@ -52,15 +52,17 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             argument="groups",
         )
     runs = [run for of in groups.values() for run in of]
-    found = {label: [{one.name: one for one in summary_metrics(run)} for run in of] for label, of in groups.items()}
+    metrics_by_run = {
+        label: [{one.name: one for one in summary_metrics(run)} for run in of] for label, of in groups.items()
+    }
     quantity = get_quantity(runs[0]["record"])
-    names = list(dict.fromkeys(name for of in found.values() for run in of for name in run))
+    names = list(dict.fromkeys(name for of in metrics_by_run.values() for run in of for name in run))
     extents = {label: describe_run_size(of[0]) for label, of in groups.items()}
     extents = extents if len({*extents.values()}) > 1 else {}
     head = ["", *(["extent"] if extents else []), *names]
     lines = [
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
-        for label, of in found.items()
+        for label, of in metrics_by_run.items()
     ]
     compared_metrics = list(dict.fromkeys(name for _, name, _ in table.paper_cells)) if table else []
     return fill_template(
@@ -83,7 +85,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             "against": paper_comparison_chart(table) if table else None,
             "rounds": rounds_chart(groups, quantity),
             "clients": clients_chart(groups, quantity),
-            "kept": final_metrics_chart(found, quantity),
+            "kept": final_metrics_chart(metrics_by_run, quantity),
         },
         metrics=_all_metrics(groups),
     )
@@ -95,7 +97,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     Raises:
         FileNotFoundError: If one holds no run.
     """
-    found: dict[Path, None] = {}
+    run_folders: dict[Path, None] = {}
     for folder in folders:
         runs = sorted(path.parent for path in folder.rglob("results.json"))
         if not runs:
@@ -104,8 +106,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
                 hint="Pass a folder that `lightning-fcl fit` has written.",
                 value=folder,
             )
-        found |= dict.fromkeys(runs)
-    return list(found)
+        run_folders |= dict.fromkeys(runs)
+    return list(run_folders)
 
 
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
@@ -129,8 +131,8 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 def _all_metrics(groups: RunsByName) -> list[list[str]]:
     """Return a table with a line for each metric of the server, of all clients together and of the federation."""
     models = ("server", "clients", "total")
-    every = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
-    names = [name for model in models for name in every if name.endswith(f"/{model}")]
+    all_names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
+    names = [name for model in models for name in all_names if name.endswith(f"/{model}")]
     lines = []
     for name in names:
         cells = (
@@ -201,11 +203,15 @@ def final_metrics_chart(
 ) -> Spec | None:
     """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
     rows: Points = []
-    titles = [named.heading for metric in (AVERAGE_ACCURACY, FORGETTING) if (named := metric.for_quantity(quantity))]
+    titles = [
+        quantity_metric.heading
+        for metric in (AVERAGE_ACCURACY, FORGETTING)
+        if (quantity_metric := metric.for_quantity(quantity))
+    ]
     for label, runs in metrics_by_run.items():
-        if both := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
-            value, lost = np.mean(both, axis=0).tolist()
-            rows.append({"row": label, "value": value, "forgetting": lost, "seeds": len(both)})
+        if metric_pairs := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
+            value, mean_forgetting = np.mean(metric_pairs, axis=0).tolist()
+            rows.append({"row": label, "value": value, "forgetting": mean_forgetting, "seeds": len(metric_pairs)})
     if len(rows) < 2:
         return None
     middle = (min(row["value"] for row in rows) + max(row["value"] for row in rows)) / 2
@@ -242,12 +248,12 @@ def comparison_points(table: Table) -> Points:
 
 def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Chart:
     """The points, the line on which ours is the paper's, and the band of what is near."""
-    every = [row[name] for row in rows for name in ("paper", "ours")]
-    low, high = min(every) - NEAR_TOLERANCE, max(every) + NEAR_TOLERANCE
+    numbers = [row[name] for row in rows for name in ("paper", "ours")]
+    low, high = min(numbers) - NEAR_TOLERANCE, max(numbers) + NEAR_TOLERANCE
     axis = alt.Scale(domain=[low, high], nice=False)
     x = alt.X("paper:Q", scale=axis, title=f"the paper's number{scale}")
-    ours = "ours: mean, and two standard deviations over the seeds"
-    y, lowest = alt.Y("ours:Q", scale=axis, title=ours), alt.Y("low:Q", scale=axis, title=ours)
+    y_title = "ours: mean, and two standard deviations over the seeds"
+    y, lowest = alt.Y("ours:Q", scale=axis, title=y_title), alt.Y("low:Q", scale=axis, title=y_title)
     ends = [
         {"paper": end, "ours": end, "low": end - NEAR_TOLERANCE, "high": end + NEAR_TOLERANCE} for end in (low, high)
     ]
@@ -266,9 +272,9 @@ def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Char
 def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
     """The server in each round, and the mean of the clients that were tested in it; NaN in others."""
     whole, of_clients = np.full((2, 1 + max((entry["round"] for entry in record["rounds"]), default=-1)), np.nan)
-    every = curves(record)
-    if (server := every.get("server")) is not None:
+    curves_by_model = curves(record)
+    if (server := curves_by_model.get("server")) is not None:
         whole[server.rounds] = server.overall
-    for number, of in charts.client_curves(every).items():
-        of_clients[number] = np.mean([*of.values()])
+    for number, value_by_client in charts.client_curves(curves_by_model).items():
+        of_clients[number] = np.mean([*value_by_client.values()])
     return whole, of_clients

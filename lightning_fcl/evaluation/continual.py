@@ -23,8 +23,8 @@ def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
     counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
 
     def on(groups: Iterable[int]) -> FloatArray:
-        chosen = sorted(set(groups))
-        return np.asarray(counts[..., chosen].sum(axis=-1) / (sizes[chosen].sum() or np.nan))
+        group_indices = sorted(set(groups))
+        return np.asarray(counts[..., group_indices].sum(axis=-1) / (sizes[group_indices].sum() or np.nan))
 
     return on
 
@@ -58,8 +58,8 @@ def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Lite
     numbers = np.asarray(experience, dtype=np.int64)
     matrix = np.full((len(tasks), len(tasks)), np.nan)
     for t in np.unique(numbers):
-        chosen = on_task[numbers == t]
-        matrix[t] = chosen.mean(axis=0) if rounds == "mean" else chosen[-1]
+        task_values = on_task[numbers == t]
+        matrix[t] = task_values.mean(axis=0) if rounds == "mean" else task_values[-1]
     return matrix
 
 
@@ -68,8 +68,8 @@ def stream_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArr
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
-        seen = {group for groups in tasks[: i + 1] for group in groups}
-        result[i] = on(seen)[numbers == i][-1]
+        seen_groups = {group for groups in tasks[: i + 1] for group in groups}
+        result[i] = on(seen_groups)[numbers == i][-1]
     return result
 
 

@@ -89,8 +89,8 @@ def matrices(record: Record, rounds: Literal["mean", "last"] = "mean") -> dict[s
         >>> matrices(record)["a"].tolist()
         [[1.0, 0.0], [0.1, 0.8]]
     """
-    several = [history for history in model_histories(record, get_quantity(record)) if len(history.tasks) > 1]
-    return {one.model: one.mean_matrix if rounds == "mean" else one.last_matrix for one in several}
+    histories = [history for history in model_histories(record, get_quantity(record)) if len(history.tasks) > 1]
+    return {one.model: one.mean_matrix if rounds == "mean" else one.last_matrix for one in histories}
 
 
 def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
@@ -138,11 +138,11 @@ def task_curves(record: Record) -> tuple[FloatArray, FloatArray]:
     """
     by_client = [matrix for model, matrix in matrices(record, rounds="last").items() if model != "server"]
     longest = max(map(len, by_client), default=0)
-    accuracy, forgotten = np.full(longest, np.nan), np.full(longest, np.nan)
+    accuracy, forgetting_values = np.full(longest, np.nan), np.full(longest, np.nan)
     for t in range(1, longest + 1):
         long_enough = [matrix for matrix in by_client if len(matrix) >= t]
         accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in long_enough])
         if t > 1:
             sign = get_quantity(record).sign
-            forgotten[t - 1] = finite_mean([forgetting(sign * matrix, t) for matrix in long_enough])
-    return accuracy, forgotten
+            forgetting_values[t - 1] = finite_mean([forgetting(sign * matrix, t) for matrix in long_enough])
+    return accuracy, forgetting_values

@@ -145,31 +145,33 @@ def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
         table: Of `leaderboard_row`, its rows called ``PROTOCOL METHOD``.
         notes: Of all methods of the protocol; those that were not run are left out.
     """
-    found = {method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows}
-    if not found:
+    cells_by_method = {
+        method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows
+    }
+    if not cells_by_method:
         return ""
-    columns = [metric for metric in COLUMNS if any(metric.name in cells for cells in found.values())]
-    told = list(dict.fromkeys(name for method in found for name in notes[method]))
+    columns = [metric for metric in COLUMNS if any(metric.name in cells for cells in cells_by_method.values())]
+    note_names = list(dict.fromkeys(name for method in cells_by_method for name in notes[method]))
     lines = [
         [
             method,
             *(cell_text(metric, cells[metric.name]) if metric.name in cells else "-" for metric in columns),
-            *(notes[method].get(name, "-") for name in told),
+            *(notes[method].get(name, "-") for name in note_names),
         ]
-        for method, cells in sorted(found.items(), key=lambda one: -(one[1]["last_accuracy"].mean or 0.0))
+        for method, cells in sorted(cells_by_method.items(), key=lambda item: -(item[1]["last_accuracy"].mean or 0.0))
     ]
     heads = [f"{metric.heading}{_FORMATS[metric.unit][0]}" for metric in columns]
-    return markdown_table(["method", *heads, *told], lines)
+    return markdown_table(["method", *heads, *note_names], lines)
 
 
 def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
     """Accuracy against bytes and against seconds, a point for each method; nothing where fewer than two were run."""
     rows: Points = []
-    for method, told in notes.items():
+    for method, method_notes in notes.items():
         if cells := table.rows.get(f"{protocol} {method}"):
             mean = {name: cell.mean or 0.0 for name, cell in cells.items()}
             traffic = (mean["upload_bytes"] + mean["download_bytes"]) / 1e6
-            point = {"method": method, "accuracy": mean["last_accuracy"], "logits": told.get("logits", "-")}
+            point = {"method": method, "accuracy": mean["last_accuracy"], "logits": method_notes.get("logits", "-")}
             rows.append(point | {"traffic": traffic, "seconds": mean["seconds"]})
     if len(rows) < 2:
         return None
@@ -182,21 +184,21 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
     """Accuracy against a cost."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
-    across = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
-    x, up = alt.X(f"{cost}:Q", title=title, scale=across), alt.Scale(domain=[low, high], nice=False)
-    base = charts.get_chart("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=up))
+    x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
+    x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)
+    base = charts.get_chart("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=y_scale))
     points = base.mark_point(filled=True, size=60, opacity=0.9)
     points = points.encode(color=charts.color_scale("logits", kinds), shape=charts.shape("logits", kinds))
-    middle, beside = math.exp(sum(ends) / 2), f"beside {cost}"
-    _set_apart(rows, cost, beside, ends, (low, high))
-    names = charts.label_points(base.encode(y=alt.Y(f"{beside}:Q", scale=up)), "method", cost, middle)
+    middle, name_field = math.exp(sum(ends) / 2), f"beside {cost}"
+    _set_apart(rows, cost, name_field, ends, (low, high))
+    names = charts.label_points(base.encode(y=alt.Y(f"{name_field}:Q", scale=y_scale)), "method", cost, middle)
     return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis, a little beyond the values."""
-    beyond = 0.08 * (max(values) - min(values)) or 0.1
-    return min(values) - beyond, max(values) + beyond
+    margin = 0.08 * (max(values) - min(values)) or 0.1
+    return min(values) - margin, max(values) + margin
 
 
 def _set_apart(rows: Points, cost: str, beside: str, across: tuple[float, float], up: tuple[float, float]) -> None:
@@ -206,9 +208,9 @@ def _set_apart(rows: Points, cost: str, beside: str, across: tuple[float, float]
         x = _WIDTH * (math.log(row[cost]) - across[0]) / (across[1] - across[0])
         y = _HEIGHT * (up[1] - row["accuracy"]) / (up[1] - up[0])
         wide = 8 + 6.5 * len(row["method"])
-        left, right = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
-        for other in sorted(height for start, end, height in places if start < right and left < end):
+        left_edge, right_edge = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
+        for other in sorted(height for start, end, height in places if start < right_edge and left_edge < end):
             if abs(other - y) < _LINE:
                 y = other + _LINE
-        places.append((left, right, y))
+        places.append((left_edge, right_edge, y))
         row[beside] = up[1] - y * (up[1] - up[0]) / _HEIGHT

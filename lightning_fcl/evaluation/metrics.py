@@ -85,8 +85,8 @@ def _training(evaluation: Evaluation) -> Iterator[Score]:
 
 
 def _client_state_bytes(evaluation: Evaluation) -> Iterator[Score]:
-    if kept := evaluation.record.get("kept_bytes"):
-        yield Score("clients", finite_mean(list(kept.values())))
+    if bytes_by_client := evaluation.record.get("kept_bytes"):
+        yield Score("clients", finite_mean(list(bytes_by_client.values())))
 
 
 def _upload_bytes(evaluation: Evaluation) -> Iterator[Score]:
@@ -288,8 +288,8 @@ def metrics_for(quantity: Quantity, metrics: Sequence[Metric] | None = None) -> 
         >>> [metric.name for metric in metrics_for(Quantity("MSE", higher_is_better=False), [FORGETTING])]
         ['forgetting_MSE']
     """
-    found = (metric.for_quantity(quantity) for metric in (METRICS if metrics is None else metrics))
-    return [metric for metric in found if metric is not None]
+    quantity_metrics = (metric.for_quantity(quantity) for metric in (METRICS if metrics is None else metrics))
+    return [metric for metric in quantity_metrics if metric is not None]
 
 
 def describe() -> dict[str, str]:
@@ -314,5 +314,5 @@ def find_metric(key: str, quantities: Sequence[Quantity] = (ACCURACY,)) -> Metri
         'B'
     """
     names = (key.rpartition("/")[0], key)
-    known = [metric for quantity in quantities for metric in metrics_for(quantity)]
-    return next((metric for name in names for metric in known if metric.matches(name)), None)
+    candidates = [metric for quantity in quantities for metric in metrics_for(quantity)]
+    return next((metric for name in names for metric in candidates if metric.matches(name)), None)

@@ -51,16 +51,16 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
     """
     paths = []
     for figure in figures:
-        every: Mapping[str, Mapping[str, str]] = figure["panels"]
-        missing = dict.fromkeys(row for of in every.values() for row in of.values() if not results_by_row.get(row))
+        all_panels: Mapping[str, Mapping[str, str]] = figure["panels"]
+        missing = dict.fromkeys(row for of in all_panels.values() for row in of.values() if not results_by_row.get(row))
         panels = {
             name: {label: (row, results_by_row[row]) for label, row in of.items()}
-            for name, of in every.items()
+            for name, of in all_panels.items()
             if not {*of.values()} & {*missing}
         }
         if missing:
-            what = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
-            print(f"{what} left out: not run: {', '.join(missing)}.", file=sys.stderr)
+            subject = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
+            print(f"{subject} left out: not run: {', '.join(missing)}.", file=sys.stderr)
         if panels:
             draw = FIGURE_KINDS[figure["kind"] + (" of experiences" if figure.get("experiences") else "")]
             paths.append(charts.write_png(safe_join(out, figure["file"]), draw(panels, figure.get("title", ""))))
@@ -95,12 +95,12 @@ def _wrapped(name: str, letters: int = 34) -> str:
 
 def _alike(points: Points) -> dict[str, str]:
     """For each line the names of all that have the same points: they are drawn as one."""
-    of: dict[str, list[Any]] = {}
+    points_by_line: dict[str, list[Any]] = {}
     for point in points:
-        of.setdefault(point["line"], []).append({**point, "line": ""})
+        points_by_line.setdefault(point["line"], []).append({**point, "line": ""})
     groups: dict[str, list[str]] = {}
-    for line, found in of.items():
-        groups.setdefault(repr(found), []).append(line)
+    for line, line_points in points_by_line.items():
+        groups.setdefault(repr(line_points), []).append(line)
     return {line: _wrapped(", ".join(group)) for group in groups.values() for line in group}
 
 
@@ -111,9 +111,9 @@ def _merged(points: Points, names: dict[str, str]) -> Points:
 
 
 def draw_accuracy(panels: Panels, title: str) -> Spec:
-    called = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
-    names = max(called, key=len)
-    if any(names[: len(other)] != other for other in called):  # only their numbers are common to all
+    name_lists = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
+    names = max(name_lists, key=len)
+    if any(names[: len(other)] != other for other in name_lists):  # only their numbers are common to all
         names = [str(number + 1) for number in range(len(names))]
     names = [_wrapped(name, 14) for name in names]
     rows = _points(panels, lambda _, runs: over_seeds(stream_accuracies(run["record"]) for run in runs))
@@ -136,7 +136,7 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
                 value=row,
             )
     accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
-    lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
+    forgetting_points = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
     x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
     parts = []
     for data, metric in (("accuracy", AVERAGE_ACCURACY), ("lost", FORGETTING)):
@@ -144,15 +144,20 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
         zero = [base.mark_rule().encode(y=alt.datum(0))] if metric is FORGETTING else []
         layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean of the clients", scale)
         parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
-    beside = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
-    return spec(beside.properties(title=title), accuracy=accuracy, lost=lost)
+    combined_chart = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
+    return spec(combined_chart.properties(title=title), accuracy=accuracy, lost=forgetting_points)
 
 
 def draw_communication(panels: Panels, title: str) -> Spec:
     def volume(row: str, runs: Runs) -> Points:
         """Megabytes of all clients up, and from there those down, mean over the seeds."""
-        up, down = np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
-        return [{"way": "up", "begin": 0.0, "end": up}, {"way": "down", "begin": up, "end": up + down}]
+        upload_mb, download_mb = (
+            np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
+        )
+        return [
+            {"way": "up", "begin": 0.0, "end": upload_mb},
+            {"way": "down", "begin": upload_mb, "end": upload_mb + download_mb},
+        ]
 
     def times(row: str, runs: Runs) -> Points:
         seconds = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
@@ -172,18 +177,20 @@ def draw_communication(panels: Panels, title: str) -> Spec:
         bars = [{**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars]
         data |= {f"volumes {panel}": bars, f"times {panel}": _merged(points, names)}
         base = charts.get_chart(f"volumes {panel}").encode(y=alt.Y("row:N", title=None, sort=None))
-        drawn = base.mark_bar().encode(
+        bar_chart = base.mark_bar().encode(
             x=begin, x2="end:Q", color=charts.color_scale("line", _names(bars)), opacity=shade
         )
         total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
         total = total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r"))
         base = charts.get_chart(f"times {panel}").encode(x=bandwidth)
         _, *layers = charts.small_multiples(base, _names(bars), "communication time (s)", alt.Scale(type="log"))
-        both = alt.layer(drawn, total), alt.layer(*layers)
-        sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in both]
+        panel_charts = alt.layer(bar_chart, total), alt.layer(*layers)
+        sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in panel_charts]
         parts.append(alt.hconcat(*sized).properties(title=alt.Title(panel, anchor="start", fontWeight="bold")))
-    beside = alt.vconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
-    return spec(beside.properties(title=title), **data)
+    combined_chart = alt.vconcat(*parts).resolve_scale(
+        color="independent", shape="independent", strokeDash="independent"
+    )
+    return spec(combined_chart.properties(title=title), **data)
 
 
 def draw_volumes(panels: Panels, title: str) -> Spec:
@@ -202,14 +209,16 @@ def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spe
     rows: Points = []
     for panel, lines in panels.items():
         for label, (row, runs) in lines.items():
-            every = [run.get("densities", {}).get("experiences", []) for run in runs]
-            if not all(every):
+            density_entries = [run.get("densities", {}).get("experiences", []) for run in runs]
+            if not all(density_entries):
                 raise MissingValueError(
                     f"Expected `densities` in the results of row {row} but got none.",
                     hint="Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
                     argument="densities",
                 )
-            means = [np.mean([one["all"] for one in entries], axis=0) for entries in zip(*every, strict=False)]
+            means = [
+                np.mean([one["all"] for one in entries], axis=0) for entries in zip(*density_entries, strict=False)
+            ]
             names = experience_labels([run["record"] for run in runs]) if experiences else [label]
             for name, density in zip(names, means if experiences else means[-1:], strict=False):
                 points = charts.density_points(runs[0]["densities"]["edges"], density)

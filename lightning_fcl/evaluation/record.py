@@ -83,8 +83,8 @@ def get_quantity(record: Record) -> Quantity:
 
 def tested_models(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the test results of a round by model."""
-    found: Mapping[str, Any] = entry["values"] if "values" in entry else entry["correct"]
-    return found
+    results: Mapping[str, Any] = entry["values"] if "values" in entry else entry["correct"]
+    return results
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,13 @@ def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
         ({'a': [[0]]}, 1, False)
     """
     rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
-    ended = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
-    kept = {name: value for name, value in record.items() if name not in ended}
-    return {**kept, "tasks": {model: groups[:tasks] for model, groups in record["tasks"].items()}, "rounds": rounds}
+    final_fields = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
+    retained_fields = {name: value for name, value in record.items() if name not in final_fields}
+    return {
+        **retained_fields,
+        "tasks": {model: groups[:tasks] for model, groups in record["tasks"].items()},
+        "rounds": rounds,
+    }
 
 
 def server_first(models: Iterable[str]) -> list[str]:
@@ -196,15 +200,15 @@ def model_histories(record: Record, quantity: Quantity, before_fit: bool = True)
 def model_history(record: Record, model: str, quantity: Quantity, before_fit: bool = True) -> ModelHistory:
     """Return the history of a model, by default with the server's test before the first round."""
     entries = [entry for entry in record["rounds"] if model in tested_models(entry)]
-    found = [tested_models(entry)[model] for entry in entries]
+    results = [tested_models(entry)[model] for entry in entries]
     experience = [entry["experience"][model] for entry in entries]
     num_before_fit = int(before_fit and model == "server" and "start" in record)
     if num_before_fit:
-        found, experience = [record["start"], *found], [0, *experience]
+        results, experience = [record["start"], *results], [0, *experience]
     values = (
-        metric_values([one[quantity.name] for one in found])
+        metric_values([one[quantity.name] for one in results])
         if "measures" in record
-        else group_accuracy(found, record["totals"])
+        else group_accuracy(results, record["totals"])
     )
     tasks = record["tasks"][model]
     return ModelHistory(model, quantity, values, experience, tasks, len(record["groups"]), num_before_fit)

@@ -44,16 +44,16 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
     """The HTML of a run's page, of its ``results.json`` and, to copy, its recipe with every default."""
     record, metrics = results["record"], results["metrics"]
     quantities = get_quantities(record)
-    every, ends = curves(record), final_client_metrics(record)
+    curves_by_model, ends = curves(record), final_client_metrics(record)
     values = [value for _, value in ends]
-    worst = [[model_name(model), f"{value:.3f}", str(every[model].rounds[-1] + 1)] for model, value in ends]
+    worst = [[model_name(model), f"{value:.3f}", str(curves_by_model[model].rounds[-1] + 1)] for model, value in ends]
     kinds = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if not name.endswith("/total")))
     tested = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
     limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
-    drawn = {
-        "overview": overview_chart(record, every),
-        "over_time": rounds_chart(record, every),
-        "by_group": group_chart(record, every),
+    chart_specs = {
+        "overview": overview_chart(record, curves_by_model),
+        "over_time": rounds_chart(record, curves_by_model),
+        "by_group": group_chart(record, curves_by_model),
         "ends": final_metrics_chart(record, ends),
         "matrix": accuracy_matrix_chart(record),
         "kept_tasks": forgetting_chart(record),
@@ -69,7 +69,7 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         headlines=summary_metrics(results),
         against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
         quantity=quantities[0].name,
-        charts=drawn,
+        charts=chart_specs,
         spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
         worst_off=worst[:_WORST] if len(worst) > _WORST else [],
         left_out=[*_left_out(record)],
@@ -94,18 +94,20 @@ def _against(name: str, ours: float | None, paper: float) -> list[str | tuple[st
 def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
     """Whose upload did not count in which round, and why."""
     for entry in record["rounds"]:
-        why = [
+        reasons = [
             *entry.get("dropped", {}).items(),
             *((one, "its loss was not finite") for one in entry.get("diverged", [])),
         ]
-        why += [(one, f"nodes that say they are it: {format_names(of)}") for one, of in entry.get("claims", {}).items()]
-        yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in why)
+        reasons += [
+            (one, f"nodes that say they are it: {format_names(of)}") for one, of in entry.get("claims", {}).items()
+        ]
+        yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in reasons)
 
 
 def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> list[list[str]]:
     """Return the heading, the value and the description of each metric of the whole federation."""
-    found = [(find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
-    return [[one.heading, format_value(value, one.unit), one.about] for one, value in found if one]
+    metric_values = [(find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
+    return [[one.heading, format_value(value, one.unit), one.about] for one, value in metric_values if one]
 
 
 def overview_chart(record: Record, every: Curves) -> Spec | None:
@@ -174,16 +176,16 @@ def group_chart(record: Record, every: Curves) -> Spec | None:
 
 def accuracy_matrix_chart(record: Record) -> Spec | None:
     """The value on each task after each task, of the model that is chosen."""
-    found, quantity = matrices(record), get_quantity(record)
-    if not found:
+    matrix_by_model, quantity = matrices(record), get_quantity(record)
+    if not matrix_by_model:
         return None
-    longest = max(map(len, found.values()))
-    models = _first(found, longest**2)
+    longest = max(map(len, matrix_by_model.values()))
+    models = _first(matrix_by_model, longest**2)
     rows = [
         {"model": model, "after": after + 1, "on": on + 1, "value": value, "groups": task_name(record, model, on)}
         | {"is": "learnt" if on <= after else "not learnt yet"}
         for model in models
-        for (after, on), value in np.ndenumerate(found[model])
+        for (after, on), value in np.ndenumerate(matrix_by_model[model])
         if np.isfinite(value)
     ]
     base = charts.get_chart("rows").encode(
@@ -205,14 +207,16 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
 
 def forgetting_chart(record: Record) -> Spec | None:
     """Each task right after it was learnt, and at the end: the length between is what was forgotten."""
-    found, quantity = matrices(record, rounds="last"), get_quantity(record)
-    models = _first(found, max(map(len, found.values()), default=1))
+    matrix_by_model, quantity = matrices(record, rounds="last"), get_quantity(record)
+    models = _first(matrix_by_model, max(map(len, matrix_by_model.values()), default=1))
     ways = ("after its own rounds", "at the end")
     rows = [
         {"model": model, "task": task + 1, "groups": task_name(record, model, task), "value": value, "when": when}
         | dict(zip(ways, both, strict=True))
         for model in models
-        for task, both in enumerate(zip(found[model].diagonal().tolist(), found[model][-1].tolist(), strict=True))
+        for task, both in enumerate(
+            zip(matrix_by_model[model].diagonal().tolist(), matrix_by_model[model][-1].tolist(), strict=True)
+        )
         for when, value in zip(ways, both, strict=True)
         if np.isfinite(both).all()
     ]
@@ -302,10 +306,10 @@ def _server(record: Record, every: Curves) -> Points:
     """The server on the whole test set, and with several tasks on what was learnt, round by round."""
     if (server := every.get("server")) is None:
         return []
-    shown = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
+    series = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
     return [
         {"round": number + 1, "line": line, "value": value}
-        for line, values in shown
+        for line, values in series
         for number, value in zip(server.rounds.tolist(), values.tolist(), strict=True)
     ]
 
@@ -313,11 +317,11 @@ def _server(record: Record, every: Curves) -> Points:
 def _spread(record: Record, every: Curves) -> Points:
     """The clients that were tested in each round, on what they had learnt by then."""
     rows, way = [], get_quantity(record).sign
-    for number, of in charts.client_curves(every).items():
-        values = way * np.array([*of.values()])
+    for number, value_by_client in charts.client_curves(every).items():
+        values = way * np.array([*value_by_client.values()])
         quarters = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))
-        who = model_name(min(of, key=lambda client: way * of[client]))
-        counts = {"worst client": who, "clients": len(values)}
+        worst_client = model_name(min(value_by_client, key=lambda client: way * value_by_client[client]))
+        counts = {"worst client": worst_client, "clients": len(values)}
         rows.append({"round": number + 1, "mean": way * values.mean(), **counts, **quarters})
     return rows
 

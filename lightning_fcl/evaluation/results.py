@@ -59,8 +59,10 @@ class RecordFile:
             self._begin()  # another fit's
         lines = [] if rest == self._rest else [{"rest": rest}]
         for entry in rounds[self._number :]:
-            same = entry["experience"] is self._last.get("experience")  # of many clients, written once
-            lines.append({name: value for name, value in entry.items() if not (same and name == "experience")})
+            is_same_experience = entry["experience"] is self._last.get("experience")  # of many clients, written once
+            lines.append(
+                {name: value for name, value in entry.items() if not (is_same_experience and name == "experience")}
+            )
             self._last = entry
         data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         append(self.path, self._size, data)
@@ -142,17 +144,17 @@ def is_complete(folder: Path) -> bool:
     """Whether a run is finished: its seal is there and understood, and each file as the seal says."""
     try:
         digests = read_checksums(folder / _SEAL)
-        same = all(sha256(safe_join(folder, name)) == digest for name, digest in digests.items())
+        is_unchanged = all(sha256(safe_join(folder, name)) == digest for name, digest in digests.items())
     except (OSError, ValueError):
         return False
-    return same and "results.json" in digests
+    return is_unchanged and "results.json" in digests
 
 
 def find_run_folder(config: Path) -> Path | None:
     """The folder of the run whose recipe a file is, if it is one's."""
     folder = config.parent
-    begun = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
-    return folder if config.name == CONFIG and begun else None
+    has_started = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
+    return folder if config.name == CONFIG and has_started else None
 
 
 def clear_run(folder: Path) -> None:

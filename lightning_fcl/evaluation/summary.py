@@ -75,26 +75,28 @@ def format_value(value: float, unit: Unit = "") -> str:
 def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
     """Return at most five main numbers of a run."""
     record, metrics = results["record"], results["metrics"]
-    quantity, found = get_quantity(record), list[SummaryMetric]()
+    quantity, summaries = get_quantity(record), list[SummaryMetric]()
     for metric, notes in _HEADLINES:
-        if named := metric.for_quantity(quantity):
-            values = ((metrics.get(f"{named.name}/{model}"), note) for model, note in notes.items())
-            shown = [
-                SummaryMetric(named.heading, value, note, named.unit) for value, note in values if value is not None
+        if quantity_metric := metric.for_quantity(quantity):
+            values = ((metrics.get(f"{quantity_metric.name}/{model}"), note) for model, note in notes.items())
+            available_metrics = [
+                SummaryMetric(quantity_metric.heading, value, note, quantity_metric.unit)
+                for value, note in values
+                if value is not None
             ]
-            found += shown[:1]
+            summaries += available_metrics[:1]
     if len(ends := final_client_metrics(record)) > 1:
         client, value = ends[0]
-        found.append(SummaryMetric("worst-off client", value, f"{model_name(client)}, on all that it has learnt"))
-    if moved := sum(metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)):
-        found.append(SummaryMetric("traffic", moved, "all clients and rounds, up and down", "B"))
-    return found
+        summaries.append(SummaryMetric("worst-off client", value, f"{model_name(client)}, on all that it has learnt"))
+    if traffic_bytes := sum(metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)):
+        summaries.append(SummaryMetric("traffic", traffic_bytes, "all clients and rounds, up and down", "B"))
+    return summaries
 
 
 def final_client_metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return the last value of each client on all groups that it has learned, the worst client first."""
-    every = {model: curve.seen_classes for model, curve in curves(record).items() if model != "server"}
-    ends = [(model, float(values[-1])) for model, values in every.items() if np.isfinite(values[-1])]
+    values_by_client = {model: curve.seen_classes for model, curve in curves(record).items() if model != "server"}
+    ends = [(model, float(values[-1])) for model, values in values_by_client.items() if np.isfinite(values[-1])]
     return sorted(ends, key=lambda end: get_quantity(record).sign * end[1])
 
 
@@ -169,8 +171,16 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
         )
     slowest = []
     for entry in record["rounds"]:
-        up, down = (entry.get(way, {}) for way in DIRECTIONS)
-        slowest.append(max((up.get(client, 0) + down.get(client, 0) for client in {*up, *down}), default=0))
+        upload_bytes, download_bytes = (entry.get(way, {}) for way in DIRECTIONS)
+        slowest.append(
+            max(
+                (
+                    upload_bytes.get(client, 0) + download_bytes.get(client, 0)
+                    for client in {*upload_bytes, *download_bytes}
+                ),
+                default=0,
+            )
+        )
     return float((np.asarray(slowest, dtype=np.float64) / bandwidth).sum())
 
 
@@ -216,5 +226,5 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
     sign, tested = get_quantity(record).sign, curves(record).get(model)
     if tested is None:
         return float("inf")
-    reached = times[tested.rounds][sign * tested.overall >= sign * value]
-    return float(reached[0]) if len(reached) else float("inf")
+    matching_times = times[tested.rounds][sign * tested.overall >= sign * value]
+    return float(matching_times[0]) if len(matching_times) else float("inf")

@@ -132,11 +132,11 @@ class Table:
 
     @property
     def verdict_counts(self) -> VerdictCounts:
-        found = [cell.verdict for _, _, cell in self.paper_cells]
+        verdicts = [cell.verdict for _, _, cell in self.paper_cells]
         return VerdictCounts(
-            num_near=found.count("near"),
-            num_within_spread=found.count("spread"),
-            num_outside=found.count("outside"),
+            num_near=verdicts.count("near"),
+            num_within_spread=verdicts.count("spread"),
+            num_outside=verdicts.count("outside"),
         )
 
     def select_metrics(self, metrics: Sequence[str]) -> Table:
@@ -152,8 +152,8 @@ class Table:
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     """``{row: {metric: cell}}``: every metric of each recipe row, seed by seed, and what the paper has."""
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for one in results:
-        row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
+    for result in results:
+        row, seed = result["recipe"]["row"] if result["recipe"] else result["command"], result["seed"]
         if seed in rows.setdefault(row, {}):
             raise InvalidValueError(
                 f"Expected one run per row and seed but got two of {row}, seed {seed}.",
@@ -161,16 +161,16 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
                 argument="seed",
                 value=seed,
             )
-        rows[row][seed] = one
-    found: dict[str, dict[str, Cell]] = {}
+        rows[row][seed] = result
+    cells_by_row: dict[str, dict[str, Cell]] = {}
     for row, runs in rows.items():
         names = dict.fromkeys(name for run in runs.values() for name in (*run["metrics"], *run["expected"]))
         papers = {name: value for run in reversed(runs.values()) for name, value in run["expected"].items()}
         values = {
             name: {s: run["metrics"][name] for s, run in runs.items() if name in run["metrics"]} for name in names
         }
-        found[row] = {name: Cell(values[name], papers.get(name)) for name in names}
-    return found
+        cells_by_row[row] = {name: Cell(values[name], papers.get(name)) for name in names}
+    return cells_by_row
 
 
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
@@ -181,13 +181,13 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
     task. Only where all those rows were run.
     """
     curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
-    found = {row: _cells("accuracy", of) for row, of in curves.items()}
+    cells_by_row = {row: _cells("accuracy", of) for row, of in curves.items()}
     if {*gains["of"], *gains["over"]} <= {*results}:
         for row in gains["of"]:
             seeds = [seed for seed in curves[row] if all(seed in curves[other] for other in gains["over"])]
             means = {seed: np.mean([curves[other][seed] for other in gains["over"]], axis=0) for seed in seeds}
-            found[row] |= _cells("gain", {s: curves[row][s] / means[s] - 1 for s in seeds}, gains["paper"])
-    return replace(table, rows={row: {**cells, **found[row]} for row, cells in table.rows.items()})
+            cells_by_row[row] |= _cells("gain", {s: curves[row][s] / means[s] - 1 for s in seeds}, gains["paper"])
+    return replace(table, rows={row: {**cells, **cells_by_row[row]} for row, cells in table.rows.items()})
 
 
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
@@ -221,8 +221,8 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 def read_table(path: str | Path) -> Table:
     """Read and check a ``table.json``."""
-    path, again = Path(path), "Write the table with `lightning-fcl reproduce`."
-    content = read_json(path, "a table in ", _FORMAT, again)
+    path, hint = Path(path), "Write the table with `lightning-fcl reproduce`."
+    content = read_json(path, "a table in ", _FORMAT, hint)
     try:
         rows = {
             row: {
@@ -237,7 +237,7 @@ def read_table(path: str | Path) -> Table:
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected {path} to hold a table but got: {error!r}.", hint=again, value=path
+            f"Expected {path} to hold a table but got: {error!r}.", hint=hint, value=path
         ) from error
 
 

@@ -48,17 +48,17 @@ ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 def state_tensors(module: nn.Module) -> State:
     """The live tensors of a module's state by name, each once: tied weights go by their first name."""
     state: State = {}
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(value, Tensor):
-            what = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
+            description = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
             raise InvalidValueError(
-                f"Expected a state of tensors but `{name}` is {what}, which no mean can take.",
+                f"Expected a state of tensors but `{name}` is {description}, which no mean can take.",
                 hint="Store the value in a buffer, with `register_buffer`.",
                 argument=name,
             )
-        if id(value) not in seen:
-            seen.add(id(value))
+        if id(value) not in seen_ids:
+            seen_ids.add(id(value))
             state[name] = value
     return state
 
@@ -75,18 +75,21 @@ def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
     """Refuse a state that a module cannot have: another one's, or one that is not finite."""
-    known: State = module.state_dict()
-    missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
+    expected_state: State = module.state_dict()
+    missing, unknown = (
+        [name for name in expected_state if name not in state],
+        [name for name in state if name not in expected_state],
+    )
     if missing or unknown:
-        what = [f"no {format_code_names(missing)}"] * bool(missing) + [
+        differences = [f"no {format_code_names(missing)}"] * bool(missing) + [
             f"{format_code_names(unknown)} beside it"
         ] * bool(unknown)
         raise InvalidValueError(
-            f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}.",
+            f"Expected the state of this {type(module).__name__} but there is {' and '.join(differences)}.",
             hint="Build the module with the arguments with which it was saved.",
             argument=(missing or unknown)[0],
         )
-    for name, tensor in known.items():
+    for name, tensor in expected_state.items():
         value = state[name]
         if not isinstance(value, Tensor):
             raise InvalidValueError(
@@ -132,8 +135,8 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
 def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
     """Give every entry of a state its reduction: by the last rule that matches its name; else ``mean``."""
     reductions = dict.fromkeys(state, BUILT_IN_REDUCTIONS["mean"])
-    for pattern, given in (item for rule in rules for item in rule.items()):
-        reduction = get_reduction(pattern, given)
+    for pattern, reduction_or_name in (item for rule in rules for item in rule.items()):
+        reduction = get_reduction(pattern, reduction_or_name)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
             raise InvalidValueError(
@@ -149,10 +152,12 @@ def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> di
 
 def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> dict[str, Reduction]:
     """The reduction of every entry of a module's state: by its own ``reductions``, with ``rules`` going over it."""
-    own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
-    if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
-        own = {}  # the module's own, of another meaning
-    return assign_reductions(state_tensors(module), own, rules or {})
+    module_rules: object = getattr(module, "reductions", {})  # a property is asked anew in each round
+    if not (
+        isinstance(module_rules, Mapping) and all(isinstance(given, str | Reduction) for given in module_rules.values())
+    ):
+        module_rules = {}  # the module's own, of another meaning
+    return assign_reductions(state_tensors(module), module_rules, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
@@ -340,9 +345,9 @@ class Aggregator:
                     hint="Define `sync` in the accumulator, or train with `devices=1`.",
                 )
             accumulator.sync(ranks)
-        told = ranks.all_gather_object((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
-        self._numbers = [number for numbers, _ in told for number in numbers]
-        for name, mask in [item for _, masks in told for item in masks.items()]:
+        rank_values = ranks.all_gather_object((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
+        self._numbers = [number for numbers, _ in rank_values for number in numbers]
+        for name, mask in [item for _, masks in rank_values for item in masks.items()]:
             self._aside[name] = mask | self._aside[name].cpu() if name in self._aside else mask
         self.num_uploads = len(self._numbers)
 

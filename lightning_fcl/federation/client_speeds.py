@@ -53,15 +53,22 @@ class Speed:
 
     def seconds(self, samples: int, download_bytes: float, upload_bytes: float) -> float:
         """Seconds from the beginning of the download to the end of the upload; samples count as often as they train."""
-        down = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
-        up = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
-        return self.latency + down + samples * (self.seconds_per_sample or 0.0) + up
+        download_seconds = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
+        upload_seconds = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
+        return self.latency + download_seconds + samples * (self.seconds_per_sample or 0.0) + upload_seconds
 
     def scale(self, compute: float, link: float) -> Speed:
         """A client that takes so many times as long to compute, and to send and receive."""
-        up, down = (None if b is None else b / link for b in (self.upload_bandwidth, self.download_bandwidth))
-        own = self.seconds_per_sample
-        return Speed(None if own is None else own * compute, up, down, self.latency)
+        upload_bandwidth, download_bandwidth = (
+            None if b is None else b / link for b in (self.upload_bandwidth, self.download_bandwidth)
+        )
+        seconds_per_sample = self.seconds_per_sample
+        return Speed(
+            None if seconds_per_sample is None else seconds_per_sample * compute,
+            upload_bandwidth,
+            download_bandwidth,
+            self.latency,
+        )
 
 
 _FIELDS = tuple(field.name for field in fields(Speed))
@@ -115,11 +122,11 @@ class Speeds:
             _check_number(name, value)
         self.spread = spread
         self.variation = variation
-        given = {str(client): own for client, own in (clients or {}).items()}
-        read = _read(Path(file)) if file is not None else {}
+        client_speeds = {str(client): own for client, own in (clients or {}).items()}
+        file_speeds = _read(Path(file)) if file is not None else {}
         self.per_client = {
-            client: {**_checked(client, read.get(client, {})), **_checked(client, given.get(client, {}))}
-            for client in {**read, **given}
+            client: {**_checked(client, file_speeds.get(client, {})), **_checked(client, client_speeds.get(client, {}))}
+            for client in {**file_speeds, **client_speeds}
         }
         self._speeds = {client: replace(self.typical, **own) for client, own in self.per_client.items()}
 
@@ -154,12 +161,12 @@ class Speeds:
 
     def hparams(self) -> dict[str, Any]:
         """The numbers, for checkpoints; those of clients' own, which may be many, as their digest."""
-        own = (
+        digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]
             if self.per_client
             else None
         )
-        return {**vars(self.typical), "spread": self.spread, "variation": self.variation, "clients": own}
+        return {**vars(self.typical), "spread": self.spread, "variation": self.variation, "clients": digest}
 
 
 def _factor(sigma: float, seed: int, *parts: str | int) -> float:
@@ -171,9 +178,9 @@ def _factor(sigma: float, seed: int, *parts: str | int) -> float:
 def _check_number(name: str, value: object, above_zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and above_zero):  # type: ignore[operator]
-        least = "above" if above_zero else "at least"
+        comparison = "above" if above_zero else "at least"
         raise InvalidValueError(
-            f"Expected `{name}` to be a finite number {least} 0 but got {value}.", argument=name, value=value
+            f"Expected `{name}` to be a finite number {comparison} 0 but got {value}.", argument=name, value=value
         )
 
 
@@ -197,12 +204,12 @@ _AGAIN = "Save the file as CSV, in UTF-8."
 def _read(path: Path) -> dict[str, Any]:
     """The clients' own numbers of a file, as they stand there."""
     if path.suffix != ".csv":
-        found = read_yaml(path)
-        if not isinstance(found, Mapping):
+        content = read_yaml(path)
+        if not isinstance(content, Mapping):
             raise InvalidValueError(
-                f"Expected {path} to map clients to their speeds but got {found!r:.100}.", value=path
+                f"Expected {path} to map clients to their speeds but got {content!r:.100}.", value=path
             )
-        return {str(client): own for client, own in found.items()}
+        return {str(client): own for client, own in content.items()}
     try:
         rows = list(csv.DictReader(read_lines(path, _AGAIN)))
     except csv.Error as error:

@@ -156,11 +156,11 @@ class ClientStore:
             return state
         try:
             with safe_open(regular_file(path), "pt") as file:
-                about: Mapping[str, str] = file.metadata() or {}
+                metadata: Mapping[str, str] = file.metadata() or {}
                 # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise,
                 # and empty tensors of several types share an address, which `torch.save` refuses.
                 flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            check(about.get("checksum") == _checksum(client, flat), "its checksum is another")
+            check(metadata.get("checksum") == _checksum(client, flat), "its checksum is another")
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedFileError(
                 f"Expected the state of client {client} in {path} to be as it was written but {error}.",
@@ -186,19 +186,19 @@ class ClientStore:
     def commit_round(self) -> None:
         """Keep the states of the round for good."""
         self.sync()
-        for client, before in (self._before or {}).items():
-            if before is not None and self._folder is not None:
+        for client, previous_state in (self._before or {}).items():
+            if previous_state is not None and self._folder is not None:
                 self._aside(client).unlink(missing_ok=True)
         self._before = None
 
     def roll_back_round(self) -> None:
         """Let clients keep what they had when the round began."""
-        replaced, self._before = self._before or {}, None
-        for client, before in replaced.items():
-            if before is None:
+        previous_states, self._before = self._before or {}, None
+        for client, previous_state in previous_states.items():
+            if previous_state is None:
                 self.delete(client)
             elif self._folder is None:
-                self._states[client] = before
+                self._states[client] = previous_state
             else:
                 os.replace(self._aside(client), self._path(client))
 
@@ -209,10 +209,10 @@ class ClientStore:
         if self._folder is None:
             self._before[client] = self._states.get(client)
             return
-        known = self._path(client).exists()
-        if known:
+        has_file = self._path(client).exists()
+        if has_file:
             os.replace(self._path(client), self._aside(client))
-        self._before[client] = {} if known else None
+        self._before[client] = {} if has_file else None
 
     def _aside(self, client: str) -> Path:
         return self._path(client).with_suffix(".before")

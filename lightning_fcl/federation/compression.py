@@ -64,19 +64,19 @@ class Compression(UpdateCodec, ABC):
         self._setting = setting
 
     def encode(self, uploads: Uploads) -> None:
-        before = [kept.get(RESIDUAL, {}) for kept in uploads.kept]
-        uploads.memories[RESIDUAL] = after = [dict(residual) for residual in before]
+        previous_residuals = [kept.get(RESIDUAL, {}) for kept in uploads.kept]
+        uploads.memories[RESIDUAL] = updated_residuals = [dict(residual) for residual in previous_residuals]
         for name in [name for name in uploads.values if self.codes(name, self._setting)]:
             update = uploads.update(name)
             if uploads.are_updates:
                 update = update.clone()
-            for row, residual in zip(update, before, strict=True):
+            for row, residual in zip(update, previous_residuals, strict=True):
                 if name in residual and residual[name].shape == row.shape:
                     row += residual[name].to(row.device)
             code = Code(self, self.compress(update.reshape(len(update), -1)), update[0])
             del uploads.values[name]
             uploads.codes[name] = code
-            for memory, row in zip(after, update - code.decoded(), strict=True):
+            for memory, row in zip(updated_residuals, update - code.decoded(), strict=True):
                 memory[name] = row.clone()  # A row alone would keep those of all clients in memory.
 
 
@@ -122,8 +122,8 @@ class TopK(Compression):
         if k == n:
             return tensors
         if _mask_is_shorter(k, n):
-            chosen = torch.zeros(updates.shape, dtype=torch.bool, device=updates.device)
-            return {**tensors, "mask": pack_mask(chosen.scatter_(1, positions, True))}
+            mask = torch.zeros(updates.shape, dtype=torch.bool, device=updates.device)
+            return {**tensors, "mask": pack_mask(mask.scatter_(1, positions, True))}
         return {**tensors, "positions": positions.int()}
 
     def decompress(self, tensors: State, like: Tensor) -> Tensor:
@@ -133,10 +133,10 @@ class TopK(Compression):
         if k == n:
             return values
         if "mask" in tensors:
-            chosen = unpack_mask(tensors["mask"], n)
-            if not bool((chosen.sum(dim=1) == k).all()):
+            mask = unpack_mask(tensors["mask"], n)
+            if not bool((mask.sum(dim=1) == k).all()):
                 raise InvalidValueError(f"Expected the positions of {k} elements of a code but got another number.")
-            positions = chosen.nonzero()[:, 1].view(len(values), k)
+            positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
             positions = tensors["positions"].long()
             if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
@@ -293,8 +293,8 @@ class RoundRecord:
         parts = [vars(record) for record in ranks.all_gather_object(self)]
         for name, value in vars(self).items():
             if isinstance(value, dict):
-                found = [item for part in parts for item in part[name].items()]
+                entries = [item for part in parts for item in part[name].items()]
                 value.clear()
-                value.update(sorted(found, key=lambda item: order.get(item[0], -1)))
+                value.update(sorted(entries, key=lambda item: order.get(item[0], -1)))
             elif isinstance(value, list):
                 value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))

@@ -73,20 +73,20 @@ class ExactSum:
 
     def _add(self, rows: Tensor, weights: ExactWeights) -> None:
         if len(rows) == 1:
-            for piece, part in zip(self._pieces, _split(rows[0], self._step), strict=False):
-                piece.add(part, weights, None, self._entry)
+            for piece, chunk in zip(self._pieces, _split(rows[0], self._step), strict=False):
+                piece.add(chunk, weights, None, self._entry)
             return
         wide = rows.dtype is torch.float64
-        together = 1 << 9 if wide else max(1, min(CHUNK_SIZE // max(1, self.size), 1 << 9))
-        factors = _split(weights.column.to(self._device), together)
+        num_rows = 1 << 9 if wide else max(1, min(CHUNK_SIZE // max(1, self.size), 1 << 9))
+        factors = _split(weights.column.to(self._device), num_rows)
         for piece, columns in zip(self._pieces, _split(rows, self._step, dim=1), strict=False):
-            for part, factor in zip(_split(columns, together), factors, strict=True):
-                piece.add(part, weights, factor, self._entry)
+            for chunk, factor in zip(_split(columns, num_rows), factors, strict=True):
+                piece.add(chunk, weights, factor, self._entry)
 
     def add_multiples(self, values: Tensor, unit: float) -> None:
         """Add numbers of double precision which are multiples of a unit, up to 2^46 of it."""
-        for piece, part in zip(self._pieces, _split(values.to(self._device).view(-1), self._step), strict=False):
-            piece.add_multiples(part, unit, math.ldexp(unit, _COHORT_BITS))
+        for piece, chunk in zip(self._pieces, _split(values.to(self._device).view(-1), self._step), strict=False):
+            piece.add_multiples(chunk, unit, math.ldexp(unit, _COHORT_BITS))
 
     def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The sum, in double precision, or from there in another type; integers are exact."""
@@ -123,8 +123,8 @@ class ExactSum:
         if self._complex:
             return (self.total() / weight).to(dtype)
         mean = torch.empty(self.size, dtype=dtype, device=self._device)
-        for part, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no copy of it all
-            part.copy_(round_to(piece.total() / weight, dtype))
+        for chunk, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no copy of it all
+            chunk.copy_(round_to(piece.total() / weight, dtype))
         return mean.view(self._shape)
 
     def _whole(self) -> Tensor:
@@ -182,11 +182,12 @@ class ExactSums:
         return self._sums
 
     def _add_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        pending_uploads, self._waiting = self._waiting, []
         weights, self._weights = self._weights, []
-        if waiting:
+        if pending_uploads:
             self._add(
-                {name: torch.cat([upload[name] for upload in waiting]) for name in waiting[0]}, ExactWeights(weights)
+                {name: torch.cat([upload[name] for upload in pending_uploads]) for name in pending_uploads[0]},
+                ExactWeights(weights),
             )
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
@@ -227,13 +228,15 @@ class ExactSums:
     def sync(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
         sums = self.sums
-        told = ranks.all_gather_object({name: (exact.shape_and_type, exact.scales()) for name, exact in sums.items()})
+        rank_scales = ranks.all_gather_object(
+            {name: (exact.shape_and_type, exact.scales()) for name, exact in sums.items()}
+        )
         parts: list[tuple[ExactChunk, IntegerScale | None]] = []
-        for name in dict.fromkeys(name for part in told for name in part):
-            theirs = [part[name] for part in told if name in part]
-            shape, dtype = theirs[0][0]
+        for name in dict.fromkeys(name for part in rank_scales for name in part):
+            entry_scales = [part[name] for part in rank_scales if name in part]
+            shape, dtype = entry_scales[0][0]
             exact = sums.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
-            parts += exact.with_scales(marks for _, marks in theirs)
+            parts += exact.with_scales(marks for _, marks in entry_scales)
         fitting = [(piece, mark) for piece, mark in parts if mark is not None]
         if fitting:
             numbers = torch.cat([piece.to_integers(exponent) for piece, (exponent, _) in fitting])
@@ -243,9 +246,9 @@ class ExactSums:
                 piece.load_integers(mark, whole)
         rest = [piece for piece, mark in parts if mark is None]
         if rest:  # of such different sizes that one whole number for each does not hold them
-            mine = [piece.digits() for piece in rest]
-            known = ranks.all_gather_object([list(digits) for digits in mine])
-            for piece, digits, *exponents in zip(rest, mine, *known, strict=True):
+            local_digits = [piece.digits() for piece in rest]
+            rank_exponents = ranks.all_gather_object([list(digits) for digits in local_digits])
+            for piece, digits, *exponents in zip(rest, local_digits, *rank_exponents, strict=True):
                 piece.sync(ranks, digits, sorted(set().union(*exponents)))
 
 
@@ -268,8 +271,8 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
     columns = values.detach().unsqueeze(-1).flatten(1)
     total = torch.empty(columns.shape[1], dtype=torch.float64, device=values.device)
     size = max(64, CHUNK_SIZE // len(values) // 64 * 64) if values.device.type == "cpu" else max(1, values[0].numel())
-    for part, place in zip(_split(columns, size, dim=1), _split(total, size), strict=True):
-        torch.mv(to_float64(part).mT, factors, out=place)
+    for column_chunk, total_chunk in zip(_split(columns, size, dim=1), _split(total, size), strict=True):
+        torch.mv(to_float64(column_chunk).mT, factors, out=total_chunk)
     unit = 0.0
     if values.dtype in NARROW and total.numel() and (largest := max_abs(total)):
         unit = math.ldexp(1.0, math.frexp(largest)[1] - _COHORT_BITS)

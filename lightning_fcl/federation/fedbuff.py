@@ -150,30 +150,32 @@ class FedBuff(Schedule):
                 value=round,
             )
         for number in range(self._first, round + 1):
-            gone = frozenset(self.context.client_participation.unavailable(number))
-            known = self._known.get(number)
-            if known is None or (number > self._first and known.unavailable != gone):
+            unavailable_clients = frozenset(self.context.client_participation.unavailable(number))
+            cached_round = self._known.get(number)
+            if cached_round is None or (number > self._first and cached_round.unavailable != unavailable_clients):
                 self._known = {earlier: of for earlier, of in self._known.items() if earlier < number}
-                self._known[number] = _Known(gone, *self._advanced(number, self.clock_at(number), gone))
+                self._known[number] = _Known(
+                    unavailable_clients, *self._advanced(number, self.clock_at(number), unavailable_clients)
+                )
         return self._known[round]
 
     def _advanced(self, round: int, clock: Clock, gone: Collection[str]) -> tuple[RoundTiming, Clock]:
         """Let time pass until the buffer is full: a round, and the clock after it."""
-        plan, now = self.context.plan, clock.time_ns
+        plan, time_ns = self.context.plan, clock.time_ns
         present = self.context.client_participation.candidates(plan, round).difference(gone)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
         may_start = present - {flight.client for flight in flights}
         order = draw_client_order(plan, round, self.context.client_participation.seed)[
             ::-1
         ].tolist()  # the first to start comes last
-        waiting = [place for place in order if plan.clients[place] in may_start]
+        waiting_positions = [place for place in order if plan.clients[place] in may_start]
         while len(staleness) < self.buffer_size:
-            if not (flights and flights[0].arrival_ns <= now):  # all that arrive now have arrived
-                self._fill(flights, waiting, round, now)
+            if not (flights and flights[0].arrival_ns <= time_ns):  # all that arrive now have arrived
+                self._fill(flights, waiting_positions, round, time_ns)
             if not flights:
                 break
             flight = heapq.heappop(flights)
-            now = max(now, flight.arrival_ns)
+            time_ns = max(time_ns, flight.arrival_ns)
             if flight.client in present:
                 staleness[flight.client] = round - flight.version
             else:
@@ -184,18 +186,22 @@ class FedBuff(Schedule):
                 hint="Lower `max_epochs`.",
                 argument="max_epochs",
             )
-        clients, without = ([client for client in plan.clients if client in some] for some in (staleness, skipped))
+        clients, skipped_clients = (
+            [client for client in plan.clients if client in some] for some in (staleness, skipped)
+        )
         stale = {client: staleness[client] for client in clients if staleness[client]}
-        return RoundTiming(clients, without, [], (now - clock.time_ns) / NANO, stale), Clock(now, tuple(flights))
+        return RoundTiming(clients, skipped_clients, [], (time_ns - clock.time_ns) / NANO, stale), Clock(
+            time_ns, tuple(flights)
+        )
 
     def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:
         """Let clients download as long as there is room."""
         clients = self.context.plan.clients
         room = count_sampled_clients(self.context.client_participation.fraction_or_count, len(clients)) - len(flights)
         for _ in range(min(room, len(waiting))):
-            place = waiting.pop()
-            client = clients[place]
-            heapq.heappush(flights, Flight(now + self.client_duration_ns(client, round), place, client, round))
+            position = waiting.pop()
+            client = clients[position]
+            heapq.heappush(flights, Flight(now + self.client_duration_ns(client, round), position, client, round))
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         return partial(BufferedServer, self, current_round)
@@ -222,8 +228,8 @@ class FedBuff(Schedule):
             )
 
     def hparams(self) -> dict[str, Any]:
-        own = {"buffer_size": self.buffer_size, "staleness_exponent": self.staleness_exponent}
-        return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
+        arguments = {"buffer_size": self.buffer_size, "staleness_exponent": self.staleness_exponent}
+        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.hparams()}
 
 
 class BufferedServer(FederatedServer):
@@ -264,11 +270,11 @@ class BufferedServer(FederatedServer):
         return {**self.state, **{name: version[name].to(value.device) for name, value in changing.items()}}
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
-        states, kept = super().download(clients)
+        states, client_states = super().download(clients)
         for row, client in enumerate(clients):
             if (version := self._version_of(client)) is not self.state:
                 states[row] = {n: v if self.reductions[n].is_local else version[n] for n, v in states[row].items()}
-        return states, kept
+        return states, client_states
 
     def _version_of(self, client: str) -> State:
         return self._versions[self._round() - self._staleness.get(client, 0)]
@@ -280,10 +286,11 @@ class BufferedServer(FederatedServer):
     def _origins(self, clients: Sequence[str]) -> State:
         if not any(client in self._staleness for client in clients):
             return super()._origins(clients)
-        of = {name: reduction for name, reduction in self.reductions.items() if reduction.is_uploaded}
+        uploaded_reductions = {name: reduction for name, reduction in self.reductions.items() if reduction.is_uploaded}
         versions = [self._version_of(client) for client in clients]
         return {
-            name: torch.stack([one.empty_upload(version[name]) for version in versions]) for name, one in of.items()
+            name: torch.stack([one.empty_upload(version[name]) for version in versions])
+            for name, one in uploaded_reductions.items()
         }
 
     def adjust(self, uploads: Uploads) -> bool:
@@ -324,17 +331,17 @@ class BufferedServer(FederatedServer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        kept = state.get(_KEPT)
-        if not isinstance(kept, Mapping) or not _is_whole(kept):
+        buffer_state = state.get(_KEPT)
+        if not isinstance(buffer_state, Mapping) or not _is_whole(buffer_state):
             raise InvalidValueError(
                 f"Expected `{_KEPT}` of the checkpoint to say who is under way, and from which state, but got "
-                f"{kept!r:.200}.",
+                f"{buffer_state!r:.200}.",
                 hint="Resume from another checkpoint.",
                 argument=_KEPT,
-                value=kept,
+                value=buffer_state,
             )
-        self._schedule.load_state_dict(kept)
-        self._following, self._versions = kept["round"], dict(kept["versions"])
+        self._schedule.load_state_dict(buffer_state)
+        self._following, self._versions = buffer_state["round"], dict(buffer_state["versions"])
 
 
 def _is_whole(kept: Mapping[str, Any]) -> bool:

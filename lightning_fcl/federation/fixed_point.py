@@ -85,10 +85,10 @@ class _Limb:
 
     def digits(self) -> Digits:
         """The sum as digits; the upper ones are too long still."""
-        place, shift = divmod(self.exponent - _LOWEST, _BITS)
+        digit_idx, shift = divmod(self.exponent - _LOWEST, _BITS)
         value = self.value()
         low, high = (value & (1 << _BITS - shift) - 1) << shift, value >> _BITS - shift
-        return {_LOWEST + place * _BITS: low, _LOWEST + (place + 1) * _BITS: high}
+        return {_LOWEST + digit_idx * _BITS: low, _LOWEST + (digit_idx + 1) * _BITS: high}
 
 
 class ExactChunk:
@@ -107,11 +107,11 @@ class ExactChunk:
                 self._add(total, _bench.clear(total)[1], 1, max_abs(total), 0.0)
             return
         numbers, spare, absolute = _bench.clear(values)
-        least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
+        smallest, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
         _check(largest, weights, entry)
         exact = weights.whole and values.dtype in NARROW
         # A power of two of which all numbers are multiples: the last bit of the smallest.
-        unit = math.ldexp(1.0, math.frexp(least)[1] - NARROW[values.dtype]) if exact and least else 0.0
+        unit = math.ldexp(1.0, math.frexp(smallest)[1] - NARROW[values.dtype]) if exact and smallest else 0.0
         numbers.copy_(values)
         times = 1
         if exact and column is None and weights.largest < 1 << 16:
@@ -206,9 +206,9 @@ class ExactChunk:
         left_out = torch.zeros_like(total)
         for exponent, digit in self.digits().items():  # from the lowest to the highest, each above all before
             high = digit.double().mul_(math.ldexp(1.0, exponent))
-            both = high + total
-            left_out += total - (both - high)  # exactly what the sum has been rounded by
-            total = both
+            rounded_sum = high + total
+            left_out += total - (rounded_sum - high)  # exactly what the sum has been rounded by
+            total = rounded_sum
         return total + left_out
 
 
@@ -221,9 +221,9 @@ def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> li
     width = max(1, CHUNK_SIZE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
     sums: list[Tensor] = []
     for start in range(0, rows.shape[1], width):
-        part = rows[:, start : start + width]
-        rest, high, _ = _bench.clear(part)
-        largest = max_abs(rest.copy_(part))
+        chunk = rows[:, start : start + width]
+        rest, high, _ = _bench.clear(chunk)
+        largest = max_abs(rest.copy_(chunk))
         _check(largest, weights, entry)
         if not weights.ones:
             rest.mul_(column)
@@ -273,7 +273,7 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
 
 def common_scale(marks: Sequence[IntegerScale | None]) -> IntegerScale | None:
     """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room."""
-    used = [mark for mark in marks if mark is not None and mark[1]]
-    exponent = min((mark[0] for mark in used), default=0)
-    bound = sum(bound << unit - exponent for unit, bound in used)
+    nonzero_marks = [mark for mark in marks if mark is not None and mark[1]]
+    exponent = min((mark[0] for mark in nonzero_marks), default=0)
+    bound = sum(bound << unit - exponent for unit, bound in nonzero_marks)
     return (exponent, bound) if None not in marks and bound <= _ROOM else None

@@ -110,5 +110,5 @@ def obstacle_of(error: Exception) -> Obstacle:
     """Return the obstacle that an error of a vectorized step stands for."""
     if isinstance(error, ObstacleError):
         return error.obstacle
-    known = next((reason for kind, reason in _KNOWN.items() if match_error(error, kind)), None)
-    return Obstacle(Reason.FAILS, (first_line(error),)) if known is None else Obstacle(known)
+    known_reason = next((reason for kind, reason in _KNOWN.items() if match_error(error, kind)), None)
+    return Obstacle(Reason.FAILS, (first_line(error),)) if known_reason is None else Obstacle(known_reason)

@@ -72,19 +72,21 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         packed: NDArray[np.uint8] = numbers.astype(np.uint8)
     else:
-        each = (numbers[..., None] >> np.arange(bits, dtype=np.uint16)).astype(np.uint8) & 1
-        packed = np.packbits(each.reshape(len(numbers), -1), axis=1, bitorder="little")
+        bit_values = (numbers[..., None] >> np.arange(bits, dtype=np.uint16)).astype(np.uint8) & 1
+        packed = np.packbits(bit_values.reshape(len(numbers), -1), axis=1, bitorder="little")
     return torch.from_numpy(packed).to(values.device)
 
 
 def unpack_integers(packed: Tensor, n: int, bits: int) -> Tensor:
     """Return the integers that `pack_integers` has packed, shape (clients, n)."""
-    found = packed.cpu().numpy()
+    packed_array = packed.cpu().numpy()
     if bits == 8:
-        numbers = found.astype(np.int32)
+        numbers = packed_array.astype(np.int32)
     else:
-        each = np.unpackbits(found, axis=1, count=n * bits, bitorder="little").reshape(len(found), n, bits)
-        numbers = (each.astype(np.int32) << np.arange(bits, dtype=np.int32)).sum(axis=2, dtype=np.int32)
+        bit_values = np.unpackbits(packed_array, axis=1, count=n * bits, bitorder="little").reshape(
+            len(packed_array), n, bits
+        )
+        numbers = (bit_values.astype(np.int32) << np.arange(bits, dtype=np.int32)).sum(axis=2, dtype=np.int32)
     return torch.from_numpy(numbers).to(packed.device)
 
 

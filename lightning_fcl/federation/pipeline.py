@@ -49,13 +49,13 @@ class Pipeline:
                 value=[type(transform).__name__ for transform in self.transforms],
             )
         for stage in (Stage.COMPRESSION, Stage.CLIP, Stage.MASK):
-            same = [type(transform).__name__ for transform in self.transforms if transform.stage is stage]
-            if len(same) > 1:
+            names = [type(transform).__name__ for transform in self.transforms if transform.stage is stage]
+            if len(names) > 1:
                 raise InvalidValueError(
-                    f"Expected at most one transform of the stage {stage.name.lower()} but got {', '.join(same)}.",
+                    f"Expected at most one transform of the stage {stage.name.lower()} but got {', '.join(names)}.",
                     hint="Remove all but one.",
                     argument="upload_transforms",
-                    value=same,
+                    value=names,
                 )
         codec, mask = self.codec, self.mask
         if codec is not None and mask is not None and not codec.linear:
@@ -142,32 +142,40 @@ class Pipeline:
         Raises:
             InvalidValueError: If a tensor is missing, is not expected, or has another dtype or shape.
         """
-        setting, left = self.setting, dict(tensors)
+        setting, remaining_tensors = self.setting, dict(tensors)
         origins = {name: setting.reductions[name].empty_upload(setting.state[name]) for name in setting.uploaded}
         uploads = Uploads(clients, [weight], setting.reductions, {}, origins, self.needs_updates)
         coded, codec = self.encoded(), self.codec
         for name, origin in origins.items():
-            like = difference(origin, origin) if self.needs_updates else setting.state[name]
+            reference = difference(origin, origin) if self.needs_updates else setting.state[name]
             if codec is not None and name in coded:
-                forms = codec.forms(like)
-                sent = {
-                    part: _taken(left, f"{name}/{part}", form).to(like.device)[None] for part, form in forms.items()
+                forms = codec.forms(reference)
+                code_tensors = {
+                    part: _taken(remaining_tensors, f"{name}/{part}", form).to(reference.device)[None]
+                    for part, form in forms.items()
                 }
-                uploads.codes[name] = Code(codec, sent, like)
-            elif name in optional and name not in left:
+                uploads.codes[name] = Code(codec, code_tensors, reference)
+            elif name in optional and name not in remaining_tensors:
                 uploads.unchanged[0].add(name)
-                uploads.values[name] = like[None]
+                uploads.values[name] = reference[None]
             else:
                 reduction = setting.reductions[name]
-                packed = _taken(left, name, (like.dtype, tuple(like.shape)) if reduction.has_static_size else None)
+                packed = _taken(
+                    remaining_tensors,
+                    name,
+                    (reference.dtype, tuple(reference.shape)) if reduction.has_static_size else None,
+                )
                 try:
-                    uploads.values[name] = reduction.unpack(packed.to(like.device), like)[None]
+                    uploads.values[name] = reduction.unpack(packed.to(reference.device), reference)[None]
                 except InvalidValueError as error:
                     raise InvalidValueError(
                         f"Expected `{name}` to be what `{reduction}` packs. {error}", argument=name
                     ) from error
-        if left:
-            raise InvalidValueError(f"Expected no {format_code_names(left)} in an upload.", argument=next(iter(left)))
+        if remaining_tensors:
+            raise InvalidValueError(
+                f"Expected no {format_code_names(remaining_tensors)} in an upload.",
+                argument=next(iter(remaining_tensors)),
+            )
         return uploads
 
     def encode(self, uploads: Uploads) -> None:

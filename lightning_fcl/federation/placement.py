@@ -69,10 +69,13 @@ class Placement:
         load, ranks = np.zeros(self.ranks.num_ranks), [0] * len(cohorts)
         slack = _SLACK * sum(costs) / self.ranks.num_ranks
         for number in np.argsort([-cost for cost in costs], kind="stable").tolist():
-            least, before = int(load.argmin()), [self._rank_of[client] for client in cohorts[number]]
-            usual = int(np.bincount(before, minlength=len(load)).argmax())
-            stays = self._store.is_in_memory and bool(self._pace) and load[usual] <= load[least] + slack
-            ranks[number] = usual if stays else least
+            least_loaded_rank, previous_ranks = (
+                int(load.argmin()),
+                [self._rank_of[client] for client in cohorts[number]],
+            )
+            usual = int(np.bincount(previous_ranks, minlength=len(load)).argmax())
+            stays = self._store.is_in_memory and bool(self._pace) and load[usual] <= load[least_loaded_rank] + slack
+            ranks[number] = usual if stays else least_loaded_rank
             load[ranks[number]] += costs[number]
         return ranks
 
@@ -80,15 +83,15 @@ class Placement:
         """Bring what clients keep to the ranks that they train on now."""
         leaving = {client for client, rank in to.items() if self._rank_of[client] != rank}
         if self._store.is_in_memory and leaving:
-            kept = {client: self._store[client] for client in leaving if self.hosts(client)}
+            leaving_states = {client: self._store[client] for client in leaving if self.hosts(client)}
             arriving = gather_by_client(
-                self.ranks, {client: to_cpu(own) for client, own in kept.items()}, self._clients
+                self.ranks, {client: to_cpu(own) for client, own in leaving_states.items()}, self._clients
             )
-            for client in kept:
+            for client in leaving_states:
                 self._store.delete(client)
-            for client, own in arriving.items():
-                if to[client] == self.ranks.rank and own:
-                    self._store[client] = own
+            for client, client_state in arriving.items():
+                if to[client] == self.ranks.rank and client_state:
+                    self._store[client] = client_state
         self._rank_of |= to
         self._complete = not self._store.is_in_memory
 
@@ -106,8 +109,8 @@ class Placement:
         """When the clients of all ranks have trained: bring together what they sent, and how long it took."""
         if self.ranks.num_ranks > 1:
             server.sync(self.ranks, self.order)
-            for part in self.ranks.all_gather_object(self._seconds):
-                self._pace |= part
+            for rank_seconds in self.ranks.all_gather_object(self._seconds):
+                self._pace |= rank_seconds
             self._seconds = {}
 
     def gather_all(self) -> dict[str, ClientState]:
@@ -120,8 +123,8 @@ class Placement:
 
     def sync_all(self) -> None:
         """Bring what all clients keep to every rank: when a fit has ended, any of them may be asked."""
-        for client, own in self.gather_all().items() if not self._complete else ():
-            self._store[client] = own
+        for client, client_state in self.gather_all().items() if not self._complete else ():
+            self._store[client] = client_state
         self._complete = True
 
 

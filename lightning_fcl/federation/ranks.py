@@ -53,5 +53,7 @@ def gather_by_client(ranks: Ranks, local_values: Mapping[str, T], order: Sequenc
     """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients."""
     if ranks.num_ranks == 1:
         return dict(local_values)
-    found = {client: value for part in ranks.all_gather_object(dict(local_values)) for client, value in part.items()}
-    return {client: found[client] for client in order if client in found}
+    value_by_client = {
+        client: value for part in ranks.all_gather_object(dict(local_values)) for client, value in part.items()
+    }
+    return {client: value_by_client[client] for client in order if client in value_by_client}

@@ -129,8 +129,8 @@ class Krum(Reduction):
         return GatheringAccumulator(self._choose)
 
     def _choose(self, rows: UploadRows, server: Mapping[str, Tensor]) -> State:
-        chosen = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.byzantine)
-        return {name: row[chosen] for name, row in rows.items()}
+        nearest_idx = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.byzantine)
+        return {name: row[nearest_idx] for name, row in rows.items()}
 
 
 def find_non_finite(
@@ -153,17 +153,21 @@ def find_non_finite(
     }
     # A sum that is finite has finite terms; only where one is not must every number be looked at. Rows that are one in
     # memory are looked at once.
-    once = {name: value[0] if value.stride(0) == 0 else value for name, value in numbers.items()}
-    once |= {name: value for name, (value, _) in sums.items()}
-    if all(cmath.isfinite(value.sum().item()) for value in once.values()):
+    unique_values = {name: value[0] if value.stride(0) == 0 else value for name, value in numbers.items()}
+    unique_values |= {name: value for name, (value, _) in sums.items()}
+    if all(cmath.isfinite(value.sum().item()) for value in unique_values.values()):
         return {}, []
-    begun = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
-    odd = [name for name, sound in begun.items() if reductions[name].is_uploaded and not sound.all()]
-    sound = {n: torch.isfinite(v) | ~begun[n] if n in begun else torch.isfinite(v) for n, v in numbers.items()}
+    start_masks = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
+    non_finite_entries = [
+        name for name, sound in start_masks.items() if reductions[name].is_uploaded and not sound.all()
+    ]
+    sound = {
+        n: torch.isfinite(v) | ~start_masks[n] if n in start_masks else torch.isfinite(v) for n, v in numbers.items()
+    }
     finite = {name: value.view(*value.shape, 1).flatten(1).all(dim=1).tolist() for name, value in sound.items()}
     rows = range(len(next(iter(finite.values()))))
     faults = {row: [name for name, fine in finite.items() if not fine[row]] for row in rows}
-    return {row: names for row, names in faults.items() if names}, odd
+    return {row: names for row, names in faults.items() if names}, non_finite_entries
 
 
 def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -> None:
@@ -179,9 +183,11 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -
 
 def check_stays_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Refuse what a round's uploads come to if it is not finite where the server was: before anybody keeps it."""
-    odd = [name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())]
-    when = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
-    check_finite(after, [name for name in odd if torch.isfinite(before[name]).all()], when)
+    suspect_names = [
+        name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())
+    ]
+    situation = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
+    check_finite(after, [name for name in suspect_names if torch.isfinite(before[name]).all()], situation)
 
 
 def squared_change(before: Tensor, after: Tensor) -> float:
@@ -201,8 +207,8 @@ def check_update_norm(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Sequence[str], max_norm: float
 ) -> None:
     """Refuse what a round comes to if it is further from the server than so many times the larger of its norm and 1."""
-    same = [name for name in names if before[name].shape == after[name].shape]
-    times = relative_update_norm({name: squared_change(before[name], after[name]) for name in same}, before)
+    comparable_names = [name for name in names if before[name].shape == after[name].shape]
+    times = relative_update_norm({name: squared_change(before[name], after[name]) for name in comparable_names}, before)
     if not times <= max_norm:
         raise InvalidValueError(
             f"Expected a round to move the server by at most {max_norm:g} times the larger of its norm and 1 but it "

@@ -33,8 +33,8 @@ class SentOnce:
         self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
     ) -> None:
         """Find the entries that a client derives from the model that it receives: they equal their first values."""
-        once = [name for name in extra if reductions[name].once]
-        self.derived = {name for name in once if torch.equal(extra[name][0], state[name])}
+        constant_names = [name for name in extra if reductions[name].once]
+        self.derived = {name for name in constant_names if torch.equal(extra[name][0], state[name])}
 
     def offer(self, down: State, reductions: Mapping[str, Reduction]) -> State:
         """Let clients download the entries whose reduction says so once from now on, and return all others."""
@@ -60,8 +60,8 @@ class SentOnce:
     def note(self, record: RoundRecord) -> None:
         """Note that the clients of a round have received all entries, except clients that were dropped."""
         if self.sizes:
-            got = record.download_bytes.keys() - record.dropped.keys()
-            self.received = {**self.received, **dict.fromkeys(got, tuple(self.sizes))}
+            recipients = record.download_bytes.keys() - record.dropped.keys()
+            self.received = {**self.received, **dict.fromkeys(recipients, tuple(self.sizes))}
 
     def forget(self, client: str) -> None:
         """Send a client all entries again: an answer of the client did not come."""

@@ -165,8 +165,8 @@ class FederatedServer:
         """The frozen parameters that a round may bring together, and those that no device needs to be sent."""
         self._frozen = frozen_parameters(module, self.reductions)
         if self._published is None:
-            kept, self._untouched = self._frozen if self._untouched is None else self._untouched, None
-            self._published = {name: self.state[name] for name in self._frozen if name in kept}
+            untouched_names, self._untouched = self._frozen if self._untouched is None else self._untouched, None
+            self._published = {name: self.state[name] for name in self._frozen if name in untouched_names}
         self._published = {
             name: value
             for name, value in self._published.items()
@@ -178,11 +178,17 @@ class FederatedServer:
         """Let clients download this state from now on."""
         self.state = state
         self._start = {name: self.reductions[name].initial_value(value) for name, value in state.items()}
-        down = {name: value for name, value in state.items() if self.reductions[name].is_downloaded}
-        known = self._published or ()
-        sent = self.sent_once.offer({n: v for n, v in down.items() if n not in known}, self.reductions)
-        self._download_bytes = sum(self.reductions[name].upload_nbytes(value) for name, value in sent.items())
-        self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
+        download_state = {name: value for name, value in state.items() if self.reductions[name].is_downloaded}
+        published_names = self._published or ()
+        transmitted_state = self.sent_once.offer(
+            {n: v for n, v in download_state.items() if n not in published_names}, self.reductions
+        )
+        self._download_bytes = sum(
+            self.reductions[name].upload_nbytes(value) for name, value in transmitted_state.items()
+        )
+        self._all_travel = len(download_state) == len(state) and all(
+            self._start[name] is download_state[name] for name in download_state
+        )
 
     @property
     def optimizer_settings(self) -> dict[str, Any] | None:
@@ -201,22 +207,25 @@ class FederatedServer:
 
         The state is the server's with the client's own entries: one object for all clients that have none.
         """
-        kept = [self.client_store[client] for client in clients]
+        client_states = [self.client_store[client] for client in clients]
         states = [
-            self.state if self._all_travel and not own.get(RESIDUAL_SECTION) else self._started(own) for own in kept
+            self.state if self._all_travel and not own.get(RESIDUAL_SECTION) else self._started(own)
+            for own in client_states
         ]
         missing = self.sent_once.missing_bytes if self.sent_once.sizes else lambda client: 0
-        for client, own in zip(clients, kept, strict=True):
-            if not own.get(RESIDUAL_SECTION):
+        for client, client_state in zip(clients, client_states, strict=True):
+            if not client_state.get(RESIDUAL_SECTION):
                 self.record.add_download_bytes(client, self._download_bytes + missing(client))
-        return states, kept
+        return states, client_states
 
     def _started(self, kept: ClientState) -> State:
         """The state that a client starts from which has some of its own."""
-        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].is_local}
-        mine = {**kept.get(RESIDUAL_SECTION, {}), **own}
+        local_entries = {
+            n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].is_local
+        }
+        client_entries = {**kept.get(RESIDUAL_SECTION, {}), **local_entries}
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
-        return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}
+        return {n: client_entries[n].to(v.device) if n in client_entries else v for n, v in self._start.items()}
 
     def upload(
         self,
@@ -235,14 +244,16 @@ class FederatedServer:
             Whether each client's upload was accepted. Uploads with numbers that are not finite are dropped.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
-        uploads, taken, sums, odd = self.encode(parts, states, messages)
+        uploads, usable_flags, sums, non_finite_entries = self.encode(parts, states, messages)
         if not len(uploads):
-            return taken
+            return usable_flags
         for client, nbytes in zip(uploads.clients.client_ids, uploads.nbytes(), strict=True):
             self.record.add_upload_bytes(client, nbytes)
         self.decode(uploads)
-        accepted = iter(self.accept(uploads) if self.pipeline.transforms else self.accept(uploads, sums, odd))
-        return [fine and next(accepted) for fine in taken]
+        accepted = iter(
+            self.accept(uploads) if self.pipeline.transforms else self.accept(uploads, sums, non_finite_entries)
+        )
+        return [fine and next(accepted) for fine in usable_flags]
 
     def encode(
         self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Messages | None = None
@@ -262,30 +273,30 @@ class FederatedServer:
         weights = compute_client_weights(self.client_weights, parts)
         plain = not self.pipeline.transforms  # otherwise other numbers are added
         sums = self.aggregator.weighted_sums(states, weights) if len(parts) > 1 and plain else {}
-        taken, odd = self.drop_non_finite(parts, states, sums)
-        rows = [row for row, fine in enumerate(taken) if fine]
-        sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.is_uploaded}
-        if len(rows) < len(taken):
+        usable_flags, non_finite_entries = self.drop_non_finite(parts, states, sums)
+        rows = [row for row, fine in enumerate(usable_flags) if fine]
+        upload_values = {name: states[name] for name, reduction in self.reductions.items() if reduction.is_uploaded}
+        if len(rows) < len(usable_flags):
             parts, weights = ClientRounds.from_rounds([parts[row] for row in rows]), [weights[row] for row in rows]
-            sent = {name: value[rows] for name, value in sent.items()}
-            sums = self.aggregator.weighted_sums(sent, weights) if len(rows) > 1 and plain else {}
-        kept = [self.client_store[client] for client in parts.client_ids] if self.pipeline.keeps_state else ()
+            upload_values = {name: value[rows] for name, value in upload_values.items()}
+            sums = self.aggregator.weighted_sums(upload_values, weights) if len(rows) > 1 and plain else {}
+        client_states = [self.client_store[client] for client in parts.client_ids] if self.pipeline.keeps_state else ()
         origins = {} if plain else self._origins(parts.client_ids)
-        uploads = Uploads(parts, weights, self.reductions, sent, origins, kept=kept)
-        for section, each in (messages or {}).items():
-            uploads.messages[section] = [each[row] for row in rows]
+        uploads = Uploads(parts, weights, self.reductions, upload_values, origins, kept=client_states)
+        for section, client_messages in (messages or {}).items():
+            uploads.messages[section] = [client_messages[row] for row in rows]
         if self.pipeline.exchanges:
             uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.client_ids]
         self._leave_out(uploads)
         if self.pipeline.needs_updates:
-            uploads.values = {name: difference(value, uploads.origins[name]) for name, value in sent.items()}
+            uploads.values = {name: difference(value, uploads.origins[name]) for name, value in upload_values.items()}
             uploads.are_updates = True
         if rows:
             self.pipeline.encode(uploads)
         for section, memories in uploads.memories.items():
             for client, memory in zip(parts.client_ids, memories, strict=True):
                 self._memories.setdefault(client, {})[section] = memory
-        return uploads, taken, sums, odd
+        return uploads, usable_flags, sums, non_finite_entries
 
     def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
         """Return the upload of one client from the tensors that its node has sent, see `Pipeline.received`."""
@@ -309,10 +320,10 @@ class FederatedServer:
         Returns:
             Whether each client's upload was accepted.
         """
-        taken, masked = [True] * len(uploads), self.pipeline.mask is not None
+        accepted_flags, masked = [True] * len(uploads), self.pipeline.mask is not None
         if odd is None:
-            taken, odd = self._check_decoded(uploads) if not masked else (taken, [])
-        rows = [row for row, fine in enumerate(taken) if fine]
+            accepted_flags, odd = self._check_decoded(uploads) if not masked else (accepted_flags, [])
+        rows = [row for row, fine in enumerate(accepted_flags) if fine]
         if not masked and self.adjust(uploads):
             sums = None
         values = uploads.tensors() if masked else uploads.values
@@ -333,10 +344,10 @@ class FederatedServer:
                 if any(name not in uploads.unchanged[row] for row in rows):
                     self._changed.add(name)
             self.record.trained += clients
-            for section, each in uploads.messages.items():
+            for section, client_messages in uploads.messages.items():
                 arrived = self.messages.setdefault(section, {})
-                arrived |= {client: each[row] for client, row in zip(clients, rows, strict=True)}
-        return taken
+                arrived |= {client: client_messages[row] for client, row in zip(clients, rows, strict=True)}
+        return accepted_flags
 
     def send(self, client: str, tensors: State) -> State:
         """Send a client tensors beside the download of the state, and count their bytes. Return what it receives."""
@@ -354,13 +365,15 @@ class FederatedServer:
         """
 
         def answers(transform: UploadTransform, questions: Mapping[str, State]) -> Mapping[str, State]:
-            own = {}
+            local_answers = {}
             for client in filter(hosts, questions):
-                sent = self.send(client, questions[client])
-                own[client] = transform.answer(client, sent, self._exchanged.setdefault(client, {}))
-                self.record.add_upload_bytes(client, sum(value.nbytes for value in own[client].values()))
-            known = {client: answer for part in ranks.all_gather_object(own) for client, answer in part.items()}
-            return {client: known[client] for client in questions}
+                question = self.send(client, questions[client])
+                local_answers[client] = transform.answer(client, question, self._exchanged.setdefault(client, {}))
+                self.record.add_upload_bytes(client, sum(value.nbytes for value in local_answers[client].values()))
+            answer_by_client = {
+                client: answer for part in ranks.all_gather_object(local_answers) for client, answer in part.items()
+            }
+            return {client: answer_by_client[client] for client in questions}
 
         for transform in self.pipeline.exchanges:
             messages = Exchange(clients, partial(answers, transform))
@@ -391,25 +404,25 @@ class FederatedServer:
         self, client_rounds: ClientRounds, states: Mapping[str, Tensor], sums: GroupSums
     ) -> tuple[list[bool], list[str]]:
         """Drop clients by name whose numbers are not finite: whether each is of use, and which entries none has so."""
-        faults, odd = find_non_finite(states, self._start, self.reductions, sums)
+        faults, non_finite_entries = find_non_finite(states, self._start, self.reductions, sums)
         for row, at_fault in faults.items():
             self._drop(client_rounds[row], at_fault)
-        return [row not in faults for row in range(len(client_rounds))], odd
+        return [row not in faults for row in range(len(client_rounds))], non_finite_entries
 
     def _leave_out(self, uploads: Uploads) -> None:
         """Leave out the frozen parameters of the clients that have not changed them."""
         for name in self._frozen:
             value = uploads.values[name]
-            same = (value == self.state[name]).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
-            for unchanged in itertools.compress(uploads.unchanged, same):
+            unchanged_flags = (value == self.state[name]).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
+            for unchanged in itertools.compress(uploads.unchanged, unchanged_flags):
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
         """Leave out an upload, and what the client could not send before, from which it would never recover."""
-        client, kept = client_round.client_id, self.client_store[client_round.client_id]
-        if RESIDUAL_SECTION in kept:
+        client, client_state = client_round.client_id, self.client_store[client_round.client_id]
+        if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
-                section: memory for section, memory in kept.items() if section != RESIDUAL_SECTION
+                section: memory for section, memory in client_state.items() if section != RESIDUAL_SECTION
             }
         names = format_names(at_fault, max_names=3)
         self.record.dropped[client] = f"not finite: {names}"
@@ -423,12 +436,12 @@ class FederatedServer:
 
         A client that ``missed`` the synchronisation keeps what it would have sent, and goes on from it.
         """
-        own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
+        local_entries = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].is_uploaded}
-        sections = {"model": own, RESIDUAL_SECTION: unsent, **self._memories.pop(client, {}), **method_states}
-        kept: ClientState = {section: memory for section, memory in sections.items() if memory}
-        if kept or self.client_store[client]:
-            self.client_store[client] = kept
+        sections = {"model": local_entries, RESIDUAL_SECTION: unsent, **self._memories.pop(client, {}), **method_states}
+        client_state: ClientState = {section: memory for section, memory in sections.items() if memory}
+        if client_state or self.client_store[client]:
+            self.client_store[client] = client_state
 
     def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
         """Take in what came to the other ranks: uploads, and what happened.
@@ -442,10 +455,10 @@ class FederatedServer:
         self._changed = set().union(*ranks.all_gather_object(self._changed))
         if self.senders:
             for section in self.senders:
-                found = [
+                client_messages = [
                     item for part in ranks.all_gather_object(self.messages.get(section, {})) for item in part.items()
                 ]
-                self.messages[section] = dict(sorted(found, key=lambda item: order.get(item[0], -1)))
+                self.messages[section] = dict(sorted(client_messages, key=lambda item: order.get(item[0], -1)))
 
     def aggregate(self) -> State:
         """Bring the uploads together; the new server state."""
@@ -462,8 +475,8 @@ class FederatedServer:
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
-            when = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
-            check_finite(aggregate, self._learnt, when)
+            situation = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
+            check_finite(aggregate, self._learnt, situation)
         if self.max_update_norm < math.inf:
             rules = {n: of for n, of in self.reductions.items() if of.is_uploaded and of.is_downloaded}
             moving = [name for name in rules if self.state[name].is_floating_point()]
@@ -494,10 +507,12 @@ class FederatedServer:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         check_clients("names", {*explicit_clients, *(weights or ())}, stream_clients)
-        if without := [client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0]:
+        if unweighted_clients := [
+            client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0
+        ]:
             raise InvalidValueError(
                 "Expected `client_weights` to give each client a positive weight but it gives none to "
-                f"{format_names(without)}.",
+                f"{format_names(unweighted_clients)}.",
                 hint='Add a number above 0 for each, or use `client_weights="samples"`.',
                 argument="client_weights",
             )
@@ -511,9 +526,9 @@ class FederatedServer:
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.client_store[client] for client in self.client_store} if clients is None else clients
         untouched = [name for name in self._published or () if name not in self._changed]
-        kept = {"extra": self.extra_tensors, "sent_once": self.sent_once.received, "accepted": self.accepted}
-        kept["transforms"] = [transform.state_dict() for transform in self.pipeline.transforms]
-        return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **kept}
+        progress_state = {"extra": self.extra_tensors, "sent_once": self.sent_once.received, "accepted": self.accepted}
+        progress_state["transforms"] = [transform.state_dict() for transform in self.pipeline.transforms]
+        return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **progress_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint has kept, before `start_fit`."""
@@ -524,5 +539,5 @@ class FederatedServer:
         self._restored = state["server_optimizer"]
         for transform, transform_state in zip(self.pipeline.transforms, state.get("transforms", ()), strict=False):
             transform.load_state_dict(transform_state)
-        self._untouched = kept if isinstance(kept := state.get("untouched"), list) else None
+        self._untouched = untouched_names if isinstance(untouched_names := state.get("untouched"), list) else None
         self._server_optimizer = None

@@ -39,19 +39,19 @@ Expected `optimizer` to make one from parameters but got: Invalid learning rate:
 the arguments of the optimizer that `optimizer` makes.
     """
     try:
-        made = factory(parameters)
+        optimizer = factory(parameters)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
             f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}.",
             hint=f"Correct the arguments of the optimizer that `{name}` makes.",
             argument=name,
         ) from error
-    if not isinstance(made, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise InvalidValueError(
-            f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.", argument=name
+            f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(optimizer).__name__}.", argument=name
         )
-    check_optimizer(made)
-    return made
+    check_optimizer(optimizer)
+    return optimizer
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -85,10 +85,10 @@ def get_settings(made: Optimizer | LRScheduler) -> dict[str, Any]:
     """
     if isinstance(made, Optimizer):
         names = dict.fromkeys(name for group in made.param_groups for name in group if name != "params")
-        told = {name: [group.get(name) for group in made.param_groups] for name in names}
+        settings = {name: [group.get(name) for group in made.param_groups] for name in names}
     else:
-        told = made.state_dict()
-    return {"class": type(made).__name__, **{name: value for name, value in told.items() if is_plain(value)}}
+        settings = made.state_dict()
+    return {"class": type(made).__name__, **{name: value for name, value in settings.items() if is_plain(value)}}
 
 
 def is_plain(value: object) -> bool:
@@ -105,10 +105,10 @@ def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
     """Let an optimizer's groups hold these values, beside their parameters, and no others."""
-    for group, own in zip(optimizer.param_groups, values, strict=True):
-        for name in group.keys() - own.keys() - {"params"}:
+    for group, new_values in zip(optimizer.param_groups, values, strict=True):
+        for name in group.keys() - new_values.keys() - {"params"}:
             del group[name]
-        group.update(own)
+        group.update(new_values)
 
 
 def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str, Any]] = ()) -> StateSection:
@@ -138,8 +138,10 @@ def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str
                 argument="keep_optimizer",
                 value=type(optimizer).__name__,
             )
-    kept = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()}
-    return {key: torch.as_tensor(value).detach().clone() for key, value in kept.items()}
+    numeric_state = {
+        key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()
+    }
+    return {key: torch.as_tensor(value).detach().clone() for key, value in numeric_state.items()}
 
 
 def _equal(value: object, other: object) -> bool:
@@ -152,12 +154,12 @@ def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
     """Give an optimizer, which begins afresh, what `optimizer_state` took."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in state.items():
-        of, rest = key.split(".", 1)
-        if of.isdigit():
-            optimizer.state[parameters[int(of)]][rest] = value.clone()
+        prefix, rest = key.split(".", 1)
+        if prefix.isdigit():
+            optimizer.state[parameters[int(prefix)]][rest] = value.clone()
         else:
             group, name = rest.split(".", 1)
-            optimizer.param_groups[int(group)][name] = value.clone() if of == "group" else value.item()
+            optimizer.param_groups[int(group)][name] = value.clone() if prefix == "group" else value.item()
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
@@ -204,8 +206,8 @@ class ServerOptimizer:
             parameter.data.copy_(server[name])
             parameter.grad = (server[name] - aggregate[name]).to(parameter.dtype)
         self._optimizer.step()
-        moved = {name: p.detach().clone() for name, p in zip(self._names, self._parameters, strict=True)}
-        return {**aggregate, **moved}
+        updated_parameters = {name: p.detach().clone() for name, p in zip(self._names, self._parameters, strict=True)}
+        return {**aggregate, **updated_parameters}
 
     def state_dict(self) -> dict[str, object]:
         """The optimizer's state, for checkpoints; before the first step the one it took over, if any."""

@@ -46,12 +46,12 @@ class Swarm:
         self.dropout = dropout
         self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
         self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
-        for round in self.explicit_rounds:
-            if round < 0:
+        for round_idx in self.explicit_rounds:
+            if round_idx < 0:
                 raise InvalidValueError(
-                    f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.",
-                    argument="leaves" if round in self.leaves.values() else "missing",
-                    value=round,
+                    f"Expected rounds of `missing` and `leaves` from 0 on but got {round_idx}.",
+                    argument="leaves" if round_idx in self.leaves.values() else "missing",
+                    value=round_idx,
                 )
 
     @property

@@ -115,9 +115,9 @@ class Schedule(ABC):
 
     def client_duration_ns(self, client: str, round_idx: int) -> int:
         """Nanoseconds of a client that downloads in a round, from there to the end of its upload."""
-        of = self.context
-        samples = of.local_epochs * len(of.plan.train[round_idx][client])
-        seed, sizes = of.client_participation.seed, (of.download_bytes, of.upload_bytes)
+        context = self.context
+        samples = context.local_epochs * len(context.plan.train[round_idx][client])
+        seed, sizes = context.client_participation.seed, (context.download_bytes, context.upload_bytes)
         return nanoseconds(self.speeds.seconds(client, round_idx, seed, samples, *sizes))
 
     @abstractmethod
@@ -167,25 +167,27 @@ class Deadline(Schedule):
         self._known: tuple[TimingContext, int, list[str], RoundTiming] | None = None  # what was asked last
 
     def round_timing(self, round_idx: int) -> RoundTiming:
-        of = self.context
-        drawn, skipped = of.client_participation.sample_clients(of.plan, round_idx)
-        if self._known is not None and self._known[0] is of and self._known[1:3] == (round_idx, drawn):
+        context = self.context
+        sampled_clients, skipped = context.client_participation.sample_clients(context.plan, round_idx)
+        if self._known is not None and self._known[0] is context and self._known[1:3] == (round_idx, sampled_clients):
             return self._known[3]
-        arrives = {client: self.client_duration_ns(client, round_idx) for client in drawn}
-        first = sorted(drawn, key=arrives.__getitem__)  # stable: of those that come at once, in the plan's order
+        arrives = {client: self.client_duration_ns(client, round_idx) for client in sampled_clients}
+        first = sorted(
+            sampled_clients, key=arrives.__getitem__
+        )  # stable: of those that come at once, in the plan's order
         limit = arrives[first[-1]] if self.seconds is None else nanoseconds(self.seconds)
-        counted = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
-        last, in_time = arrives[counted[-1]], {*counted}
-        late = [client for client in drawn if client not in in_time]
-        in_vain = bool(late) and len(counted) != self.goal and last <= limit  # it waits until the deadline
+        counted_clients = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
+        last, in_time = arrives[counted_clients[-1]], {*counted_clients}
+        late = [client for client in sampled_clients if client not in in_time]
+        in_vain = bool(late) and len(counted_clients) != self.goal and last <= limit  # it waits until the deadline
         end = limit if in_vain else last
-        timed = RoundTiming([client for client in drawn if client in in_time], skipped, late, end / NANO)
-        self._known = of, round_idx, drawn, timed
+        timed = RoundTiming([client for client in sampled_clients if client in in_time], skipped, late, end / NANO)
+        self._known = context, round_idx, sampled_clients, timed
         return timed
 
     def hparams(self) -> dict[str, Any]:
-        own = {"seconds": self.seconds, "goal": self.goal}
-        return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
+        arguments = {"seconds": self.seconds, "goal": self.goal}
+        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.hparams()}
 
 
 def count_sampled_clients(participation: float | int, clients: int) -> int:
@@ -263,8 +265,8 @@ class Participation:
     @property
     def explicit_clients(self) -> list[str]:
         """The clients that the settings name: each should be one of the stream's."""
-        own = self.schedule.speeds.explicit_clients if self.schedule is not None else []
-        return [*own, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
+        speed_clients = self.schedule.speeds.explicit_clients if self.schedule is not None else []
+        return [*speed_clients, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
 
     @property
     def may_miss_sync(self) -> bool:
@@ -286,23 +288,23 @@ class Participation:
         """Raise ValueError if the swarm names a round that is not one of the stream's first ``rounds``."""
         if self.swarm is None:
             return
-        for round in self.swarm.explicit_rounds:
-            if round >= rounds:
+        for round_idx in self.swarm.explicit_rounds:
+            if round_idx >= rounds:
                 raise InvalidValueError(
                     f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
-                    f"but got {round}, which never comes.",
+                    f"but got {round_idx}, which never comes.",
                     hint="Name an earlier one.",
-                    argument="leaves" if round in self.swarm.leaves.values() else "missing",
-                    value=round,
+                    argument="leaves" if round_idx in self.swarm.leaves.values() else "missing",
+                    value=round_idx,
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
         """Raise ValueError if one of the first rounds has no client with `min_samples`."""
-        for round in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
-            if not self.candidates(plan, round):
+        for round_idx in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
+            if not self.candidates(plan, round_idx):
                 raise MissingValueError(
                     f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
-                    f"{round}, and the module cannot train on a batch of one sample.",
+                    f"{round_idx}, and the module cannot train on a batch of one sample.",
                     hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
                     argument="min_samples",
                 )
@@ -333,18 +335,20 @@ class Participation:
         clients, absent = plan.clients, self.unavailable(round_idx)
         present = self.candidates(plan, round_idx)
         if not present:
-            gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+            absence_note = (
+                f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+            )
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round_idx} but none has any{gone}.",
+                f"Expected at least one client with data in round {round_idx} but none has any{absence_note}.",
                 argument="max_epochs",
             )
         number = count_sampled_clients(self.fraction_or_count, len(clients))
         if number >= len(clients) == len(present):
             return list(clients), []
         order = draw_client_order(plan, round_idx, self.seed).tolist()
-        drawn = [clients[place] for place in sorted(order[:number])]
-        training = [client for client in drawn if client in present]
-        skipped = [client for client in drawn if client not in present and client not in absent]
+        sampled_clients = [clients[place] for place in sorted(order[:number])]
+        training = [client for client in sampled_clients if client in present]
+        skipped = [client for client in sampled_clients if client not in present and client not in absent]
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:

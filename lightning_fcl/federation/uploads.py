@@ -172,9 +172,9 @@ class Uploads:
         squares = torch.zeros(len(self), dtype=torch.float64)
         for name in self.names:
             squares += _squares(self.update(name)).cpu()
-        for sent in self.messages.values():
+        for client_messages in self.messages.values():
             squares += torch.stack(
-                [sum((_squares(v[None])[0] for v in m.values()), squares.new_zeros(())).cpu() for m in sent]
+                [sum((_squares(v[None])[0] for v in m.values()), squares.new_zeros(())).cpu() for m in client_messages]
             )
         return squares.sqrt()
 
@@ -187,10 +187,10 @@ class Uploads:
             self.set_update(name, _scaled(self.update(name), factors.to(value.device)))
         for code in self.codes.values():
             code.tensors = code.codec.scale(code.tensors, factors)
-        for sent in self.messages.values():
-            sent[:] = [
+        for client_messages in self.messages.values():
+            client_messages[:] = [
                 {name: _scaled(value[None], factor[None].to(value.device))[0] for name, value in message.items()}
-                for message, factor in zip(sent, factors, strict=True)
+                for message, factor in zip(client_messages, factors, strict=True)
             ]
 
     def tensors(self) -> State:
@@ -207,21 +207,23 @@ class Uploads:
         }
         for name, code in self.codes.items():
             state |= {f"{name}/{part}": value[row] for part, value in code.tensors.items()}
-        for section, sent in self.messages.items():
-            state |= {f"{section}/{name}": pack_nonzero(value) for name, value in sent[row].items()}
+        for section, client_messages in self.messages.items():
+            state |= {f"{section}/{name}": pack_nonzero(value) for name, value in client_messages[row].items()}
         return state
 
     def nbytes(self) -> list[int]:
         """Return the number of bytes that each client sends: those of `sent`."""
         reductions = self.reductions
-        same = [value for name, value in self.values.items() if reductions[name].has_static_size]
-        each = sum(value[0].nbytes for value in [*same, *(v for c in self.codes.values() for v in c.tensors.values())])
+        static_values = [value for name, value in self.values.items() if reductions[name].has_static_size]
+        static_nbytes = sum(
+            value[0].nbytes for value in [*static_values, *(v for c in self.codes.values() for v in c.tensors.values())]
+        )
         packed = [name for name in self.values if not reductions[name].has_static_size]
-        numbers = [each] * len(self)
+        numbers = [static_nbytes] * len(self)
         if packed or self.messages or any(self.unchanged):
             for row, unchanged in enumerate(self.unchanged):
-                sent = [name for name in packed if name not in unchanged]
-                numbers[row] += sum(reductions[name].upload_nbytes(self.values[name][row]) for name in sent)
+                changed_names = [name for name in packed if name not in unchanged]
+                numbers[row] += sum(reductions[name].upload_nbytes(self.values[name][row]) for name in changed_names)
                 numbers[row] -= sum(
                     self.values[name][row].nbytes for name in unchanged if reductions[name].has_static_size
                 )
@@ -383,20 +385,20 @@ class UpdateCodec(UploadTransform, ABC):
     def decode_sums(self, sums: Sums, setting: Setting) -> None:
         """Replace the sums of codes by the sums of updates. The code is linear."""
         for name in (name for name in setting.uploaded if self.codes(name, setting)):
-            like = setting.state[name]
-            parts = {part: sums.values.pop(f"{name}/{part}")[None] for part in self.forms(like)}
-            sums.values[name] = self.decompress(parts, like)[0].view(like.shape)
+            reference = setting.state[name]
+            parts = {part: sums.values.pop(f"{name}/{part}")[None] for part in self.forms(reference)}
+            sums.values[name] = self.decompress(parts, reference)[0].view(reference.shape)
 
 
 def difference(values: Tensor, origin: Tensor) -> Tensor:
     """Return values minus an origin, and 0 where the origin is not finite. Truth values become integers."""
     if values.dtype == torch.bool:
         return values.to(torch.int8) - origin.to(torch.int8)
-    found = values - origin
+    result = values - origin
     if not origin.is_floating_point() and not origin.is_complex():
-        return found
+        return result
     finite = torch.isfinite(origin)
-    return found if bool(finite.all()) else found.where(finite, 0)
+    return result if bool(finite.all()) else result.where(finite, 0)
 
 
 def _squares(update: Tensor) -> Tensor:

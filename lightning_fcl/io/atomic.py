@@ -75,19 +75,19 @@ def disk_error_context(
         yield
     except OSError as error:
         if error.errno in _FULL:
-            needed = "more room" if size is None else f"{size:,} bytes"
+            space = "more room" if size is None else f"{size:,} bytes"
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
             raise DiskFullError(
-                f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
+                f"Expected {space} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
                 "Nothing that was there is lost.",
                 hint=f"Make room, then {remedy}.",
                 value=path,
             ) from error
         if error.errno in _CLOSED:
-            how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
+            cache_hint = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise FileAccessError(
                 f"Expected to write {path} but got: {error}.",
-                hint=f"Create its folder, with permission to write, or use another folder{how}.",
+                hint=f"Create its folder, with permission to write, or use another folder{cache_hint}.",
                 value=path,
             ) from error
         raise
@@ -206,13 +206,13 @@ def private_temporary_folder() -> Iterator[None]:
 
     So it goes with the process, or is swept if that was killed.
     """
-    folder, before = TemporaryFolder("run"), os.environ.get("TMPDIR")
+    folder, previous_tmpdir = TemporaryFolder("run"), os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:
         yield
     finally:
         del os.environ["TMPDIR"]
-        os.environ |= {} if before is None else {"TMPDIR": before}
+        os.environ |= {} if previous_tmpdir is None else {"TMPDIR": previous_tmpdir}
         tempfile.tempdir = None
         folder.cleanup()
 

@@ -52,10 +52,10 @@ def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> 
     """
     file = require_checkpoint_file(path)
     try:
-        with open_file(file) as opened:
-            check_zip(opened)
-            opened.seek(0)
-            checkpoint = read(opened)
+        with open_file(file) as checkpoint_file:
+            check_zip(checkpoint_file)
+            checkpoint_file.seek(0)
+            checkpoint = read(checkpoint_file)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
     except Exception as error:  # whatever a damaged file makes of its reader
@@ -102,9 +102,9 @@ def get_run_checkpoint(run: Path) -> Path:
     """
     folder = run / "checkpoints"
     if not run.is_dir():
-        found = "a file" if run.exists() else "no such folder"
+        description = "a file" if run.exists() else "no such folder"
         raise MissingFileError(
-            f"Expected the folder of a run at {run} but found {found}.",
+            f"Expected the folder of a run at {run} but found {description}.",
             hint="Pass the folder that `lightning-fcl fit` wrote to, as in `runs/fit`.",
             value=run,
         )

@@ -64,8 +64,8 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
 
 def data_root(root: str | Path | None = None) -> Path:
     """The folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache."""
-    chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
-    return Path(chosen).expanduser()
+    folder = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
+    return Path(folder).expanduser()
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Layout:
 
     def _fits(self, place: Path) -> bool:
         def shows(sign: str) -> bool:
-            found = (path for glob in sign.split("|") for path in place.glob(glob))
-            return any(re.fullmatch(self.strictly, path.relative_to(place).as_posix()) for path in found)
+            matches = (path for glob in sign.split("|") for path in place.glob(glob))
+            return any(re.fullmatch(self.strictly, path.relative_to(place).as_posix()) for path in matches)
 
         return all(map(shows, self.signs)) if self.signs else place.is_file()
 
@@ -129,20 +129,20 @@ class Source:
     def read(cls, path: Path) -> dict[str, Source]:
         """The sources that a YAML file tells, by name."""
         sources = {}
-        for name, told in read_yaml(path).items():
+        for name, source_fields in read_yaml(path).items():
             layouts = tuple(
                 Layout(one["name"], tuple(one["places"]), tuple(one.get("signs", ())), one.get("strictly", ".*"))
-                for one in told["layouts"]
+                for one in source_fields["layouts"]
             )
-            sources[name] = cls(name, **{**told, "layouts": layouts})
+            sources[name] = cls(name, **{**source_fields, "layouts": layouts})
         return sources
 
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:
         """The name of the first layout that is on disk, and its file or folder, which is not read."""
         root = data_root(root)
         for layout in self.layouts:
-            if place := layout.find(root):
-                return layout.name, place
+            if location := layout.find(root):
+                return layout.name, location
         hint = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
         if self.holds:
             hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
@@ -160,8 +160,8 @@ class Source:
             return self.find(root)[1]
         if self.folder and (unpacked := self.layouts[0].find(root)):
             return unpacked
-        then = f" and run {self.command} to unpack it" if self.folder else ""
-        archive = download(self.url, root / self.archive, self.digest, then)
+        next_step = f" and run {self.command} to unpack it" if self.folder else ""
+        archive = download(self.url, root / self.archive, self.digest, next_step)
         if not self.folder:
             return archive
         target = archive.parent / self.folder
@@ -186,5 +186,5 @@ class Source:
     @property
     def remedy(self) -> str:
         """What to do with a damaged copy, for messages."""
-        again = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
-        return f"Delete this copy and {again}."
+        action = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
+        return f"Delete this copy and {action}."

@@ -48,13 +48,13 @@ def regular_file(path: Path) -> Path:
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes, by default the limit of `check_size`."""
     with open_file(path) as file:
-        size, done, pieces = os.fstat(file.fileno()).st_size, 0, list[bytes]()
+        size, num_bytes, pieces = os.fstat(file.fileno()).st_size, 0, list[bytes]()
         try:
             check_size(size, most=most)
             while piece := file.read(_PIECE):
                 pieces.append(piece)
-                done += len(piece)
-                check_size(done, most=most)  # the file may grow while it is read
+                num_bytes += len(piece)
+                check_size(num_bytes, most=most)  # the file may grow while it is read
         except ValueError as error:
             hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
             raise InvalidValueError(
@@ -175,13 +175,13 @@ def read_json(path: Path, description: str, schema: int, remedy: str) -> dict[st
         content = json.loads(read_text(require_file(path, description, remedy)))
     except ValueError as error:
         raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy, value=path) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != schema:
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != schema:
         raise InvalidValueError(
-            f"Expected {path} to be of format {schema} but it is of {'none' if found is None else found}: it is "
+            f"Expected {path} to be of format {schema} but it is of {'none' if version is None else version}: it is "
             "damaged, or another version of lightning-fcl wrote it.",
             hint=remedy,
             argument="format",
-            value=found,
+            value=version,
         )
     return dict(content)

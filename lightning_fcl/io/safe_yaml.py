@@ -78,16 +78,18 @@ def parse_dataclass(kind: type[Document], content: object, where: object, **made
     What may name a class is made by the caller: jsonargparse would import it.
     """
     jsonargparse = require_package("jsonargparse", "reads documents")
-    known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
+    field_names = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise InvalidValueError(
             f"Expected {where} to hold values by name but got {str(content)[:100]!r}.", value=content
         )
     for name in content:
-        if name not in known:
-            hint = did_you_mean(name, known)
+        if name not in field_names:
+            hint = did_you_mean(name, field_names)
             raise UnknownNameError(
-                f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.", hint=hint, argument=str(name)
+                f"Expected {', '.join(field_names)} in {where} but got {str(name)[:100]}.",
+                hint=hint,
+                argument=str(name),
             )
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip={*made})
@@ -100,23 +102,23 @@ def parse_dataclass(kind: type[Document], content: object, where: object, **made
     try:
         return kind(**vars(values), **made)
     except ValueError as error:
-        found = InvalidValueError(
+        detailed_error = InvalidValueError(
             f"In {where}: {error}", argument=getattr(error, "argument", None), value=getattr(error, "value", None)
         )
-        found.hint = getattr(error, "hint", "")  # the text of the error has it already
-        raise found from error
+        detailed_error.hint = getattr(error, "hint", "")  # the text of the error has it already
+        raise detailed_error from error
 
 
 def resolve_class(path: str) -> Any:
     """The class that a ``class_path`` names, or the function, which says what it makes."""
-    made = resolve_name(path)
-    if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
+    target = resolve_name(path)
+    if not isinstance(target, type) and "return" not in getattr(target, "__annotations__", {}):
         raise InvalidValueError(
             f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}.",
             argument="class_path",
             value=path,
         )
-    return made
+    return target
 
 
 def check_yaml(text: str) -> None:
@@ -145,13 +147,13 @@ def check_yaml(text: str) -> None:
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
     """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
     if id(node) not in known:
-        seen: set[object] = set()
+        seen_keys: set[object] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
             name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
-            if name in seen and name != "<<":  # PyYAML takes the last one, and says nothing
+            if name in seen_keys and name != "<<":  # PyYAML takes the last one, and says nothing
                 line = key.start_mark.line + 1
                 raise _LimitError(f"Expected each key once but got `{name}` again in line {line}.", "Leave one out.")
-            seen.add(name)
+            seen_keys.add(name)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)

@@ -55,11 +55,11 @@ class Drawer:
         """Return targets, shape (rows, ...)."""
         shape = (rows or self.rows, *self._shape)
         if composition.value is None:
-            chosen = torch.arange(int(np.prod(shape))).view(shape) % len(self._pool)
+            indices = torch.arange(int(np.prod(shape))).view(shape) % len(self._pool)
         else:
-            chosen = torch.randint(len(self._pool), shape, generator=self._generator)
-            chosen[: int(composition.value * len(chosen))] = 0
-        return self._pool[chosen.to(self._pool.device)]
+            indices = torch.randint(len(self._pool), shape, generator=self._generator)
+            indices[: int(composition.value * len(indices))] = 0
+        return self._pool[indices.to(self._pool.device)]
 
     def outputs(self, scale: float = 1.0, rows: int | None = None) -> Tensor:
         """Return outputs, shape (rows, ...): normal, or uniform in the range of the module's own outputs."""
@@ -78,11 +78,11 @@ class Drawer:
 
     def has_independent_rows(self, function: RowFunction) -> bool:
         """Return whether no row changes if other rows are replaced, removed, appended or prepended."""
-        kept = torch.arange(0, self.rows, 2)
+        even_rows = torch.arange(0, self.rows, 2)
         for composition in Composition:
             output, y = self.outputs(), self.targets(composition)
             whole = function(output, y)
-            if not is_close(function(output[kept], y[kept]), whole[kept]):
+            if not is_close(function(output[even_rows], y[even_rows]), whole[even_rows]):
                 return False
             for other in Composition:
                 for scale in (0.1, 10.0):
@@ -90,8 +90,8 @@ class Drawer:
                     longer = function(torch.cat([new, output, new]), torch.cat([new_y, y, new_y]))
                     if not is_close(longer[self.rows : -self.rows], whole):
                         return False
-                    new[kept], new_y[kept] = output[kept], y[kept]
-                    if not is_close(function(new, new_y)[kept], whole[kept]):
+                    new[even_rows], new_y[even_rows] = output[even_rows], y[even_rows]
+                    if not is_close(function(new, new_y)[even_rows], whole[even_rows]):
                         return False
         return True
 
@@ -105,8 +105,8 @@ def trial_rows(stream: FederatedStream) -> IntArray | None:
     if not parts:
         return None
     rows = np.unique(np.concatenate(parts))
-    chosen: IntArray = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(np.int64)]
-    return chosen
+    trial_indices: IntArray = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(np.int64)]
+    return trial_indices
 
 
 def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> bool:
@@ -117,11 +117,11 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
     whole = forward(x)
     if not isinstance(whole, Tensor) or len(whole) != len(x):
         return False
-    kept, others, fewer = torch.arange(0, len(x), 2), torch.arange(1, len(x), 2), len(x) // 2 + 1
-    for new in (torch.zeros_like(x[others]), x[others.flip(0)], x[kept[: len(others)]]):
-        replaced = x.clone()
-        replaced[others] = new
-        if not is_close(forward(replaced)[kept], whole[kept]):
+    even_rows, odd_rows, fewer = torch.arange(0, len(x), 2), torch.arange(1, len(x), 2), len(x) // 2 + 1
+    for new in (torch.zeros_like(x[odd_rows]), x[odd_rows.flip(0)], x[even_rows[: len(odd_rows)]]):
+        replaced_x = x.clone()
+        replaced_x[odd_rows] = new
+        if not is_close(forward(replaced_x)[even_rows], whole[even_rows]):
             return False
     longer = forward(torch.cat([x, x.flip(0)]))
     return is_close(forward(x[:fewer]), whole[:fewer]) and is_close(longer[: len(x)], whole)

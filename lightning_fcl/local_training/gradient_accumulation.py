@@ -97,10 +97,10 @@ class GradientAccumulation:
             return
         groups, schedules = start
         if by_round:
-            rates, before = [*map(group_values, optimizers)], self._before_hooks
+            rates, snapshot = [*map(group_values, optimizers)], self._before_hooks
             schedules = self._schedules()
-            if before is not None and before[1] == schedules:  # otherwise a hook has stepped a schedule by round
-                rates = before[0]
+            if snapshot is not None and snapshot[1] == schedules:  # otherwise a hook has stepped a schedule by round
+                rates = snapshot[0]
             groups = [_with_rates(*pair) for pair in zip(groups, rates, strict=True)]
         self._go_back(optimizers, groups, schedules)
 
@@ -110,9 +110,9 @@ class GradientAccumulation:
     def _go_back(
         self, optimizers: Sequence[Optimizer], groups: Sequence[Groups], schedules: Sequence[dict[str, Any]]
     ) -> None:
-        for optimizer, own in zip(optimizers, groups, strict=True):
-            del optimizer.param_groups[len(own) :]  # what clients have added
-            set_group_values(optimizer, own)
+        for optimizer, optimizer_groups in zip(optimizers, groups, strict=True):
+            del optimizer.param_groups[len(optimizer_groups) :]  # what clients have added
+            set_group_values(optimizer, optimizer_groups)
         for config, state in zip((*self._configs, *(self.is_manual or ())), schedules, strict=True):
             config.scheduler.load_state_dict(state)
 

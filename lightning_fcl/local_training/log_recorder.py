@@ -86,11 +86,11 @@ class LogRecorder:
         parts = dict(module.named_modules())
         self._metrics = {name: part for name, part in parts.items() if isinstance(part, Metric | MetricCollection)}
         self._batch: Batch = None
-        own = vars(module)
-        self._stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(own, "log", self._record)]
+        attributes = vars(module)
+        self._stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(attributes, "log", self._record)]
         self._counts = module if isinstance(module, Vectorizable) else None
         if self._counts is not None:
-            self._stand_ins.append((own, "update_train_loss", self._count))
+            self._stand_ins.append((attributes, "update_train_loss", self._count))
         for name, metric in self._metrics.items():
             for function, stand_in in (
                 ("forward", partial(self._measure, name, True)),
@@ -104,30 +104,30 @@ class LogRecorder:
     def recording(self, batch: Batch) -> Iterator[None]:
         """Record what a step on a batch logs, and forget what others have."""
         self.lines, self.values, self._batch = [], [], batch
-        before = [own.get(function) for own, function, _ in self._stand_ins]
-        for own, function, stand_in in self._stand_ins:
-            own[function] = stand_in
+        previous_functions = [own.get(function) for own, function, _ in self._stand_ins]
+        for attributes, function, stand_in in self._stand_ins:
+            attributes[function] = stand_in
         try:
             yield
         finally:
-            for (own, function, _), replaced in zip(self._stand_ins, before, strict=True):
-                if replaced is None:
-                    del own[function]
+            for (attributes, function, _), previous_function in zip(self._stand_ins, previous_functions, strict=True):
+                if previous_function is None:
+                    del attributes[function]
                 else:
-                    own[function] = replaced
+                    attributes[function] = previous_function
 
     def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
-        values, given = tree_flatten((args, kwargs))
+        values, arguments_spec = tree_flatten((args, kwargs))
         if not (values and all(isinstance(value, Tensor) for value in values)):
             raise ObstacleError(Reason.METRIC)
-        self.lines.append(MetricUpdate(name, called, given))
+        self.lines.append(MetricUpdate(name, called, arguments_spec))
         self.values.append([value.detach().clone() for value in values])
         return _BatchValue() if called else None
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         flags = dict(_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)
-        for known in ("self", "name", "value"):
-            del flags[known]
+        for argument in ("self", "name", "value"):
+            del flags[argument]
         if isinstance(value, Metric | _BatchValue):
             names = [attribute for attribute, metric in self._metrics.items() if metric is value]
             if not names:
@@ -160,29 +160,29 @@ class LogRecorder:
         Args:
             groups: For each the lines, and of every line the clients' values, shape (clients, ...).
         """
-        measured: dict[str, LogEntry] = {}
-        found: dict[tuple[str, int], tuple[LogEntry, list[Tensor], list[int]]] = {}
+        metric_entries: dict[str, LogEntry] = {}
+        values_by_entry: dict[tuple[str, int], tuple[LogEntry, list[Tensor], list[int]]] = {}
         for lines, columns in groups:
-            often: dict[str, int] = {}
+            name_counts: dict[str, int] = {}
             for line, values in zip(lines, columns, strict=True):
                 if isinstance(line, MetricUpdate):
                     self._update(line, values)
                     continue
                 if line.reduction == "metric":
-                    measured[line.name] = line
+                    metric_entries[line.name] = line
                     continue
-                often[line.name] = often.get(line.name, 0) + 1
-                _, all_values, sizes = found.setdefault((line.name, often[line.name]), (line, [], []))
+                name_counts[line.name] = name_counts.get(line.name, 0) + 1
+                _, all_values, sizes = values_by_entry.setdefault((line.name, name_counts[line.name]), (line, [], []))
                 all_values.append(values)
                 sizes += [line.size if line.name else line.log_options["samples"]] * len(values)
-        for line, parts, sizes in found.values():
+        for line, parts, sizes in values_by_entry.values():
             values = torch.cat(parts)
             if not line.name and self._counts is not None:
                 self._counts.update_train_loss(values.sum(), sum(sizes))
             else:
                 value = METRIC_REDUCTIONS[line.reduction](values, torch.tensor(sizes, device=values.device))
                 self._module.log(line.name, value, **line.log_options, batch_size=sum(sizes))
-        for name, line in measured.items():
+        for name, line in metric_entries.items():
             metric = self._metrics[line.log_options["metric_attribute"]]
             if isinstance(metric, Metric):  # none else is logged
                 self._module.log(name, metric, **line.log_options)
@@ -190,8 +190,8 @@ class LogRecorder:
     def _update(self, line: MetricUpdate, values: Sequence[Tensor]) -> None:
         """Update a metric by each client's batch: it may be of any shape."""
         metric = self._metrics[line.metric]
-        for each in zip(*values, strict=True):
-            args, kwargs = tree_unflatten(list(each), line.arguments_spec)
+        for client_values in zip(*values, strict=True):
+            args, kwargs = tree_unflatten(list(client_values), line.arguments_spec)
             (metric if line.is_called else metric.update)(*args, **kwargs)
 
 

@@ -44,7 +44,7 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
         batches: Number of the client's batches in the round.
     """
     loop, counts = trainer.fit_loop.epoch_loop, [*batch_counts(trainer), *step_counts(trainer)]
-    before, limits = [dict(count) for count in counts], (trainer.fit_loop.max_batches, loop.max_steps)
+    previous_counts, limits = [dict(count) for count in counts], (trainer.fit_loop.max_batches, loop.max_steps)
     was_last, loader = loop.batch_progress.is_last_batch, trainer.fit_loop._combined_loader
     for count in counts:
         count.update({name: step + (name in ("ready", "started")) for name in count})
@@ -54,8 +54,8 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for count, then in zip(counts, before, strict=True):
-            count.update(then)
+        for count, previous_count in zip(counts, previous_counts, strict=True):
+            count.update(previous_count)
         loop.batch_progress.is_last_batch = was_last
         trainer.fit_loop.max_batches, loop.max_steps = limits
         trainer.fit_loop._combined_loader = loader
@@ -65,9 +65,9 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
 def silent(objects: Sequence[object]) -> Iterator[None]:
     """Temporarily let some objects log nothing, and let nothing print or warn."""
     attributes, level = [vars(one) for one in objects], logging.root.manager.disable
-    before = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
-    for own in attributes:
-        own.update(dict.fromkeys(_LOGS, _ignore))
+    previous_functions = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
+    for object_attributes in attributes:
+        object_attributes.update(dict.fromkeys(_LOGS, _ignore))
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -75,10 +75,10 @@ def silent(objects: Sequence[object]) -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        for own, then in zip(attributes, before, strict=True):
+        for object_attributes, functions in zip(attributes, previous_functions, strict=True):
             for name in _LOGS:
-                del own[name]
-            own.update(then)
+                del object_attributes[name]
+            object_attributes.update(functions)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

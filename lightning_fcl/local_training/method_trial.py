@@ -150,11 +150,11 @@ class _MethodTrial:
         try:
             for inputs in self._inputs(method):
                 try:
-                    expected, changed = self._alone(_copied(method), inputs)
+                    expected, changed_names = self._alone(_copied(method), inputs)
                 except Exception:  # Training itself meets the error, unless only the trial lacks something.
                     return None
-                if changed:
-                    return Obstacle(Reason.METHOD_STATE, (type(method).__name__, format_code_names(changed)))
+                if changed_names:
+                    return Obstacle(Reason.METHOD_STATE, (type(method).__name__, format_code_names(changed_names)))
                 if obstacle := self._compared(method, inputs, expected):
                     return obstacle
             return None
@@ -165,14 +165,16 @@ class _MethodTrial:
         """Return how a method's vectorized result differs from that of the client alone, or None."""
         name = type(method).__name__
         for padding in (0, _PADDING) if self._padded else (0,):
-            given = self._with_padding(inputs, padding) if padding else inputs
+            trial_inputs = self._with_padding(inputs, padding) if padding else inputs
             try:
-                found = self._vectorized(_copied(method), given)
+                actual = self._vectorized(_copied(method), trial_inputs)
             except Exception as error:  # Code of a user may raise anything. Such a method cannot be vectorized.
                 obstacle = obstacle_of(error)
                 return Obstacle(Reason.METHOD_FAILS, (name, *obstacle.details)) if obstacle.details else obstacle
-            more = len(found.of_output) - len(expected.of_output)  # The gradient of padding must be 0.
-            if not all(map(is_close, found, expected._replace(of_output=F.pad(expected.of_output, (0, more))))):
+            num_padding_rows = len(actual.of_output) - len(expected.of_output)  # The gradient of padding must be 0.
+            if not all(
+                map(is_close, actual, expected._replace(of_output=F.pad(expected.of_output, (0, num_padding_rows))))
+            ):
                 return Obstacle(Reason.METHOD_PADDING if padding else Reason.METHOD_DIFFERS, (name,))
         return None
 
@@ -183,8 +185,10 @@ class _MethodTrial:
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]
-            kept = {f"{method.section_name}.{n}": v for n, v in _copied(method).init_server_state(self._module).items()}
-            server: State = {**self._begun, **kept}
+            server_entries = {
+                f"{method.section_name}.{n}": v for n, v in _copied(method).init_server_state(self._module).items()
+            }
+            server: State = {**self._begun, **server_entries}
             clients = [make_client(method, self._module, {}, server, part) for part in parts]
             memories: Sequence[StateSection]
             try:
@@ -195,11 +199,11 @@ class _MethodTrial:
             states = [{**self._begun, **self._drawn(learning)} for _ in _NAMES]
             inputs = _Inputs(parts, states, memories, server, batches, outputs)
             yield inputs
-            if (later := self._later(method, inputs)) is not None:
-                yield later
-                memories = later.memories
-            drawn = [self._drawn(memory) for memory in memories]
-            yield replace(inputs, memories=drawn, server={**server, **self._drawn(kept)})
+            if (later_inputs := self._later(method, inputs)) is not None:
+                yield later_inputs
+                memories = later_inputs.memories
+            random_memories = [self._drawn(memory) for memory in memories]
+            yield replace(inputs, memories=random_memories, server={**server, **self._drawn(server_entries)})
 
     def _later(self, method: MethodBase, inputs: _Inputs) -> _Inputs | None:
         """Return the same input in a later experience; None if the method computes nothing at the end of a round."""
@@ -211,13 +215,13 @@ class _MethodTrial:
         memories: list[StateSection] = []
         try:
             with isolate_rng():
-                for row, (part, later) in enumerate(zip(inputs.parts, parts, strict=True)):
-                    data, own = inputs.batches[row] if method.needs.round_samples else None, inputs.states[row]
-                    load_state_tensors(self._module, own)
-                    client = make_client(method, self._module, dict(inputs.memories[row]), inputs.server, part)
-                    client.method_state = _copied(method).update_client_state(client, own, data)
-                    client.method_state = _copied(method).end_experience(client, own, data)
-                    client = make_client(method, self._module, client.method_state, inputs.server, later)
+                for row, (client_round, later_round) in enumerate(zip(inputs.parts, parts, strict=True)):
+                    data, client_state = inputs.batches[row] if method.needs.round_samples else None, inputs.states[row]
+                    load_state_tensors(self._module, client_state)
+                    client = make_client(method, self._module, dict(inputs.memories[row]), inputs.server, client_round)
+                    client.method_state = _copied(method).update_client_state(client, client_state, data)
+                    client.method_state = _copied(method).end_experience(client, client_state, data)
+                    client = make_client(method, self._module, client.method_state, inputs.server, later_round)
                     memories.append(_copied(method).prepare_client_state(client))
         except Exception:  # The method needs more of a client than the trial has.
             return None
@@ -249,41 +253,41 @@ class _MethodTrial:
 
     def _drawn(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return other numbers under the same names: some more, and masks of which half is true."""
-        found = {}
+        random_values = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)
             is_mask = value.dtype == torch.bool and value.numel() > 0
-            found[name] = numbers <= numbers.median() if is_mask else value
+            random_values[name] = numbers <= numbers.median() if is_mask else value
             if value.is_floating_point():
-                found[name] = value + 0.2 * numbers.to(value.dtype)
-        return found
+                random_values[name] = value + 0.2 * numbers.to(value.dtype)
+        return random_values
 
     def _with_padding(self, inputs: _Inputs, padding: int) -> _Inputs:
         """Return the same input with more rows, which are padding for the first client and samples for the second."""
         batches = [[torch.cat([part, part[:padding]]) for part in batch] for batch in inputs.batches]
         outputs = []
         for output in inputs.outputs:
-            more = torch.randn((padding, *output.shape[1:]), generator=self._generator).to(output)
-            outputs.append(torch.cat([output, 2 * _SCALE * more]))
-        rows, own = len(outputs[0]), len(inputs.outputs[0])
+            padding_rows = torch.randn((padding, *output.shape[1:]), generator=self._generator).to(output)
+            outputs.append(torch.cat([output, 2 * _SCALE * padding_rows]))
+        rows, num_samples = len(outputs[0]), len(inputs.outputs[0])
         weight = torch.full((len(_NAMES), rows), 1 / rows, device=self._device)
-        weight[0] = (torch.arange(rows, device=self._device) < own) / own
+        weight[0] = (torch.arange(rows, device=self._device) < num_samples) / num_samples
         return replace(inputs, batches=batches, outputs=outputs, weight=weight)
 
     # The result of the method.
 
     def _alone(self, method: MethodBase, inputs: _Inputs) -> tuple[_Shaped, list[str]]:
         """Return the first client's result in sequential training, and the method's attributes that change."""
-        module, part, batch = self._module, inputs.parts[0], inputs.batches[0]
+        module, client_round, batch = self._module, inputs.parts[0], inputs.batches[0]
         load_state_tensors(module, inputs.states[0])
-        client = make_client(method, module, inputs.memories[0], inputs.server, part)
+        client = make_client(method, module, inputs.memories[0], inputs.server, client_round)
         client.batch, method.client = batch, client
         method.start_client(client)
         attributes, contents = dict(vars(method)), _contents(method)
         output = inputs.outputs[0].clone().requires_grad_()
         step = step_of(module, inputs.server, batch[0] if is_labelled(batch) else None, output)
         step.y = batch[1] if is_labelled(batch) else None
-        step = DrawnSamples([method], [[client]], partial(client_round_keys, _SEED, [part], "recall")).step(
+        step = DrawnSamples([method], [[client]], partial(client_round_keys, _SEED, [client_round], "recall")).step(
             method, step
         )
         if self._why is not None:
@@ -333,10 +337,10 @@ def _shaped(
 ) -> _Shaped:
     """Return a method's result with the penalty's gradient; ``first``: of stacked clients, that of the first."""
     leaves = [*params.values(), output]
-    found: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
+    gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
     if penalty.requires_grad:
-        found = torch.autograd.grad(penalty, leaves, materialize_grads=True)
-    flat = [(gradient[0] if first else gradient).flatten() for gradient in found]
+        gradients = torch.autograd.grad(penalty, leaves, materialize_grads=True)
+    flat = [(gradient[0] if first else gradient).flatten() for gradient in gradients]
     return _Shaped(factor.detach(), penalty.detach(), torch.cat(flat[:-1]), flat[-1])
 
 

@@ -50,16 +50,16 @@ class ModuleSnapshot:
         carried: Carried | None = None,
     ) -> None:
         records = before._gathering() if before is not None else {}
-        seen, optimizers = {*map(id, extra_objects)}, list(optimizers)
+        ignored_ids, optimizers = {*map(id, extra_objects)}, list(optimizers)
         for optimizer in optimizers:
-            seen |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}
-        found = Search(seen, {id(value) for value in state_tensors(module).values()}, records)
+            ignored_ids |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}
+        search = Search(ignored_ids, {id(value) for value in state_tensors(module).values()}, records)
         for optimizer in optimizers:
-            found.look_below(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT)
-        found.look([("", module)])
-        self.search = found
-        self.unknown_attributes = found.unknown  # names of what cannot be looked into
-        self._parts, self._modes, self._learn, self._leaves = found.parts, found.modes, found.learn, found.leaves
+            search.look_below(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT)
+        search.look([("", module)])
+        self.search = search
+        self.unknown_attributes = search.unknown  # names of what cannot be looked into
+        self._parts, self._modes, self._learn, self._leaves = search.parts, search.modes, search.learn, search.leaves
         self._metrics: list[ClientMetric] = []
         if carried is not None:
             parts, self._metrics = carried.search(records)
@@ -88,8 +88,8 @@ class ModuleSnapshot:
 
     def commit(self) -> None:
         """What hooks have changed since then is the server's; those to come see what the last client has left."""
-        for part in self._parts:
-            part.commit()
+        for snapshot_value in self._parts:
+            snapshot_value.commit()
         self._learn = [(name, parameter, parameter.requires_grad) for name, parameter, _ in self._learn]
         self.expose_last_client()
 
@@ -114,15 +114,15 @@ class ModuleSnapshot:
 
     def gather(self, value: list[Any], items: list[Any]) -> bool:
         """Replace the items that clients of this round have appended to a list. Return whether the list is a record."""
-        found = (part for part in self._parts if isinstance(part, ContainerValue) and part.value is value)
-        record = next(found, None)
+        records = (part for part in self._parts if isinstance(part, ContainerValue) and part.value is value)
+        record = next(records, None)
         if record is not None:
             record.gather(items)
         return record is not None
 
     def _changes(self) -> Iterator[Change]:
-        for part in self._parts:
-            yield from part.changes()
+        for snapshot_value in self._parts:
+            yield from snapshot_value.changes()
 
     def _leave(self) -> None:
         changes = list(self._changes())

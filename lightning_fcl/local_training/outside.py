@@ -122,8 +122,10 @@ class Outside:
         self.functions: dict[int, FunctionType] = {}
         classes: dict[type, None] = {}
         for kind in kinds:
-            own = functions_in(kind)
-            self.functions |= {id(function): function for function in reached(own.values(), own)}
+            functions_by_name = functions_in(kind)
+            self.functions |= {
+                id(function): function for function in reached(functions_by_name.values(), functions_by_name)
+            }
             classes |= dict.fromkeys(user_classes(kind))
         self._roots: list[tuple[str, MutableMapping[str, Any]]] = []
         for kind in classes:
@@ -133,34 +135,40 @@ class Outside:
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
         """Add the attributes, default values and variables of the functions."""
-        used: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
+        scopes: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
             prefix = _prefix(function)
             self._roots += [(prefix, _Cells(function)), (prefix, vars(function))]
             names, values = globals_in(function.__code__), function.__globals__
-            used.setdefault(id(values), (function.__module__, values, set()))[2].update(names)
+            scopes.setdefault(id(values), (function.__module__, values, set()))[2].update(names)
             for name in names:
                 value = values.get(name)
                 if isinstance(value, ModuleType) and is_users(value):
-                    own = vars(value)
-                    used.setdefault(id(own), (value.__name__, own, set()))[2].update(names_in(function.__code__))
+                    module_attributes = vars(value)
+                    scopes.setdefault(id(module_attributes), (value.__name__, module_attributes, set()))[2].update(
+                        names_in(function.__code__)
+                    )
                 elif isinstance(value, type) and is_users(value) and value not in classes:
                     self._roots.append((_prefix(value), _ClassAttributes(value)))
-        self._roots += [(f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()]
+        self._roots += [
+            (f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in scopes.values()
+        ]
 
     def search(self, records: Mapping[int, ContainerValue] | None = None) -> Search:
         """Find the state as it is now."""
-        found = Search(self._ignored, records=records, metrics=True)
-        for path, part in self._module.named_modules():
-            found.look(_metrics_in(path, part))
+        state_search = Search(self._ignored, records=records, metrics=True)
+        for path, submodule in self._module.named_modules():
+            state_search.look(_metrics_in(path, submodule))
         for prefix, holder in self.names.items():
-            found.look_below(prefix, vars(holder), _NO_STATE)
+            state_search.look_below(prefix, vars(holder), _NO_STATE)
         for function in self.functions.values():
-            given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            found.look((f"{_prefix(function)}__defaults__", value) for value in given if _is_state(value))
+            default_values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            state_search.look(
+                (f"{_prefix(function)}__defaults__", value) for value in default_values if _is_state(value)
+            )
         for prefix, values in self._roots:
-            found.look_below(prefix, values, follow=_is_state)
-        return found
+            state_search.look_below(prefix, values, follow=_is_state)
+        return state_search
 
 
 def _prefix(owner: type | FunctionType) -> str:
@@ -184,11 +192,11 @@ def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Metric):
         yield name, value
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _metrics_within(f"{name}[{key!r}]", one)
+        for key, item in value.items():
+            yield from _metrics_within(f"{name}[{key!r}]", item)
     elif isinstance(value, list | tuple):
-        for place, one in enumerate(value):
-            yield from _metrics_within(f"{name}[{place}]", one)
+        for index, item in enumerate(value):
+            yield from _metrics_within(f"{name}[{index}]", item)
 
 
 def _is_state(value: object) -> bool:
@@ -232,20 +240,20 @@ class Carried:
         self, records: Mapping[int, ContainerValue]
     ) -> tuple[list[NamedValues | ContainerValue], list[ClientMetric]]:
         """Find the state that starts anew as it is now."""
-        found = self._outside.search(records)
+        state_search = self._outside.search(records)
         parts: list[NamedValues | ContainerValue] = []
-        for part in found.parts:
-            name = part.name if isinstance(part, ContainerValue) else part.prefix
-            if name.startswith(self.whole) and not is_below(name, found.metrics):
-                parts.append(part)
-            elif isinstance(part, ContainerValue):
-                parts += [part] if is_below(name, self.names) else []
+        for snapshot_value in state_search.parts:
+            name = snapshot_value.name if isinstance(snapshot_value, ContainerValue) else snapshot_value.prefix
+            if name.startswith(self.whole) and not is_below(name, state_search.metrics):
+                parts.append(snapshot_value)
+            elif isinstance(snapshot_value, ContainerValue):
+                parts += [snapshot_value] if is_below(name, self.names) else []
             elif is_below(name, self.names):
-                parts.append(part)
-            elif own := {n.removeprefix(name) for n in self.names if n.startswith(name)}:
-                values = _Scope(part.values, {n for n in own if "." not in n})
-                parts.append(NamedValues(name, values, part.ignored, dict(values), part.attributes))
-        return parts, [ClientMetric(metric) for name, metric in found.metrics.items() if name in self.metrics]
+                parts.append(snapshot_value)
+            elif attribute_names := {n.removeprefix(name) for n in self.names if n.startswith(name)}:
+                values = _Scope(snapshot_value.values, {n for n in attribute_names if "." not in n})
+                parts.append(NamedValues(name, values, snapshot_value.ignored, dict(values), snapshot_value.attributes))
+        return parts, [ClientMetric(metric) for name, metric in state_search.metrics.items() if name in self.metrics]
 
 
 class ClientMetric:

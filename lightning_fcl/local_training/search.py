@@ -92,8 +92,8 @@ class Search:
 
     def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
         """The changes since the search, or those of some names and of all below them."""
-        for part in self.parts:
-            for change in part.changes():
+        for snapshot_value in self.parts:
+            for change in snapshot_value.changes():
                 if names is None or is_below(change.name, names):
                     yield change
 
@@ -103,30 +103,30 @@ class Search:
             change.undo()
 
     def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        for path, part in network.named_modules(prefix=name):
-            self._seen.add(id(part))
-            own, prefix = vars(part), f"{path}." if path else ""
-            if self._metrics and isinstance(part, Metric):
-                self.metrics[path] = part
-                found += self._names(prefix, own, INTERNAL)
+        children: list[tuple[str, Any]] = []
+        for path, submodule in network.named_modules(prefix=name):
+            self._seen.add(id(submodule))
+            attributes, prefix = vars(submodule), f"{path}." if path else ""
+            if self._metrics and isinstance(submodule, Metric):
+                self.metrics[path] = submodule
+                children += self._names(prefix, attributes, INTERNAL)
                 continue
-            self.modes.append((prefix, part, part.training))
-            learning = {n: p for n, p in own["_parameters"].items() if p is not None}
+            self.modes.append((prefix, submodule, submodule.training))
+            learning = {n: p for n, p in attributes["_parameters"].items() if p is not None}
             self.learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
-            if type(part).__module__.startswith("lightning_fcl.") or is_of(part, ("torchmetrics.",)):
+            if type(submodule).__module__.startswith("lightning_fcl.") or is_of(submodule, ("torchmetrics.",)):
                 continue
-            found += self._names(prefix, own, INTERNAL)
-            for values in (own["_buffers"], own["_parameters"], own["_modules"]):
-                kept = {name for name, value in values.items() if value is None or id(value) in self._state}
-                found += self._names(prefix, values, kept, attributes=False)
-        return found
+            children += self._names(prefix, attributes, INTERNAL)
+            for values in (attributes["_buffers"], attributes["_parameters"], attributes["_modules"]):
+                ignored_names = {name for name, value in values.items() if value is None or id(value) in self._state}
+                children += self._names(prefix, values, ignored_names, attributes=False)
+        return children
 
     def _value(self, name: str, value: Any, kind: ValueKind | None) -> list[tuple[str, Any]]:
         if kind is not None and kind.can_change(value):
-            part = ContainerValue(name, value, kind, kind.copy(kind.read(value)))
-            part.load_history(self._records.get(id(value)))
-            self.parts.append(part)
+            container = ContainerValue(name, value, kind, kind.copy(kind.read(value)))
+            container.load_history(self._records.get(id(value)))
+            self.parts.append(container)
         inner: list[tuple[str, Any]] = []
         # Immutable, like a date or a path, if equality is by value and the object is hashable.
         immutable = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__

@@ -115,8 +115,8 @@ class SequentialTrainer:
 
     def finish(self) -> LocalResult:
         """Take the client's state from the module."""
-        own = {name: plain_tensor(value) for name, value in state_tensors(self._module).items()}
-        if new := [name for name in own if name not in self._received]:
+        trained_state = {name: plain_tensor(value) for name, value in state_tensors(self._module).items()}
+        if new := [name for name in trained_state if name not in self._received]:
             raise InvalidValueError(
                 "Expected a module whose state is there before it trains but a step of client "
                 f"{self._client_rounds[0].client_id} has made {format_code_names(new)}.",
@@ -126,17 +126,17 @@ class SequentialTrainer:
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
         driver = get_driver(self._module.trainer) if self._methods else None
         finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.has_finite_loss))
-        kept: StateSection | None = None
+        client_optimizer_state: StateSection | None = None
         if self._keep_optimizer:  # what the optimizers know, each below its number
             of_each = (optimizer_state(*each) for each in zip(self._optimizers, self._begun, strict=True))
-            kept = {
+            client_optimizer_state = {
                 f"{number}.{name}": value for number, memory in enumerate(of_each) for name, value in memory.items()
             }
         return LocalResult(
-            {name: value[None] for name, value in own.items()},
+            {name: value[None] for name, value in trained_state.items()},
             [driver.memories if driver is not None else []],
-            own,
-            kept,
+            trained_state,
+            client_optimizer_state,
             torch.tensor([finite]),
         )
 

@@ -73,15 +73,15 @@ def _why_not(
     with isolate_rng(), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            copied = _copied(module, optimizers)
-            around = Outside(copied).search()
+            module_copy = _copied(module, optimizers)
+            outside_search = Outside(module_copy).search()
             try:
-                with silent([copied]), restored_reading(stream.samples, rows, "train"), counting(trainer, 0, 1):
-                    batch = prepare_batch(copied, stream.get_samples(rows))
+                with silent([module_copy]), restored_reading(stream.samples, rows, "train"), counting(trainer, 0, 1):
+                    batch = prepare_batch(module_copy, stream.get_samples(rows))
                     with trainer.precision_plugin.train_step_context():
-                        results = [value.detach() for value in step(copied, batch)]
+                        results = [value.detach() for value in step(module_copy, batch)]
             finally:
-                around.restore()
+                outside_search.restore()
         except Exception as error:  # Code of a user may raise anything.
             return f"`{type(error).__name__}: {first_line(error)}`"
     finite = all(bool(torch.isfinite(value).all()) for value in results if value.is_floating_point())
@@ -110,25 +110,25 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
     """Return a copy of a module whose layers are in the modes of local training. Manual optimization steps the copy."""
-    copied = copy_module(module)
+    module_copy = copy_module(module)
     if any(method.needs.features for method in get_methods(module.trainer)):
-        for _, layer in frozen_layers(copied):
+        for _, layer in frozen_layers(module_copy):
             layer.training = False
-    if copied.automatic_optimization:
-        return copied
-    twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
-    own = [with_parameters(optimizer, twins) for optimizer in optimizers]
+    if module_copy.automatic_optimization:
+        return module_copy
+    twins = dict(zip(map(id, module.parameters()), module_copy.parameters(), strict=True))
+    copies = [with_parameters(optimizer, twins) for optimizer in optimizers]
     number = len(module.trainer.lr_scheduler_configs)
-    schedulers = [LambdaLR(optimizer, _constant) for optimizer in own[:1] * number]
+    schedulers = [LambdaLR(optimizer, _constant) for optimizer in copies[:1] * number]
     stand_ins: dict[str, Callable[..., Any]] = {
-        "optimizers": lambda use_pl_optimizer=True: own[0] if len(own) == 1 else own,
+        "optimizers": lambda use_pl_optimizer=True: copies[0] if len(copies) == 1 else copies,
         "lr_schedulers": lambda: schedulers[0] if number == 1 else schedulers or None,
         "manual_backward": lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
         "toggle_optimizer": _ignore,
         "untoggle_optimizer": _ignore,
     }
-    vars(copied).update(stand_ins)
-    return copied
+    vars(module_copy).update(stand_ins)
+    return module_copy
 
 
 def _constant(epoch: int) -> float:

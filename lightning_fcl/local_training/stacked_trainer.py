@@ -85,12 +85,14 @@ class StackedTrainer(ABC):
         optimizer_states: Sequence[StateSection],
     ) -> None:
         self.number, self._steps = len(states), 0
-        received = stack(states)
-        self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in received.items()}
+        stacked_state = stack(states)
+        self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in stacked_state.items()}
         self.params, self.optimizer = self._parameters(len(states))
         self.has_finite_loss = torch.ones(self.number, dtype=torch.bool)
-        own = set(state_tensors(self._module))
-        self.untrained_state = {n: v.clone() for n, v in self._received.items() if n in own and n not in self.params}
+        module_names = set(state_tensors(self._module))
+        self.untrained_state = {
+            n: v.clone() for n, v in self._received.items() if n in module_names and n not in self.params
+        }
         self._buffers = {name for name, _ in self._module.named_buffers()}
         self._kept = method_states
         self._keys = client_round_keys(self._seed, clients, "layers")
@@ -120,14 +122,14 @@ class StackedTrainer(ABC):
             any(on and changes_loss(method, Client(own[i])) for on, own in zip(applies[i], self._kept, strict=True))
             for i, method in enumerate(self._all_methods)
         ]
-        used = [i for i, shapes in enumerate(shaping) if shapes]
-        self.methods = [self._all_methods[i] for i in used]
-        for i in used:
+        method_indices = [i for i, shapes in enumerate(shaping) if shapes]
+        self.methods = [self._all_methods[i] for i in method_indices]
+        for i in method_indices:
             _check_alike(self._all_methods[i], clients, [own[i] for own in self._kept])
-        self._memories = [stack_common([own[i] for own in self._kept]) for i in used]
-        self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
-        each = [[Client(own[i]) for i in used] for own in self._kept] if used else []
-        self._drawn = DrawnSamples(self.methods, each, replay_keys(self._seed, clients))
+        self._memories = [stack_common([own[i] for own in self._kept]) for i in method_indices]
+        self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in method_indices]
+        method_clients = [[Client(own[i]) for i in method_indices] for own in self._kept] if method_indices else []
+        self._drawn = DrawnSamples(self.methods, method_clients, replay_keys(self._seed, clients))
 
     @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
@@ -145,18 +147,23 @@ class StackedTrainer(ABC):
     def method_inputs(self, device: torch.device) -> dict[str, Any]:
         """Return what the methods know of the clients in the next step, with the drawn replay samples, stacked."""
         replayed: list[Mapping[str, Tensor]] = []
-        there: list[Tensor] = []
+        replay_weights: list[Tensor] = []
         for method in self.methods:
             if method.section_name not in self._drawn.pools:
                 replayed.append({})
-                there.append(torch.zeros(self.number, device=device))
+                replay_weights.append(torch.zeros(self.number, device=device))
                 continue
             rows = self._drawn.draw(method.section_name)
-            like = next((row for row in rows if row), {})
-            full = [row or zeros_like_state(like) for row in rows]
-            replayed.append({name: torch.stack([row[name] for row in full]).to(device) for name in like})
-            there.append(torch.tensor([float(bool(row)) for row in rows], device=device))
-        of_methods = {"memories": self._memories, "applies": self._applies, "replayed": replayed, "there": there}
+            template = next((row for row in rows if row), {})
+            full = [row or zeros_like_state(template) for row in rows]
+            replayed.append({name: torch.stack([row[name] for row in full]).to(device) for name in template})
+            replay_weights.append(torch.tensor([float(bool(row)) for row in rows], device=device))
+        of_methods = {
+            "memories": self._memories,
+            "applies": self._applies,
+            "replayed": replayed,
+            "there": replay_weights,
+        }
         return {"received": dict(self._received), **of_methods}
 
     def compose_in_vmap(
@@ -184,8 +191,10 @@ class StackedTrainer(ABC):
         """
 
         def state() -> State:
-            kept = {name: value.clone() if name in self._buffers else value for name, value in untrained_state.items()}
-            return {**params, **kept}
+            untrained_entries = {
+                name: value.clone() if name in self._buffers else value for name, value in untrained_state.items()
+            }
+            return {**params, **untrained_entries}
 
         def outputs(x: Any) -> Tensor:
             with preserve_rng_state():
@@ -193,9 +202,9 @@ class StackedTrainer(ABC):
             return result
 
         def features(x: Any) -> Tensor:
-            named = {f"{Embedding.prefix}{name}": value for name, value in state().items()}
+            prefixed_state = {f"{Embedding.prefix}{name}": value for name, value in state().items()}
             with preserve_rng_state():
-                result: Tensor = functional_call(Embedding(self._module), named, (x,))
+                result: Tensor = functional_call(Embedding(self._module), prefixed_state, (x,))
             return result
 
         def loss_of(
@@ -205,8 +214,10 @@ class StackedTrainer(ABC):
                 output = functional_call(self._module, {**state(), **(params or {})}, (x,))
             return (loss or require_sample_loss(self._module).sample_loss)(output, y).mean()
 
-        received, one = method_inputs["received"], torch.ones((), device=output.device)
-        step = Step(params, received, x, output, make_teacher_fn(self._module), outputs, features, loss_of, weight, y)
+        received_state, unit = method_inputs["received"], torch.ones((), device=output.device)
+        step = Step(
+            params, received_state, x, output, make_teacher_fn(self._module), outputs, features, loss_of, weight, y
+        )
         steps = [
             replace(step, replay_samples=samples, replay_weight=real)
             for samples, real in zip(method_inputs["replayed"], method_inputs["there"], strict=True)
@@ -216,12 +227,12 @@ class StackedTrainer(ABC):
                 own.without_batch(reason % type(method).__name__)
                 for method, own in zip(self.methods, steps, strict=True)
             ]
-        alike = [
-            make_client(method, self._module, memory, received)
+        method_clients = [
+            make_client(method, self._module, memory, received_state)
             for method, memory in zip(self.methods, method_inputs["memories"], strict=True)
         ]
-        scale, extra = compose(self.methods, alike, steps, one * 0, method_inputs["applies"])
-        return one * scale, extra
+        scale, extra = compose(self.methods, method_clients, steps, unit * 0, method_inputs["applies"])
+        return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
         """Note whether the losses of a step are finite, shape (clients,) or of fewer, which come first."""
@@ -231,18 +242,18 @@ class StackedTrainer(ABC):
     def reorder_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of `params`, in the optimizer's order, which need not be the module's."""
         # Each lies in memory as its parameter does: torch's fused optimizers take it for granted.
-        of = {
+        gradient_by_id = {
             id(p): g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
             for p, g in zip(self.params.values(), gradients, strict=True)
         }
         assert self.optimizer is not None  # clients have begun
-        return [of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [gradient_by_id[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         """Step, and undo the step for the clients that were done before it."""
-        done = {name: p.detach()[active:].clone() for name, p in self.params.items() if active < len(p)}
+        finished_params = {name: p.detach()[active:].clone() for name, p in self.params.items() if active < len(p)}
         result = step()
-        for name, value in done.items():
+        for name, value in finished_params.items():
             self.params[name].data[active:] = value
         return result
 
@@ -263,8 +274,8 @@ def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
 
 def by_columns(matrices: Tensor) -> Tensor:
     """The same matrices, shape (clients, rows, columns), each of which lies in memory column by column."""
-    one = matrices[0] if matrices.stride(0) == 0 else matrices
-    return one.mT.contiguous().mT.expand(matrices.shape)
+    distinct_matrices = matrices[0] if matrices.stride(0) == 0 else matrices
+    return distinct_matrices.mT.contiguous().mT.expand(matrices.shape)
 
 
 def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: Sequence[StateSection]) -> None:
@@ -272,13 +283,13 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
     if overrides_hook(method, "replay_samples"):
         return  # each client may have another number of replay samples
     shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
-    for part, other in zip(clients, shapes, strict=True):
+    for client_round, other in zip(clients, shapes, strict=True):
         for name in sorted({*shapes[0], *other}):
             if shapes[0].get(name) != other.get(name):
                 raise InvalidValueError(
                     f"Expected `{type(method).__name__}` to remember the same entries of each client, as several "
                     f"train side by side, but `{name}` differs between client {clients[0].client_id} and client "
-                    f"{part.client_id}.",
+                    f"{client_round.client_id}.",
                     hint="Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
                     argument=f"{type(method).__name__}",
                 )

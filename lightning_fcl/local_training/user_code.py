@@ -55,12 +55,12 @@ def user_classes(kind: type) -> list[type]:
 
 def functions_in(kind: type) -> dict[str, FunctionType]:
     """Return the functions of a class and its parents by name, as far as they are users' code."""
-    found: dict[str, FunctionType] = {}
-    for one in reversed(user_classes(kind)):
-        for name, value in vars(one).items():
+    functions: dict[str, FunctionType] = {}
+    for user_class in reversed(user_classes(kind)):
+        for name, value in vars(user_class).items():
             if (function := _function(value)) is not None:
-                found[name] = function
-    return found
+                functions[name] = function
+    return functions
 
 
 def _function(value: object) -> FunctionType | None:
@@ -88,9 +88,9 @@ def names_in(code: CodeType) -> Set[str]:
 @functools.lru_cache(10_000)
 def globals_in(code: CodeType) -> Set[str]:
     """Return the names of global variables that some code reads or sets."""
-    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
+    global_names = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*own, *(name for one in inner for name in globals_in(one))}
+    return {*global_names, *(name for one in inner for name in globals_in(one))}
 
 
 def reached(functions: Iterable[FunctionType], own: dict[str, FunctionType]) -> list[FunctionType]:
@@ -100,20 +100,20 @@ def reached(functions: Iterable[FunctionType], own: dict[str, FunctionType]) -> 
         functions: The functions.
         own: The functions of their class by name.
     """
-    todo, seen, found = [*functions], set[int](), list[FunctionType]()
-    while todo and len(found) < _MOST:
+    todo, visited_ids, reached_functions = [*functions], set[int](), list[FunctionType]()
+    while todo and len(reached_functions) < _MOST:
         function = todo.pop()
-        if id(function) in seen:
+        if id(function) in visited_ids:
             continue
-        seen.add(id(function))
-        found.append(function)
+        visited_ids.add(id(function))
+        reached_functions.append(function)
         todo += [own[name] for name in names_in(function.__code__) if name in own]
         for value in (*_globals_of(function), *closure_of(function).values()):
             if isinstance(value, type) and is_users(value):
                 todo += functions_in(value).values()
             elif (other := _function(value)) is not None:
                 todo.append(other)
-    return found
+    return reached_functions
 
 
 def _globals_of(function: FunctionType) -> Iterator[Any]:
@@ -126,26 +126,26 @@ def _globals_of(function: FunctionType) -> Iterator[Any]:
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """Return the values of a function's variables from enclosing functions."""
-    found = {}
+    values_by_name = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            values_by_name[name] = cell.cell_contents
         except ValueError:  # the variable is not set yet
             continue
-    return found
+    return values_by_name
 
 
 def outward(functions: Iterable[FunctionType]) -> str | None:
     """Return a name by which some functions write files or talk to other processes; None if there is none."""
-    used = {name for function in functions for name in names_in(function.__code__)}
-    return min(used & _OUTWARD, default=None)
+    used_names = {name for function in functions for name in names_in(function.__code__)}
+    return min(used_names & _OUTWARD, default=None)
 
 
 def can_change_steps(kind: type) -> bool:
     """Return whether hooks of a callback may change a step: one runs before its end, or writes to other objects."""
-    own = functions_in(kind)
-    hooks = [own[name] for name in STEP_HOOKS if name in own]
-    return any(name in own for name in _EARLY) or any(map(_writes, reached(hooks, own)))
+    class_functions = functions_in(kind)
+    hooks = [class_functions[name] for name in STEP_HOOKS if name in class_functions]
+    return any(name in class_functions for name in _EARLY) or any(map(_writes, reached(hooks, class_functions)))
 
 
 def _writes(function: FunctionType) -> bool:
@@ -157,14 +157,14 @@ def _writes(function: FunctionType) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):  # there is no source
         return True
-    own, *others = [*function.__code__.co_varnames[: function.__code__.co_argcount], ""]
+    first_argument, *other_names = [*function.__code__.co_varnames[: function.__code__.co_argcount], ""]
     for node in ast.walk(tree):
         target = node.target if isinstance(node, ast.AugAssign) else node
-        if isinstance(target, ast.Name) and target is not node and target.id in others:
+        if isinstance(target, ast.Name) and target is not node and target.id in other_names:
             return True
         if isinstance(target, ast.Attribute | ast.Subscript) and not isinstance(target.ctx, ast.Load):
             while isinstance(target, ast.Attribute | ast.Subscript):
                 target = target.value
-            if not (isinstance(target, ast.Name) and target.id == own):
+            if not (isinstance(target, ast.Name) and target.id == first_argument):
                 return True
     return False

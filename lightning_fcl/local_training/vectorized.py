@@ -83,11 +83,11 @@ class TracedStep:
         try:
             graph = make_fx(self._step)(*given)
             with torch.no_grad():
-                same = all(map(torch.equal, graph(*given), expected))
+                is_equal = all(map(torch.equal, graph(*given), expected))
         except Exception as error:  # whatever it is, this step cannot be traced
             log.debug("A step is not traced: %s", error)
             return
-        if same:
+        if is_equal:
             self._graphs[kind] = graph
 
 
@@ -138,19 +138,19 @@ class VectorizedTrainer(StackedTrainer):
             learning = tuple(self.params)
             plain = partial(self._plain_step, learning, tuple(self.untrained_state))
             step = self._traced.setdefault(learning, TracedStep(plain))
-            known = step(list(self.params.values()), list(self.untrained_state.values()), [keys, x, y, weight])
-            losses, task_losses, *self._known = known
+            results = step(list(self.params.values()), list(self.untrained_state.values()), [keys, x, y, weight])
+            losses, task_losses, *self._known = results
         self.update_finite(losses)
         samples = (weight > 0).sum(dim=1)
         self._loss.update_train_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        known = self._known
-        if known is None:
+        step_gradients = self._known
+        if step_gradients is None:
             # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
-            known = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
-        return self.reorder_gradients(known)
+            step_gradients = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
+        return self.reorder_gradients(step_gradients)
 
     def _plain_step(
         self,
@@ -193,10 +193,10 @@ class VectorizedTrainer(StackedTrainer):
         if not self.methods:
             task = self._task_losses(self._outputs({**params, **rest}, keys, x, randomness), y, weight)
             return task, task
-        known = _first(len(weight), self.method_inputs(weight.device))
+        method_inputs = _first(len(weight), self.method_inputs(weight.device))
         with sdpa_kernel(SDPBackend.MATH):
             outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
-                params, rest, known, keys, x, y, weight
+                params, rest, method_inputs, keys, x, y, weight
             )
         task = self._task_losses(outputs, y, weight)
         return scale * task + extra, task

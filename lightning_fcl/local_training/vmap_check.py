@@ -117,10 +117,15 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | 
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             return Obstacle(Reason.FINETUNING, (type(callback).__name__,))
-    known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
-    others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
-    others += [callback for callback in callbacks if isinstance(callback, LambdaCallback)]
-    watchers: list[tuple[object, type]] = [(module, L.LightningModule), *((callback, Callback) for callback in others)]
+    library_prefixes = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
+    user_callbacks = [
+        c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(library_prefixes))
+    ]
+    user_callbacks += [callback for callback in callbacks if isinstance(callback, LambdaCallback)]
+    watchers: list[tuple[object, type]] = [
+        (module, L.LightningModule),
+        *((callback, Callback) for callback in user_callbacks),
+    ]
     for watcher, plain in watchers:
         for hook in STEP_HOOKS + BATCH_HOOKS:
             # A `LambdaCallback` has its hooks as attributes.
@@ -161,23 +166,23 @@ class _Trial:
 
     def _step_obstacle(self) -> Obstacle | None:
         """Return what a step does that cannot be vectorized, or that padding changes."""
-        few, drawn = len(self._x) - 5, generators()
-        x, y = self._x[:few], self._y[:few]
+        num_samples, generator_states = len(self._x) - 5, generators()
+        x, y = self._x[:num_samples], self._y[:num_samples]
         with counting(self._module.trainer, 0, 1):
-            alone = self._losses_and_gradients([x], [y])
+            expected_results = self._losses_and_gradients([x], [y])
         if self._is_changed():
             return Obstacle(Reason.FORWARD_STATE)
         with counting(self._module.trainer, 0, 7):  # clients have different numbers of batches
-            again = self._losses_and_gradients([x], [y])
-        if generators() != drawn:
+            repeated_results = self._losses_and_gradients([x], [y])
+        if generators() != generator_states:
             return Obstacle(Reason.OTHER_RANDOM)
-        if not all(map(torch.equal, again, alone)):
+        if not all(map(torch.equal, repeated_results, expected_results)):
             return Obstacle(Reason.NOT_REPEATABLE)
-        for padding in (torch.zeros_like(self._x[few:]), self._x[:1].expand_as(self._x[few:])):
-            beside = [torch.cat([x, padding]), self._x.flip(0)]
+        for padding in (torch.zeros_like(self._x[num_samples:]), self._x[:1].expand_as(self._x[num_samples:])):
+            padded_inputs = [torch.cat([x, padding]), self._x.flip(0)]
             with counting(self._module.trainer, 0, 1):
-                padded = self._losses_and_gradients(beside, [self._y, self._y.flip(0)], few)
-            if not all(map(is_close, padded, alone)):
+                padded_results = self._losses_and_gradients(padded_inputs, [self._y, self._y.flip(0)], num_samples)
+            if not all(map(is_close, padded_results, expected_results)):
                 return Obstacle(Reason.OTHER_SAMPLES, ("the loss",))
         return None
 
@@ -226,9 +231,9 @@ class _Trial:
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
     """Return a copy of a module with the same Trainer, which cannot be copied: it may hold processes."""
-    copied = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
-    copied.trainer = module.trainer
-    return copied
+    module_copy = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
+    module_copy.trainer = module.trainer
+    return module_copy
 
 
 def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
@@ -243,13 +248,13 @@ def changed_tensors(module: nn.Module, initial_state: State) -> list[str]:
 def metric_update_counts(module: nn.Module) -> list[int]:
     """How often each metric of a module has been updated."""
     parts = [value for part in module.modules() for value in (part, *vars(part).values())]
-    several = [
+    container_items = [
         one
         for part in parts
         if isinstance(part, list | tuple | dict)
         for one in (part.values() if isinstance(part, dict) else part)
     ]
-    return [part.update_count for part in (*parts, *several) if isinstance(part, Metric)]
+    return [part.update_count for part in (*parts, *container_items) if isinstance(part, Metric)]
 
 
 def generators() -> tuple[object, ...]:

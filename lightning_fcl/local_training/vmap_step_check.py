@@ -92,9 +92,9 @@ class _StepOutcome(NamedTuple):
         if self.lines != other.lines:
             return "logs"
         parts = {"loss": (self.loss, other.loss), "gradients": (self.gradient, other.gradient)}
-        for what, (own, theirs) in {**parts, "logs": (self.values, other.values)}.items():
-            if not (own - theirs).nan_to_num().norm() <= tolerance * theirs.nan_to_num().norm():
-                return what
+        for part_name, (value, other_value) in {**parts, "logs": (self.values, other.values)}.items():
+            if not (value - other_value).nan_to_num().norm() <= tolerance * other_value.nan_to_num().norm():
+                return part_name
         return None
 
 
@@ -117,14 +117,14 @@ class _Trial:
 
     def find_obstacle(self, methods: Sequence[MethodBase]) -> Obstacle | None:
         """Return the obstacle, or None."""
-        around = Outside(self._module).search()
+        outside_search = Outside(self._module).search()
         try:
-            if obstacle := self._step_obstacle(around):
+            if obstacle := self._step_obstacle(outside_search):
                 return obstacle
             load_state_tensors(self._module, self._state)
             return method_obstacle(self._module, methods, self._optimizer, self._batches[0], padded=False)
         finally:
-            around.restore()
+            outside_search.restore()
 
     def _step_obstacle(self, around: Search) -> Obstacle | None:
         loose, groups, counts = (
@@ -132,60 +132,62 @@ class _Trial:
             group_values(self._real),
             metric_update_counts(self._module),
         )
-        drawn, torch_drawn = generators(), torch.get_rng_state()
-        alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
+        generator_states, torch_state = generators(), torch.get_rng_state()
+        expected_outcomes, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
         if metric_update_counts(self._module) != counts:
             return Obstacle(Reason.METRIC)
         if groups != group_values(self._real):
             return Obstacle(Reason.CHANGES_OPTIMIZER)
-        if not torch.equal(torch.get_rng_state(), torch_drawn):
+        if not torch.equal(torch.get_rng_state(), torch_state):
             return Obstacle(Reason.RANDOM)
-        if generators() != drawn:
+        if generators() != generator_states:
             return Obstacle(Reason.OTHER_RANDOM)
         if obstacle := self._left_behind(loose, around):
             return obstacle
-        again, _ = self._alone(0, batches=7)
-        if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
+        repeated_outcomes, _ = self._alone(0, batches=7)
+        if any(one.unlike(other, 0.0) for one, other in zip(repeated_outcomes, expected_outcomes[0], strict=True)):
             return Obstacle(Reason.NOT_REPEATABLE)
-        if moved := [n for n in trainable_parameters(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
-            return Obstacle(Reason.WRITES_PARAMETER, (format_code_names(moved),))
+        if changed_names := [
+            n for n in trainable_parameters(self._module) if not torch.equal(buffers[0][n], self._state[n])
+        ]:
+            return Obstacle(Reason.WRITES_PARAMETER, (format_code_names(changed_names),))
         for side_by_side in (True, False):
-            beside, entries_after = self._beside(side_by_side)
+            vectorized_outcomes, entries_after = self._beside(side_by_side)
             if obstacle := self._left_behind(loose, around):
                 return obstacle
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
                     if not torch.allclose(entries_after[name][row], value, 1e-5, 1e-6, equal_nan=True):
                         return Obstacle(Reason.NEW_BUFFER, (name,))
-                for one, other in zip(beside[row], alone[row], strict=True):
-                    if what := one.unlike(other, 1e-5):
-                        return Obstacle(_UNLIKE[what])
+                for outcome, expected_outcome in zip(vectorized_outcomes[row], expected_outcomes[row], strict=True):
+                    if part_name := outcome.unlike(expected_outcome, 1e-5):
+                        return Obstacle(_UNLIKE[part_name])
         return None
 
     def _left_behind(self, loose: ModuleSnapshot, around: Search) -> Obstacle | None:
         """Return the state that a step has changed and that the next client would see."""
-        if changed := loose.changes() or _hooked(self._module):
-            return Obstacle(Reason.STATE, (format_code_names(changed),))
-        outside = sorted({change.name for change in around.changes()})
-        return Obstacle(Reason.OUTSIDE, (format_code_names(outside),)) if outside else None
+        if changed_names := loose.changes() or _hooked(self._module):
+            return Obstacle(Reason.STATE, (format_code_names(changed_names),))
+        outside_names = sorted({change.name for change in around.changes()})
+        return Obstacle(Reason.OUTSIDE, (format_code_names(outside_names),)) if outside_names else None
 
     def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
         """Return a client's steps, as they are, and its entries afterwards."""
         load_state_tensors(self._module, self._state)
-        keys, recorder, taken = client_round_keys(0, [_CLIENTS[row]], "layers"), LogRecorder(self._module), []
+        keys, recorder, outcomes = client_round_keys(0, [_CLIENTS[row]], "layers"), LogRecorder(self._module), []
         params = [p for p in self._module.parameters() if p.requires_grad]
         for step in range(_STEPS):
             key, batch = step_keys(keys, step)[0].to(self._module.device), copy.deepcopy(self._batches[row])
-            counted = counting(self._module.trainer, step, batches)
-            with counted, recorder.recording(batch), KeyedRandomness(key).recomputable():
-                given = (batch, step) if self._numbered else (batch,)
-                result = self._module.training_step(*given)
+            step_counting = counting(self._module.trainer, step, batches)
+            with step_counting, recorder.recording(batch), KeyedRandomness(key).recomputable():
+                arguments = (batch, step) if self._numbered else (batch,)
+                result = self._module.training_step(*arguments)
                 loss = result.get("loss") if isinstance(result, dict) else result
                 if not isinstance(loss, Tensor):
                     raise ObstacleError(Reason.NO_LOSS)
                 gradients = torch.autograd.grad(loss.reshape(()), params, materialize_grads=True)
-            taken.append(_step_outcome(recorder.lines, loss, gradients, recorder.values))
-        return taken, {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
+            outcomes.append(_step_outcome(recorder.lines, loss, gradients, recorder.values))
+        return outcomes, {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
 
     def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
         """The same of both side by side: as of one shape, or each on its own."""
@@ -193,26 +195,28 @@ class _Trial:
         number, device = len(_CLIENTS), self._module.device
         trainer = StepTrainer(self._module, [], self._optimizer, number, 0, "error")
         trainer.start(_CLIENTS, [self._state] * number, [[]] * number, [{}] * number)
-        taken: list[list[_StepOutcome]] = [[] for _ in _CLIENTS]
+        outcomes_by_client: list[list[_StepOutcome]] = [[] for _ in _CLIENTS]
         groups = group_by_shape(self._batches)
         if not side_by_side:
             groups = [ShapeGroup(torch.tensor([row]), stack_nested([own])) for row, own in enumerate(self._batches)]
         for step in range(_STEPS):
-            given = [ShapeGroup(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
+            step_groups = [ShapeGroup(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
             with counting(self._module.trainer, step, _STEPS):
-                total = trainer.group_losses(given, step if self._numbered else None)
+                total = trainer.group_losses(step_groups, step if self._numbered else None)
             if total is None:
                 raise ObstacleError(Reason.NO_LOSS)
             gradients = trainer.param_gradients(total)
             logged = [
                 (lines, tree_map(itemgetter(row), values))
-                for (rows, _), (lines, values) in zip(given, trainer.logged, strict=True)
+                for (rows, _), (lines, values) in zip(step_groups, trainer.logged, strict=True)
                 for row in range(len(rows))
             ]
-            for row, own in enumerate(taken):
-                each = [torch.zeros_like(p[row]) if g is None else g[row] for p, g in gradients]
-                own.append(_step_outcome(logged[row][0], trainer.losses[row], each, logged[row][1]))
-        return taken, dict(trainer.finish().uploads)
+            for row, client_outcomes in enumerate(outcomes_by_client):
+                client_gradients = [torch.zeros_like(p[row]) if g is None else g[row] for p, g in gradients]
+                client_outcomes.append(
+                    _step_outcome(logged[row][0], trainer.losses[row], client_gradients, logged[row][1])
+                )
+        return outcomes_by_client, dict(trainer.finish().uploads)
 
 
 def _step_outcome(
@@ -258,13 +262,13 @@ def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
     """Return a batch for each of two clients, of one shape."""
     if (rows := trial_rows(stream)) is None:
         raise ObstacleError(Reason.NO_SAMPLES)
-    for others in (rows[::-1].copy(), rows):
-        found = [prepare_batch(module, stream.get_samples(chosen)) for chosen in (rows, others)]
-        for leaf in tree_leaves(found):
+    for second_rows in (rows[::-1].copy(), rows):
+        batches = [prepare_batch(module, stream.get_samples(chosen)) for chosen in (rows, second_rows)]
+        for leaf in tree_leaves(batches):
             if not isinstance(leaf, Tensor):
                 raise ObstacleError(Reason.BATCH_CONTENT, type(leaf).__name__)
-        if len(group_by_shape(found)) == 1:
-            return found
+        if len(group_by_shape(batches)) == 1:
+            return batches
     raise ObstacleError(Reason.SHAPES)
 
 
@@ -280,6 +284,6 @@ def _hooked(module: nn.Module) -> list[str]:
     """The parts, and parameters, with hooks."""
     parts = module.named_modules()
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]
+    names = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]
     learning = module.named_parameters()
-    return found + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return names + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]

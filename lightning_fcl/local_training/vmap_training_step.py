@@ -82,22 +82,22 @@ class StepTrainer(StackedTrainer):
     def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
         """The sum of the losses in a step; `losses` and `logged` tell each client's."""
         device = groups[0].rows.device
-        keys, known = self.next_keys(device), self.method_inputs(device) if self.methods else {}
+        keys, method_inputs = self.next_keys(device), self.method_inputs(device) if self.methods else {}
         self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
-        found: list[Tensor] = []
+        group_sums: list[Tensor] = []
         with self._watching(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
-            for rows, own in groups:
-                losses = self._group(rows, own, batch_idx, keys, known)
+            for rows, batch in groups:
+                losses = self._group(rows, batch, batch_idx, keys, method_inputs)
                 if losses is not None:
                     self.losses[rows] = losses.detach().to(self.losses.dtype)
-                    found.append(losses.sum())
-        if found and len(found) < len(groups):
+                    group_sums.append(losses.sum())
+        if group_sums and len(group_sums) < len(groups):
             raise InvalidValueError(
                 "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
-                f"none, but it did for {len(found)} of {len(groups)} shapes of batches.",
+                f"none, but it did for {len(group_sums)} of {len(groups)} shapes of batches.",
                 hint="Set `cohort_size=1`.",
             )
-        return torch.stack(found).sum() if found else None
+        return torch.stack(group_sums).sum() if group_sums else None
 
     def _group(
         self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, known: Mapping[str, Any]
@@ -111,9 +111,9 @@ class StepTrainer(StackedTrainer):
             rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
             known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
         self._gives = True
-        together = vmap(partial(self._client, batch_idx), randomness=self._randomness)
+        vectorized_step = vmap(partial(self._client, batch_idx), randomness=self._randomness)
         try:
-            losses, values = together(params, rest, keys, known, batch)
+            losses, values = vectorized_step(params, rest, keys, known, batch)
         except Exception as error:
             error.add_note(
                 "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
@@ -141,10 +141,10 @@ class StepTrainer(StackedTrainer):
     ) -> tuple[Tensor, list[Any]]:
         """One client's loss, and what it logs."""
         self._called = None
-        named = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
+        prefixed_state = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
         with KeyedRandomness(key):
             with self.recorder.recording(batch):
-                result = functional_call(self._step, named, (batch, batch_idx))
+                result = functional_call(self._step, prefixed_state, (batch, batch_idx))
             values, loss = self.recorder.values, result.get("loss") if isinstance(result, Mapping) else result
             if loss is None:
                 self._gives = False
@@ -152,10 +152,10 @@ class StepTrainer(StackedTrainer):
             loss = loss.reshape(())
             if not self.methods:
                 return loss, values
-            why = None if self._called else without_call(self._module)
+            reason = None if self._called else without_call(self._module)
             x, output = self._called or (None, loss)
             y = batch[1] if is_labelled(batch) else None
-            scale, extra = self.compose_in_vmap(params, rest, known, x, output, y, reason=why)
+            scale, extra = self.compose_in_vmap(params, rest, known, x, output, y, reason=reason)
         return scale * loss + extra, values
 
     @contextmanager
@@ -181,26 +181,26 @@ class StepTrainer(StackedTrainer):
     def param_gradients(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """The clients' parameters, stacked, each with its gradient."""
         leaves = [leaf for _, own in self._leaves for leaf in own]
-        found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-        columns = [[(rows, next(found)) for _ in own] for rows, own in self._leaves]
-        gathered = [self._gathered(column) for column in zip(*columns, strict=True)]
-        return list(zip(self.params.values(), gathered, strict=True))
+        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        columns = [[(rows, next(gradients)) for _ in own] for rows, own in self._leaves]
+        stacked_gradients = [self._gathered(column) for column in zip(*columns, strict=True)]
+        return list(zip(self.params.values(), stacked_gradients, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
         """The gradients of one parameter, of all clients: 0 for those that have no batch."""
-        there = [(rows, gradient) for rows, gradient in parts if gradient is not None]
-        if not there or (len(parts) == 1 and len(parts[0][0]) == self.number):
+        client_gradients = [(rows, gradient) for rows, gradient in parts if gradient is not None]
+        if not client_gradients or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
-        if len(there) < len(parts):
+        if len(client_gradients) < len(parts):
             raise InvalidValueError(
                 "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
                 "train side by side, but some learn for some of them alone.",
                 hint="Set `cohort_size=1`.",
             )
-        every = there[0][1].new_zeros(self.number, *there[0][1].shape[1:])
-        for rows, gradient in there:
-            every[rows] = gradient
-        return every
+        full_gradient = client_gradients[0][1].new_zeros(self.number, *client_gradients[0][1].shape[1:])
+        for rows, gradient in client_gradients:
+            full_gradient[rows] = gradient
+        return full_gradient
 
     def finish(self) -> LocalResult:
         """The clients' states.
@@ -208,13 +208,13 @@ class StepTrainer(StackedTrainer):
         Raises:
             ValueError: If their steps have left something on the module, where the next client would find it.
         """
-        if changed := self._loose.changes():
+        if changed_names := self._loose.changes():
             raise InvalidValueError(
                 "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
-                f"round {self._client_rounds[0].round_idx} it has changed {format_code_names(changed)}.",
+                f"round {self._client_rounds[0].round_idx} it has changed {format_code_names(changed_names)}.",
                 hint="Set `cohort_size=1`.",
                 argument="cohort_size",
-                value=changed,
+                value=changed_names,
             )
         self._leaves = []
         return super().finish()

@@ -296,8 +296,8 @@ class MethodBase:
     def hparams(self) -> dict[str, Any]:
         """The method's arguments, by name."""
         plain = (bool, int, float, str, list)
-        given = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {name: value for name, value in given.items() if isinstance(value, plain)}
+        arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: value for name, value in arguments.items() if isinstance(value, plain)}
 
     @property
     def client(self) -> Client:
@@ -333,8 +333,8 @@ def make_client(
 def overrides_hook(method: MethodBase | type[MethodBase], hook: str) -> bool:
     """Whether a method has a function of its own."""
     kind = method if isinstance(method, type) else type(method)
-    own: object = getattr(kind, hook)
-    return own is not getattr(MethodBase, hook)
+    implementation: object = getattr(kind, hook)
+    return implementation is not getattr(MethodBase, hook)
 
 
 def methods_overriding(methods: Iterable[MethodBase], function: str) -> list[MethodBase]:

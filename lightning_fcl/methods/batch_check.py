@@ -76,14 +76,14 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
     tensors = [value for value in values.values() if isinstance(value, Tensor) and value.dim()]
     sizes = {len(value) for value in tensors}
     size = len(batch[1]) if is_labelled(batch) and batch[1].dim() else min(sizes, default=0)
-    for part, value in values.items():
+    for tensor_name, value in values.items():
         if not (isinstance(value, Tensor) and value.dim() and len(value) == size):
             raise InvalidTypeError(
                 f"Expected batches of tensors with a row for each sample for `{name}`, which works on single samples, "
-                f"but `{part}` is {_described(value)}.",
+                f"but `{tensor_name}` is {_described(value)}.",
                 hint="Return tensors of one shape from the dataset or its `collate_fn`: pad sequences and encode "
                 f"text. Or remove `{name}`.",
-                argument=part,
+                argument=tensor_name,
             )
 
 

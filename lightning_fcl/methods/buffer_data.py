@@ -81,14 +81,14 @@ def select(
 
     def part(indices: Tensor) -> Any:
         items = Items(sample, indices, labels)
-        told = [DataAttribute(items.targets, "targets")]
-        told.append(DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
-        return TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
+        attributes = [DataAttribute(items.targets, "targets")]
+        attributes.append(DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
+        return TaskAwareSupervisedClassificationDataset([items], data_attributes=attributes)
 
-    used: Any = copy.copy(buffer)
+    updated_buffer: Any = copy.copy(buffer)
     old = len(next(iter(memory.values()))) if memory else 0
     single, by_class, parametric = (
-        isinstance(used, getattr(policies, kind))
+        isinstance(updated_buffer, getattr(policies, kind))
         for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
     )
     priority = memory.get("priority", torch.zeros(old))
@@ -96,29 +96,33 @@ def select(
 
     def restored(number: int) -> Any:
         """A group of the buffer as it was: Avalanche has no way to restore one."""
-        one: Any = policies.ReservoirSamplingBuffer(used.max_size)
+        group_buffer: Any = policies.ReservoirSamplingBuffer(updated_buffer.max_size)
         if parametric:
-            one = policies._ParametricSingleBuffer(used.max_size, used.selection_strategy)
-        held = torch.nonzero(group == number).flatten()
-        held = held[priority[held].argsort(descending=True, stable=True)]
-        one.buffer, one._buffer_weights = part(held), priority[held]
-        return one
+            group_buffer = policies._ParametricSingleBuffer(updated_buffer.max_size, updated_buffer.selection_strategy)
+        group_indices = torch.nonzero(group == number).flatten()
+        group_indices = group_indices[priority[group_indices].argsort(descending=True, stable=True)]
+        group_buffer.buffer, group_buffer._buffer_weights = part(group_indices), priority[group_indices]
+        return group_buffer
 
-    known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
+    group_ids = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
     if single:
-        used = restored(0)
+        updated_buffer = restored(0)
     else:
-        used.buffer_groups = {number: restored(number) for number in known}
-        used.seen_classes = used.seen_groups = known if by_class else set(known)
-        used._num_exps = len(known)
+        updated_buffer.buffer_groups = {number: restored(number) for number in group_ids}
+        updated_buffer.seen_classes = updated_buffer.seen_groups = group_ids if by_class else set(group_ids)
+        updated_buffer._num_exps = len(group_ids)
     with isolate_rng(include_cuda=False):
         seed = int(torch.randint(2**62, (1,), generator=generator))
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        used.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
-    groups = {0: used} if single else used.buffer_groups
-    chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
+        updated_buffer.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
+    groups = {0: updated_buffer} if single else updated_buffer.buffer_groups
+    selected_indices = torch.tensor(
+        [item[2] for group_buffer in groups.values() for item in group_buffer.buffer], dtype=torch.long
+    )
     if single or by_class:
-        return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
-    numbers = [number for number, one in groups.items() for _ in range(len(one.buffer))]
-    return chosen, {"group": torch.tensor(numbers)}
+        return selected_indices, {
+            "priority": torch.cat([group_buffer._buffer_weights for group_buffer in groups.values()])
+        }
+    numbers = [number for number, group_buffer in groups.items() for _ in range(len(group_buffer.buffer))]
+    return selected_indices, {"group": torch.tensor(numbers)}

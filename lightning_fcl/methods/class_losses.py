@@ -109,8 +109,8 @@ class LogitAdjustment(Method):
             return memory
         shared = client.server_state["counts"]
         unsent = client.method_state.get("unsent", torch.zeros_like(shared)).to(shared.device)
-        own = pad_classes(self._new_counts(client, counts).to(shared.device), len(shared)) + unsent
-        return {**memory, "counts": shared + own, "unsent": unsent}
+        local_counts = pad_classes(self._new_counts(client, counts).to(shared.device), len(shared)) + unsent
+        return {**memory, "counts": shared + local_counts, "unsent": unsent}
 
     def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
         """Return how many samples of each class the server has not counted; in a plain Trainer, once a fit."""
@@ -134,11 +134,11 @@ class LogitAdjustment(Method):
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        counted = (
+        experience_idx = (
             client.method_state["experience"] if client.missed else torch.tensor(client.client_round.experience_idx)
         )
         memory = {
-            "experience": counted,
+            "experience": experience_idx,
             "counts": _counted(client.client_round.labels, client.client_round.num_classes),
         }
         return memory | (
@@ -172,11 +172,12 @@ def mean_output_loss(
         logits = logits.softmax(dim=-1)
     elif outputs == "log-probabilities":
         logits = logits.log_softmax(dim=-1)
-    others = new & ~target_mask(target, logits)
+    other_classes = new & ~target_mask(target, logits)
     of_new, of_old = (
-        (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1) for classes in (others, old.expand_as(others))
+        (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1)
+        for classes in (other_classes, old.expand_as(other_classes))
     )
-    difference = torch.where(others.any(dim=-1) & old.any(), of_new - of_old, 0.0)
+    difference = torch.where(other_classes.any(dim=-1) & old.any(), of_new - of_old, 0.0)
     return difference.square() if distance == "squared" else difference.abs()
 
 
@@ -215,29 +216,29 @@ class MeanOutputLoss(Method):
     cross_entropy: Scope = validated("session", one_of, get_args(Scope))
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        memory, part = client.method_state, client.client_round
-        if part.new_classes or part.old_classes:
-            known = {"new": part.new_classes, "old": part.old_classes}
-            return {name: class_mask(part.num_classes, classes) for name, classes in known.items()}
-        seen = memory.get("seen", class_mask(part.num_classes, ()))
+        memory, client_round = client.method_state, client.client_round
+        if client_round.new_classes or client_round.old_classes:
+            classes_by_name = {"new": client_round.new_classes, "old": client_round.old_classes}
+            return {name: class_mask(client_round.num_classes, classes) for name, classes in classes_by_name.items()}
+        seen_mask = memory.get("seen", class_mask(client_round.num_classes, ()))
         if client.is_new_experience:
-            memory = {"experience": torch.tensor(part.experience_idx), "old": seen, "seen": seen}
+            memory = {"experience": torch.tensor(client_round.experience_idx), "old": seen_mask, "seen": seen_mask}
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
-        output, own = step.output, target_mask(step.y, step.output)
+        output, target_classes = step.output, target_mask(step.y, step.output)
         old = match_output(client.method_state["old"], output)
         if "new" in client.method_state:
             new = match_output(client.method_state["new"], output)
         else:
-            real = own if step.sample_weight is None else own & (step.sample_weight > 0)[:, None]
+            real = target_classes if step.sample_weight is None else target_classes & (step.sample_weight > 0)[:, None]
             new = real.any(dim=0) & ~old
         total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(output)
-            remembered = (own & old).any(dim=-1, keepdim=True)
-            allowed = torch.where(remembered, new | old, allowed) | own
+            remembered = (target_classes & old).any(dim=-1, keepdim=True)
+            allowed = torch.where(remembered, new | old, allowed) | target_classes
             total = total + F.cross_entropy(mask_other_classes(output, allowed), step.y, reduction="none")
             total = total - F.cross_entropy(output, step.y, reduction="none")
         return step.mean(total)

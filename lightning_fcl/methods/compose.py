@@ -83,16 +83,16 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
         return
     head: str = vars(method)["head"]
     learning = trainable_parameters(module)
-    chosen = sorted(name for name in learning if matches(name, head))
-    if not chosen or len(chosen) == len(learning):
+    head_names = sorted(name for name in learning if matches(name, head))
+    if not head_names or len(head_names) == len(learning):
         raise InvalidValueError(
-            f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
+            f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(head_names)} of "
             f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
             hint=f'Use a pattern of the last layer, such as `head="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head",
         )
     reductions = get_reductions(module, federation.settings.rules)
-    for name in chosen:
+    for name in head_names:
         if not reductions[name].is_local:
             raise InvalidValueError(
                 f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
@@ -110,9 +110,9 @@ def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
     if trainer.world_size > 1:  # each process has a client with a share of the data
         functions += [name for name in ("transform_upload", "process_aggregate") if overrides_hook(method, name)]
     if functions:
-        name, of = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        name, suffix = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
         raise InvalidValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}` but got a plain one{of}.',
+            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}` but got a plain one{suffix}.',
             hint=f'Use `strategy="federated"`, or remove `{name}`.',
             argument="strategy",
             value=name,
@@ -148,8 +148,8 @@ def local_epochs_fn(
     saying = methods_overriding(methods, "local_epochs")
 
     def local_epochs_in(part: ClientRound) -> int:
-        said = (method.local_epochs(client_of(method, part)) for method in saying)
-        return next((epochs for epochs in said if epochs is not None), default_epochs)
+        method_epochs = (method.local_epochs(client_of(method, part)) for method in saying)
+        return next((epochs for epochs in method_epochs if epochs is not None), default_epochs)
 
     return local_epochs_in if saying else default_epochs
 

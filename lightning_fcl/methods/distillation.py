@@ -164,11 +164,11 @@ class LwF(Method):
 
     def prepare_client_state(self, client: Client) -> StateSection:
         if "old" not in client.method_state:
-            nothing = torch.zeros(max(client.client_round.num_classes, 1), dtype=torch.bool)
+            empty_mask = torch.zeros(max(client.client_round.num_classes, 1), dtype=torch.bool)
             memory = (
                 client.method_state
                 if "seen" in client.method_state
-                else {"seen": nothing, **self._latest(client.received_state)}
+                else {"seen": empty_mask, **self._latest(client.received_state)}
             )
             client.method_state = {
                 **memory,
@@ -192,8 +192,8 @@ class LwF(Method):
         return self.strength * loss * old.any()
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        seen = add_seen_classes(client.method_state["seen"], client.client_round.labels)
-        return {**without_teacher(client), "seen": seen, **self._latest(trained_state)}
+        seen_mask = add_seen_classes(client.method_state["seen"], client.client_round.labels)
+        return {**without_teacher(client), "seen": seen_mask, **self._latest(trained_state)}
 
     def _latest(self, state: State) -> StateSection:
         return with_prefix(state, "latest") if self.teacher == "own" else {}
@@ -278,11 +278,11 @@ class MOON(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.mu == 0:
             return 0.0
-        near, far = (
+        positive, negative = (
             embeddings(client.module, s, step.x)
             for s in (step.received_state, strip_prefix(client.method_state, "own"))
         )
-        return self.mu * step.mean(contrastive_loss(step.embed_fn(step.x), near, far, self.temperature))
+        return self.mu * step.mean(contrastive_loss(step.embed_fn(step.x), positive, negative, self.temperature))
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return {} if self.mu == 0 else with_prefix(trained_state, "own")

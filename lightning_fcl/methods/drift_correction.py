@@ -37,11 +37,11 @@ def active_reductions(module: L.LightningModule) -> dict[str, Reduction]:
 
 def averaged_parameters(module: L.LightningModule) -> State:
     """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
-    of = active_reductions(module)
+    reductions = active_reductions(module)
     return {
         name: p.detach()
         for name, p in trainable_parameters(module).items()
-        if of[name].is_uploaded and of[name].is_downloaded
+        if reductions[name].is_uploaded and reductions[name].is_downloaded
     }
 
 
@@ -70,21 +70,23 @@ class ServerUpdateMethod(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = require_federation(trainer, type(self).__name__, self.needs.federation_reason)
         methods = get_methods(trainer)
-        before = [type(one).__name__ for one in methods_overriding(methods[: methods.index(self)], "process_aggregate")]
+        preceding_names = [
+            type(one).__name__ for one in methods_overriding(methods[: methods.index(self)], "process_aggregate")
+        ]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss_sync,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            f"{format_code_names(before)} before it": bool(before),
+            f"{format_code_names(preceding_names)} before it": bool(preceding_names),
         }
-        for got in (what for what, there in unfit.items() if there):
+        for conflict in (what for what, there in unfit.items() if there):
             raise InvalidValueError(
                 "Expected a server that goes to the mean of what all clients have trained from its model, for "
-                f"`{type(self).__name__}`, which moves it from there, but got {got}.",
-                hint=f"Leave {got.removesuffix(' before it')} out, or `{type(self).__name__}`.",
+                f"`{type(self).__name__}`, which moves it from there, but got {conflict}.",
+                hint=f"Leave {conflict.removesuffix(' before it')} out, or `{type(self).__name__}`.",
                 argument=type(self).__name__,
-                value=got,
+                value=conflict,
             )
 
 
@@ -159,8 +161,8 @@ class SCAFFOLD(Method):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = get_settings(trainer.optimizers[0])
         scheduled = require_federation(trainer, "SCAFFOLD", "").has_lr_schedule
-        alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
-        if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
+        is_uniform = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
+        if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not is_uniform:
             raise InvalidValueError(
                 "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off "
                 f"its moves, but got {settings}{', scheduled by step' * scheduled}.",
@@ -199,8 +201,14 @@ class SCAFFOLD(Method):
 
     def _lacking(self, client: Client) -> State:
         """What a client's gradients lack of all clients': c - c_i."""
-        own, begun = strip_prefix(client.method_state, "c"), strip_prefix(client.method_state, "begun")
-        return {n: value - begun.get(n, 0) - own[n] for n, value in strip_prefix(client.server_state, "c").items()}
+        local_variates, initial_variates = (
+            strip_prefix(client.method_state, "c"),
+            strip_prefix(client.method_state, "begun"),
+        )
+        return {
+            n: value - initial_variates.get(n, 0) - local_variates[n]
+            for n, value in strip_prefix(client.server_state, "c").items()
+        }
 
     def _variates(self, client: Client, own: State) -> StateSection:
         """The client's variates after its training."""
@@ -302,8 +310,11 @@ class FedNova(ServerUpdateMethod):
         return {"tau": torch.tensor(_tau(client))}
 
     def process_aggregate(self, server: Server) -> State:
-        mean, begun = averaged_parameters(server.module), server.previous_state
-        return {name: begun[name] + server.server_state["tau"] * (value - begun[name]) for name, value in mean.items()}
+        mean, previous_state = averaged_parameters(server.module), server.previous_state
+        return {
+            name: previous_state[name] + server.server_state["tau"] * (value - previous_state[name])
+            for name, value in mean.items()
+        }
 
 
 def _tau(client: Client) -> float:

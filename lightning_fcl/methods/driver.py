@@ -106,8 +106,8 @@ class MethodDriver(Callback):
             return
         with isolate_rng():  # a data set's own code may draw
             pairs = is_labelled(stream.get_samples(first[:1]))
-        if pairs and (why := find_logits_obstacle(pl_module, stream, first)):
-            _refuse_output(needing[0], pl_module, why)
+        if pairs and (reason := find_logits_obstacle(pl_module, stream, first)):
+            _refuse_output(needing[0], pl_module, reason)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._clients = []
@@ -168,8 +168,8 @@ class MethodDriver(Callback):
             seed: Seed of the draws of replay samples.
         """
         module = self._module
-        each = zip(self.methods, memories, strict=True)
-        self._clients = [make_client(method, module, memory, received, part) for method, memory in each]
+        method_memories = zip(self.methods, memories, strict=True)
+        self._clients = [make_client(method, module, memory, received, part) for method, memory in method_memories]
         # "recall" is part of the seed of existing runs.
         self._drawn = DrawnSamples(
             self.methods,
@@ -214,8 +214,8 @@ class MethodDriver(Callback):
 
     def _active(self) -> list[tuple[MethodBase, Client]]:
         """The methods that the client uses that trains now, and it as they see it."""
-        each = zip(self.methods, self._clients, strict=True) if self._clients else ()
-        return [(method, client) for method, client in each if client.is_active]
+        method_clients = zip(self.methods, self._clients, strict=True) if self._clients else ()
+        return [(method, client) for method, client in method_clients if client.is_active]
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and args:
@@ -228,18 +228,18 @@ class MethodDriver(Callback):
         if not any(changes_loss(method, client) for method, client in active):
             return
         methods, clients = [method for method, _ in active], [client for _, client in active]
-        called, self._call = self._call, None
-        x, output = called or (None, loss)
-        for method in methods if called else ():  # batches that are no pairs tell no earlier what the output is
-            if method.needs.logits and (why := describe_non_logits(output)):
-                _refuse_output(method, pl_module, why)
+        call, self._call = self._call, None
+        x, output = call or (None, loss)
+        for method in methods if call else ():  # batches that are no pairs tell no earlier what the output is
+            if method.needs.logits and (reason := describe_non_logits(output)):
+                _refuse_output(method, pl_module, reason)
         step = step_of(pl_module, clients[0].received_state, x, output)
         step.y = clients[0].batch[1] if is_labelled(clients[0].batch) else None
         steps = [self._drawn.step(method, step) for method in methods]
-        if called is None:  # most penalties on parameters do not ask for it
-            why = without_call(pl_module)
+        if call is None:  # most penalties on parameters do not ask for it
+            reason = without_call(pl_module)
             steps = [
-                step.without_batch(why % type(method).__name__) for method, step in zip(methods, steps, strict=True)
+                step.without_batch(reason % type(method).__name__) for method, step in zip(methods, steps, strict=True)
             ]
         zero = torch.zeros((), device=loss.device)
         weight, extra = compose(methods, clients, steps, zero)

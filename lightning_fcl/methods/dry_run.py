@@ -31,7 +31,7 @@ _FEW = 8
 def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
     """Evaluation of a module beside its Trainer's loops: what that draws, logs and leaves in the module is undone."""
     trainer, precision = module.trainer, module.trainer.precision_plugin
-    before, loggers = trainer.state.stage, trainer.loggers
+    previous_stage, loggers = trainer.state.stage, trainer.loggers
     with isolate_rng(), _untouched(module), evaluation_mode(module), torch.no_grad(), precision.forward_context():
         seed_all(stream.seed, "test")
         trainer.state.stage = stage
@@ -39,24 +39,26 @@ def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stag
         try:
             yield
         finally:
-            trainer.state.stage, trainer.loggers = before, loggers
+            trainer.state.stage, trainer.loggers = previous_stage, loggers
 
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """The attributes of a module and its parts are as before, buffers and what lists and the like hold as well."""
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
-    growing = [v for _, kept in attributes for v in kept.values() if isinstance(v, list | dict | set | deque)]
+    growing = [v for _, values in attributes for v in values.values() if isinstance(v, list | dict | set | deque)]
     contents = [(value, copy.copy(value)) for value in growing]
     buffers = [(value, value.clone()) for value in module.buffers()]
     try:
         yield
     finally:
-        for now, kept in [*attributes, *contents]:
-            now.clear()
-            now.extend(kept) if isinstance(now, list | deque) else now.update(kept)
-        for value, was in buffers:
-            value.copy_(was)
+        for container, previous_content in [*attributes, *contents]:
+            container.clear()
+            container.extend(previous_content) if isinstance(container, list | deque) else container.update(
+                previous_content
+            )
+        for value, previous_value in buffers:
+            value.copy_(previous_value)
 
 
 def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
@@ -70,8 +72,8 @@ def first_indices(stream: FederatedStream) -> IntArray | None:
 
 
 def few_samples(samples: IntArray) -> IntArray:
-    few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
-    return few
+    sample_subset: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
+    return sample_subset
 
 
 def find_logits_obstacle(
@@ -79,8 +81,8 @@ def find_logits_obstacle(
 ) -> str | None:
     """Why an output are no logits of a stream's classes (``exact``: as many as these), in words; None: they may be."""
     with isolated_evaluation(module, stream, RunningStage.TESTING):
-        part = "validation" if samples is stream.plan.validation else "test"
-        batch = prepare_batch(module, stream.samples.get(few_samples(samples), part))
+        split = "validation" if samples is stream.plan.validation else "test"
+        batch = prepare_batch(module, stream.samples.get(few_samples(samples), split))
         if not is_labelled(batch):
             return f"a batch is a {type(batch).__name__} and no pair of samples and labels"
         if not stream.num_classes or batch[1].dim() != 1:
@@ -90,10 +92,10 @@ def find_logits_obstacle(
         except Exception as error:  # whatever a user's own code has to say
             # One of ours may have nothing to predict with as yet.
             return None if isinstance(module, Task) else f"`forward` fails with `{type(error).__name__}: {error}`"
-    why = describe_non_logits(output, len(batch[1]))
-    if why is None and exact and output.shape[-1] != stream.num_classes:
+    reason = describe_non_logits(output, len(batch[1]))
+    if reason is None and exact and output.shape[-1] != stream.num_classes:
         return f"the output has the shape {tuple(output.shape)}"
-    return why
+    return reason
 
 
 def describe_non_logits(output: object, samples: int | None = None) -> str | None:

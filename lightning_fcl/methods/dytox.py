@@ -159,17 +159,19 @@ class DyToxTraining(Episodic):
         if not (self.max_size and self.balanced_epochs and client.client_round.experience_idx):
             return False
         trainer = client.module.trainer
-        left = (trainer.max_epochs or 0) - trainer.current_epoch
-        return 0 < left <= self.balanced_epochs
+        remaining_epochs = (trainer.max_epochs or 0) - trainer.current_epoch
+        return 0 < remaining_epochs <= self.balanced_epochs
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
-        memory, part, stream = client.method_state, client.client_round, find_stream(client.module.trainer)
-        generator = torch.Generator().manual_seed(derive_seed(client.seed, part.client_id, part.round_idx, "balanced"))
+        memory, client_round, stream = client.method_state, client.client_round, find_stream(client.module.trainer)
+        generator = torch.Generator().manual_seed(
+            derive_seed(client.seed, client_round.client_id, client_round.round_idx, "balanced")
+        )
         if stream is not None:
-            data = stream.client_samples(part.client_id, part.round_idx, client.seed)
+            data = stream.client_samples(client_round.client_id, client_round.round_idx, client.seed)
             memory = add_task_memory(client, data, self.max_size, generator)
-        elif not has_task(memory, part.experience_idx):
+        elif not has_task(memory, client_round.experience_idx):
             raise MissingValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
                 "is left to learn it.",
@@ -177,17 +179,17 @@ class DyToxTraining(Episodic):
                 argument="balanced_epochs",
                 value=self.balanced_epochs,
             )
-        chosen = balanced_indices(memory["y"].cpu(), generator).to(memory["y"].device)
-        return memory["x"][chosen], memory["y"][chosen]
+        indices = balanced_indices(memory["y"].cpu(), generator).to(memory["y"].device)
+        return memory["x"][indices], memory["y"][indices]
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
         task = self._present
         if task is None:
             return None
-        place = next(name for name, part in client.module.named_modules() if isinstance(part, DyTox))
-        own = (f"tokens.{task}", f"heads.{task}.*", f"divergence.{task}.*", "decoder.*", "learnt")
-        learns = own if self._tuning else (*own, "body.*")
-        return (f"!{place}.*", *(f"{place}.{pattern}" for pattern in learns))
+        module_name = next(name for name, part in client.module.named_modules() if isinstance(part, DyTox))
+        task_patterns = (f"tokens.{task}", f"heads.{task}.*", f"divergence.{task}.*", "decoder.*", "learnt")
+        learns = task_patterns if self._tuning else (*task_patterns, "body.*")
+        return (f"!{module_name}.*", *(f"{module_name}.{pattern}" for pattern in learns))
 
     # What it makes of past tasks.
 
@@ -230,8 +232,8 @@ class DyToxTraining(Episodic):
         return super().update_client_state(client, trained_state, data) if self.max_size else client.method_state
 
     def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
-        memory, part, model = client.method_state, client.client_round, get_dytox(client.module)
-        block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client_id)])
+        memory, client_round, model = client.method_state, client.client_round, get_dytox(client.module)
+        block = torch.tensor(model.blocks[_task_of(model, client_round.labels, client_round.client_id)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
         memory = {**memory, "old": add_seen_classes(old, block.to(old.device))}
         return memory | with_prefix(own, "teacher") if self.distillation else memory
@@ -239,15 +241,15 @@ class DyToxTraining(Episodic):
 
 def get_dytox(module: L.LightningModule) -> DyTox:
     """The `DyTox` that a module trains."""
-    found = [part for part in module.modules() if isinstance(part, DyTox)]
-    if len(found) != 1:
+    models = [part for part in module.modules() if isinstance(part, DyTox)]
+    if len(models) != 1:
         raise InvalidValueError(
-            f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(found)}.",
+            f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(models)}.",
             hint="Use `Classifier(model=DyTox(...))`.",
             argument="model",
-            value=len(found),
+            value=len(models),
         )
-    return found[0]
+    return models[0]
 
 
 def _is_planned(client: Client) -> bool:

@@ -108,13 +108,13 @@ class AGEM(Episodic):
     batch_size: int | None = validated(None, at_least, 1)
 
     def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
-        past = past_samples(client)
-        if past is None:
+        past_data = past_samples(client)
+        if past_data is None:
             return gradient
-        x, y = past
+        x, y = past_data
         if self.batch_size is not None:
-            drawn = torch.randperm(len(y))[: self.batch_size].to(y.device)
-            x, y = x[drawn], y[drawn]
+            sampled_indices = torch.randperm(len(y))[: self.batch_size].to(y.device)
+            x, y = x[sampled_indices], y[sampled_indices]
         return agem(gradient, gradient_fn(x, y).to(gradient.dtype))
 
 
@@ -127,8 +127,8 @@ def past_task_indices(client: Client) -> list[int]:
 def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
     """The remembered samples ``(x, y)`` of each task but the present one, in order."""
     memory = client.method_state
-    chosen = [memory["task"] == number for number in past_task_indices(client)]
-    return [(memory["x"][rows], memory["y"][rows]) for rows in chosen]
+    task_masks = [memory["task"] == number for number in past_task_indices(client)]
+    return [(memory["x"][rows], memory["y"][rows]) for rows in task_masks]
 
 
 def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
@@ -154,8 +154,8 @@ def add_task_memory(client: Client, data: Batch, max_size: int | float, generato
             concat_nested([memory["y"][of_task].to(y.device), y]),
         )
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
-    chosen = stratified_indices(labels, size, generator).to(y.device)
-    return add_task_labels(memory, {"x": x[chosen], "y": y[chosen]}, task)
+    indices = stratified_indices(labels, size, generator).to(y.device)
+    return add_task_labels(memory, {"x": x[indices], "y": y[indices]}, task)
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
@@ -187,8 +187,10 @@ def add_task_labels(method_state: StateSection, samples: StateSection, task: int
     device = first.device
     new = {**samples, "task": torch.full((len(first),), task, device=device)}
     if "task" in method_state:
-        kept = method_state["task"].to(device) != task
-        new = {name: concat_nested([method_state[name].to(device)[kept], value]) for name, value in new.items()}
+        is_other_task = method_state["task"].to(device) != task
+        new = {
+            name: concat_nested([method_state[name].to(device)[is_other_task], value]) for name, value in new.items()
+        }
     return {**method_state, **new}
 
 
@@ -196,16 +198,16 @@ def without_task(memory: StateSection, task: int) -> StateSection:
     """Return a state of samples alone, as `add_task_labels` makes it of none, without the samples of a task."""
     if "task" not in memory:
         return memory
-    kept = memory["task"] != task
-    return {name: value[kept] for name, value in memory.items()}
+    is_other_task = memory["task"] != task
+    return {name: value[is_other_task] for name, value in memory.items()}
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
     """Return a state with samples of a task, beside those of it that ``result`` has."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
-        kept = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
-        samples = {name: concat_nested([kept[name], value]) for name, value in samples.items()}
+        earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
+        samples = {name: concat_nested([earlier_samples[name], value]) for name, value in samples.items()}
     return add_task_labels(memory, samples, task)
 
 
@@ -219,24 +221,24 @@ def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tens
     classes, counts = torch.unique(y, return_counts=True)
     lot = torch.randperm(len(classes), generator=generator)
     classes, shares = classes[lot], counts[lot] * (size / max(len(y), 1))
-    least = 1 if size >= len(classes) else 0
-    quota = shares.floor().clamp(min=least)
+    min_quota = 1 if size >= len(classes) else 0
+    quota = shares.floor().clamp(min=min_quota)
     while (missing := size - int(quota.sum())) != 0:
         if missing > 0:
             quota[(shares - quota).argmax()] += 1
         else:
-            quota[torch.where(quota > least, quota - shares, -torch.inf).argmax()] -= 1
+            quota[torch.where(quota > min_quota, quota - shares, -torch.inf).argmax()] -= 1
     order = torch.randperm(len(y), generator=generator)
-    chosen = [order[y[order] == c][: int(n)] for c, n in zip(classes, quota, strict=True)]
-    return torch.cat(chosen).sort().values if chosen else order
+    class_indices = [order[y[order] == c][: int(n)] for c, n in zip(classes, quota, strict=True)]
+    return torch.cat(class_indices).sort().values if class_indices else order
 
 
 def balanced_indices(y: Tensor, generator: torch.Generator) -> Tensor:
     """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
-    chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
-    return chosen[torch.randperm(len(chosen), generator=generator)]
+    indices = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
+    return indices[torch.randperm(len(indices), generator=generator)]
 
 
 def has_task(method_state: StateSection, task: int) -> bool:
@@ -248,11 +250,11 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
 
     A step has the length ``eps``, by the norm over the channels; what is then farther from ``x`` comes back as far.
     """
-    moved = x
+    perturbed_x = x
     for _ in range(steps):
-        change = moved + eps * F.normalize(gradient(moved), dim=1) - x
-        moved = x + change * (eps / change.norm(dim=1, keepdim=True).clamp(min=eps))
-    return moved
+        change = perturbed_x + eps * F.normalize(gradient(perturbed_x), dim=1) - x
+        perturbed_x = x + change * (eps / change.norm(dim=1, keepdim=True).clamp(min=eps))
+    return perturbed_x
 
 
 @dataclass(eq=False)
@@ -307,13 +309,13 @@ class BCN(Episodic):
         return self.beta if past_tasks(client) else 1.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        past = past_samples(client)
-        if past is None:
+        past_data = past_samples(client)
+        if past_data is None:
             return 0.0
         assert step.y is not None  # as it needs labels
-        pool = [torch.cat([old.to(new.device), new]) for old, new in zip(past, (step.x, step.y), strict=True)]
-        drawn = torch.randint(len(pool[1]), (self.batch_size,))
-        x, y = (part[drawn.to(part.device)] for part in pool)
+        pool = [torch.cat([old.to(new.device), new]) for old, new in zip(past_data, (step.x, step.y), strict=True)]
+        sampled_indices = torch.randint(len(pool[1]), (self.batch_size,))
+        x, y = (part[sampled_indices.to(part.device)] for part in pool)
         total = present = step.loss_fn(x, y)
         if self.eps > 0 and self.x_steps > 0:
             total = total + step.loss_fn(self._worst(step, x, y), y) - present
@@ -339,10 +341,10 @@ class BCN(Episodic):
 
     def _balanced(self, step: Step, x: Tensor, y: Tensor) -> State:
         """The second player's parameters, whose gradient is that of the present ones."""
-        moved = {name: value.detach() for name, value in step.params.items()}
+        updated_params = {name: value.detach() for name, value in step.params.items()}
         for _ in range(self.theta_steps):
-            leaves = {name: value.requires_grad_() for name, value in moved.items()}
+            leaves = {name: value.requires_grad_() for name, value in updated_params.items()}
             gradients = torch.autograd.grad(step.loss_fn(x, y, leaves), list(leaves.values()), materialize_grads=True)
             steps = zip(leaves.items(), gradients, strict=True)
-            moved = {name: value.detach() - self.inner_lr * gradient for (name, value), gradient in steps}
-        return {name: value + (moved[name] - value).detach() for name, value in step.params.items()}
+            updated_params = {name: value.detach() - self.inner_lr * gradient for (name, value), gradient in steps}
+        return {name: value + (updated_params[name] - value).detach() for name, value in step.params.items()}

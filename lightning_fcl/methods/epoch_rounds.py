@@ -67,27 +67,27 @@ class EpochRounds:
             The client's part, the state that it has received, and the state of each method.
         """
         module, methods, server = self._module, self._methods, self._local.server
-        part = self._enter(number)
-        round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
-        server.start_round(nn.Module(), extra_tensors=round.server_entries(), round=number)
-        (sent,), (self._kept,) = server.download([part.client_id])
+        client_round = self._enter(number)
+        method_round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
+        server.start_round(nn.Module(), extra_tensors=method_round.server_entries(), round=number)
+        (downloaded_state,), (self._kept,) = server.download([client_round.client_id])
         model = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         self._begun: State = {**model, **server.state}
-        self._received: State = {**model, **sent}
-        self._entered: ClientState = entered_state(server, part, self._kept)
-        memories = round.receive(part, self._received, self._entered)
+        self._received: State = {**model, **downloaded_state}
+        self._entered: ClientState = entered_state(server, client_round, self._kept)
+        memories = method_round.receive(client_round, self._received, self._entered)
         if self._planned is None:
-            self._check_local_epochs(part, memories)
-        self._round, self._is_open = round, True
-        return part, self._received, memories
+            self._check_local_epochs(client_round, memories)
+        self._round, self._is_open = method_round, True
+        return client_round, self._received, memories
 
     def _enter(self, number: int) -> ClientRound:
         """Return the client's part in the round of an epoch, which begins."""
         client = CLIENT if self._planned is None else self._planned.plan.clients[0]
         if self._local.enter_round(client, number):
             for method in self._methods:
-                kept = self._local.entries(method.section_name)
-                for name in kept.keys() - lasting(method, kept).keys():
+                entries = self._local.entries(method.section_name)
+                for name in entries.keys() - lasting(method, entries).keys():
                     del self._local.server.extra_tensors[f"{method.section_name}.{name}"]
         if self._planned is None:
             self._loader.begin_round(self._local.fits, number, self._module.trainer.max_epochs)
@@ -126,24 +126,26 @@ class EpochRounds:
         if self._round is None or not self._is_open:
             return
         self._is_open = False
-        module, server, round, name = self._module, self._local.server, self._round, self._local.client
-        part, own = self.stream.client_round(name, round.number), dict(state_tensors(module))
-        samples = partial(self.stream.client_samples, name, round.number, self.stream.seed)
-        client = LocalRound(part, self._received, self._kept, self._entered, steps, own, memories, samples)
-        sent = round.upload(client) if round.uploads else {}
-        contributed = {name: value[None] for name, value in round.contribute(client).items()}
-        if server.reductions and not all(server.upload([part], contributed)):
-            round.end_dropped(client)
+        module, server, method_round, name = self._module, self._local.server, self._round, self._local.client
+        client_round, trained_state = self.stream.client_round(name, method_round.number), dict(state_tensors(module))
+        samples = partial(self.stream.client_samples, name, method_round.number, self.stream.seed)
+        client = LocalRound(
+            client_round, self._received, self._kept, self._entered, steps, trained_state, memories, samples
+        )
+        uploaded_state = method_round.upload(client) if method_round.uploads else {}
+        contributed = {name: value[None] for name, value in method_round.contribute(client).items()}
+        if server.reductions and not all(server.upload([client_round], contributed)):
+            method_round.end_dropped(client)
         else:
-            server.save_client_state(name, {}, round.end(client))
-        if sent:
-            load_state_tensors(module, {name: sent[name].detach().clone() for name in own})
+            server.save_client_state(name, {}, method_round.end(client))
+        if uploaded_state:
+            load_state_tensors(module, {name: uploaded_state[name].detach().clone() for name in trained_state})
         if server.reductions:
             server.aggregate()
         server.client_store.commit_round()
         if name not in server.record.dropped:
-            round.take_turns(self._begun, 1.0)
-            round.accept([name])
+            method_round.take_turns(self._begun, 1.0)
+            method_round.accept([name])
 
     def finish(self) -> None:
         """End the experience of a fit that has stopped before its last epoch."""
@@ -154,28 +156,30 @@ class EpochRounds:
         """Yield the batches of a round of the stream, as a federation plans them."""
         stream, seed = self._planned, self.stream.seed
         assert stream is not None  # it calls the function
-        part = self._enter(number)
-        before = partial(client_before, self._local.server, self._module)
-        replayed, epochs = joining_samples(self._methods, before), local_epochs_fn(self._methods, before, 1)
-        extra = JoiningSamples() if replayed is None else replayed(part)
-        size, keys = part.samples, order_keys(seed, [client], number)
+        client_round = self._enter(number)
+        client_of = partial(client_before, self._local.server, self._module)
+        replayed, epochs = joining_samples(self._methods, client_of), local_epochs_fn(self._methods, client_of, 1)
+        extra = JoiningSamples() if replayed is None else replayed(client_round)
+        size, keys = client_round.samples, order_keys(seed, [client], number)
         plan = plan_batches(
-            size, epochs if isinstance(epochs, int) else epochs(part), stream.batching, keys, len(extra)
+            size, epochs if isinstance(epochs, int) else epochs(client_round), stream.batching, keys, len(extra)
         )
         of_epoch = stream.batching.batches_per_epoch(np.array([size]), np.array([len(extra)]))
         self._batches_per_epoch = int(of_epoch[0])
         rows = stream.plan.train[number][client]
         requests = (
-            BatchRequest.keyed(rows[chosen[chosen < size]], seed, client, number, step // self._batches_per_epoch, step)
-            for step, chosen in enumerate(plan)
+            BatchRequest.keyed(
+                rows[sample_indices[sample_indices < size]], seed, client, number, step // self._batches_per_epoch, step
+            )
+            for step, sample_indices in enumerate(plan)
         )
-        own = (
+        batches = (
             stream.read_batches(requests)
             if stream.samples.is_random
             else (stream.get_samples(request.rows) for request in requests)
         )
-        for step, (chosen, batch) in enumerate(zip(plan, own, strict=True)):
-            joining: Tensor = torch.from_numpy(chosen[chosen >= size] - size)
+        for step, (sample_indices, batch) in enumerate(zip(plan, batches, strict=True)):
+            joining: Tensor = torch.from_numpy(sample_indices[sample_indices >= size] - size)
             if replayed is not None:
                 batch = plain_samples(batch)
             yield concat_nested([batch, extra.take(joining, seed, client, number, step)]) if len(joining) else batch

@@ -84,8 +84,8 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
     stream = find_stream(module.trainer)
     if stream is None or stream.plan.in_step or not method.of_experience or overrides_hook(method, "enters_alone"):
         return
-    kept = method.init_server_state(module)
-    if len(lasting(method, kept)) < len(kept):
+    server_state = method.init_server_state(module)
+    if len(lasting(method, server_state)) < len(server_state):
         raise InvalidValueError(
             f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
             "whose server state starts anew with each experience, but got clients that enter experiences in different "
@@ -115,9 +115,9 @@ def returns(stream: ClientStream, part: ClientRound, rounds: int, accumulates: b
         rounds: Number of rounds of the fit.
         accumulates: Whether each sample counts, so that the next round must have the same samples.
     """
-    after = next_round(stream, part, rounds)
-    return after is not None and not (
-        accumulates and not stream.has_same_samples(part.client_id, part.round_idx, after)
+    next_round_idx = next_round(stream, part, rounds)
+    return next_round_idx is not None and not (
+        accumulates and not stream.has_same_samples(part.client_id, part.round_idx, next_round_idx)
     )
 
 
@@ -185,8 +185,8 @@ def sections_of(
     sections: ClientState = {section: memory}
     if result is not None:
         sections = {section: result, section + WITHIN: memory}
-    if (sent := before.get(section + SENT)) is not None:
-        sections[section + SENT] = sent
+    if (previous_share := before.get(section + SENT)) is not None:
+        sections[section + SENT] = previous_share
     if share is not None:
         sections[section + SENDING] = {name: value.detach().clone() for name, value in share.items()}
     return sections

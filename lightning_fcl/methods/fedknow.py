@@ -69,7 +69,7 @@ class FedKNOW(FedViT):
     def extract_knowledge(
         self, client: Client, method_state: StateSection, trained_state: State, data: Batch
     ) -> StateSection:
-        (x, y), part = finite_pairs(data), client.client_round
+        (x, y), client_round = finite_pairs(data), client.client_round
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         names = [f"{place}.weight" for place, layer in client.module.named_modules() if isinstance(layer, kinds)]
         weights = [name for name in names if not fnmatchcase(name, self.head)]
@@ -79,8 +79,8 @@ class FedKNOW(FedViT):
                 f"`{type(client.module).__name__}` has none outside of `head={self.head}`.",
                 hint="Use `FedViT`.",
             )
-        number, owners, kept = (
-            part.experience_idx + 1,
+        number, owners, kept_weights = (
+            client_round.experience_idx + 1,
             strip_prefix(method_state, "owner"),
             strip_prefix(method_state, "kept"),
         )
@@ -91,38 +91,42 @@ class FedKNOW(FedViT):
             owners[name] = owner = torch.where(owner == number, 0, owner)
             new = largest(trained_state[name], owner == 0, self.rho)
             owners[name] = torch.where(new, number, owner)
-            kept[name] = torch.where(
+            kept_weights[name] = torch.where(
                 new,
                 trained_state[name],
-                kept.get(name, torch.zeros_like(trained_state[name])).to(trained_state[name].device),
+                kept_weights.get(name, torch.zeros_like(trained_state[name])).to(trained_state[name].device),
             )
         small = {name: value for name, value in trained_state.items() if name not in weights}
         method_state = {name: value for name, value in method_state.items() if not name.startswith(("owner.", "kept."))}
         method_state |= (
-            with_prefix(owners, "owner") | with_prefix(kept, "kept") | with_prefix(small, f"small{part.experience_idx}")
+            with_prefix(owners, "owner")
+            | with_prefix(kept_weights, "kept")
+            | with_prefix(small, f"small{client_round.experience_idx}")
         )
-        classes = part.task_classes or range(part.num_classes)
-        method_state[f"block{part.experience_idx}"] = torch.tensor(classes, dtype=torch.long)
-        return method_state | with_prefix(self._tuned(client.module, method_state, part.experience_idx, x, y), "kept")
+        classes = client_round.task_classes or range(client_round.num_classes)
+        method_state[f"block{client_round.experience_idx}"] = torch.tensor(classes, dtype=torch.long)
+        return method_state | with_prefix(
+            self._tuned(client.module, method_state, client_round.experience_idx, x, y), "kept"
+        )
 
     def _tuned(self, module: L.LightningModule, memory: StateSection, task: int, x: Tensor, y: Tensor) -> State:
-        network, owners, kept = (
+        network, owners, kept_weights = (
             load_task_network(memory, task),
             strip_prefix(memory, "owner"),
             strip_prefix(memory, "kept"),
         )
-        leaves = {name: network[name].requires_grad_() for name in kept}
+        leaves = {name: network[name].requires_grad_() for name in kept_weights}
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
         with evaluation_mode(module), isolate_rng(), torch.enable_grad():
-            for part, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
-                output = functional_call(module, network, (to_input(module, part),))
+            for inputs, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
+                output = functional_call(module, network, (to_input(module, inputs),))
                 loss = require_sample_loss(module).sample_loss(output, label.to(module.device)).mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
                     leaf.grad = gradient * (owners[name] == task + 1)
                 optimizer.step()
         # Adam leaves a weight alone whose gradient was always zero.
-        return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
+        return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept_weights[n]) for n, leaf in leaves.items()}
 
     def past_tasks(self, client: Client) -> list[int]:
         numbers = sorted(int(name.removeprefix("block")) for name in client.method_state if name.startswith("block"))
@@ -145,13 +149,13 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
     """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all weights."""
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
-    chosen = torch.zeros_like(magnitude, dtype=torch.bool)
-    chosen[magnitude.topk(size).indices] = True
-    return chosen.view(weight.shape)
+    mask = torch.zeros_like(magnitude, dtype=torch.bool)
+    mask[magnitude.topk(size).indices] = True
+    return mask.view(weight.shape)
 
 
 def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
     """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`."""
-    owners, kept = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
-    weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
+    owners, kept_weights = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
+    weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept_weights.items()}
     return weights | strip_prefix(method_state, f"small{task}")

@@ -136,9 +136,9 @@ class FedViT(FedRep):
         module = client.module
         with torch.no_grad():
             loss = require_sample_loss(module).sample_loss(predictions(module, trained_state, x), y.to(module.device))
-        kept = lowest_loss(loss, y, self.rho)
+        indices = lowest_loss(loss, y, self.rho)
         return add_to_task(
-            method_state, client.result, {"x": x[kept], "y": y[kept]}, client.client_round.experience_idx
+            method_state, client.result, {"x": x[indices], "y": y[indices]}, client.client_round.experience_idx
         )
 
     def past_tasks(self, client: Client) -> list[int]:
@@ -199,26 +199,26 @@ class FedViT(FedRep):
         tasks = self.past_tasks(client)
         if not tasks:
             return gradient
-        anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
-        chosen = tasks if anew else self._chosen
-        if self._rows is None or len(self._rows) < len(chosen) or self._rows.shape[1] != len(gradient):
-            self._rows = gradient.new_empty(len(chosen), len(gradient))
-        constraints = self._rows[: len(chosen)]
-        for row, task in zip(constraints, chosen, strict=True):
+        should_select = self._steps % self.select_every == 0 or len(tasks) <= self.k
+        selected_tasks = tasks if should_select else self._chosen
+        if self._rows is None or len(self._rows) < len(selected_tasks) or self._rows.shape[1] != len(gradient):
+            self._rows = gradient.new_empty(len(selected_tasks), len(gradient))
+        constraints = self._rows[: len(selected_tasks)]
+        for row, task in zip(constraints, selected_tasks, strict=True):
             row.copy_(self.past_gradient(client, task, gradient_fn))
         self._steps += 1
-        if len(chosen) > self.k:
+        if len(selected_tasks) > self.k:
             picked = most_dissimilar(gradient, constraints, self.k, self.distance)
-            self._chosen = [chosen[row] for row in picked.tolist()]
+            self._chosen = [selected_tasks[row] for row in picked.tolist()]
             constraints = constraints[picked.to(constraints.device)]
         return project(gradient, constraints, self.margin)
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        part, memory = client.client_round, _without_body(client.method_state)
-        if not self.integration_epochs or (part.is_last_round and not self.integrate_last):
+        client_round, memory = client.client_round, _without_body(client.method_state)
+        if not self.integration_epochs or (client_round.is_last_round and not self.integrate_last):
             return memory
         body = {name: value for name, value in trained_state.items() if not fnmatchcase(name, self.head)}
-        return {**memory, **with_prefix(body, "body"), "at": torch.tensor(part.experience_idx)}
+        return {**memory, **with_prefix(body, "body"), "at": torch.tensor(client_round.experience_idx)}
 
     def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
         memory = client.method_state if self.integrate_last else _without_body(client.method_state)
@@ -234,20 +234,22 @@ class FedViT(FedRep):
         federation = find_federation(trainer)
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
-        received, store = (
+        received_state, store = (
             {n: v.detach().clone() for n, v in state_tensors(pl_module).items()},
             federation.server.client_store,
         )
-        for part in federation.ending_clients(federation.current_round.round_idx):
-            if not (self.applies_to(part) and federation.hosts(part.client_id)):
+        for client_round in federation.ending_clients(federation.current_round.round_idx):
+            if not (self.applies_to(client_round) and federation.hosts(client_round.client_id)):
                 continue
-            memory = store.get_section(part.client_id, self.section_name)
+            memory = store.get_section(client_round.client_id, self.section_name)
             rest = _without_body(memory)
-            if self._goes_on(memory, part):
-                state = {**received, **local_tensors(store[part.client_id], pl_module.device)}
-                rest |= with_prefix(self._integrated(federation, part, state, strip_prefix(memory, "body")), "last")
-            store.set_section(part.client_id, self.section_name, rest)
-        load_state_tensors(pl_module, received)
+            if self._goes_on(memory, client_round):
+                state = {**received_state, **local_tensors(store[client_round.client_id], pl_module.device)}
+                rest |= with_prefix(
+                    self._integrated(federation, client_round, state, strip_prefix(memory, "body")), "last"
+                )
+            store.set_section(client_round.client_id, self.section_name, rest)
+        load_state_tensors(pl_module, received_state)
 
     def _integrated(self, federation: FederationProtocol, part: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
@@ -256,15 +258,18 @@ class FedViT(FedRep):
         load_state_tensors(module, state)
         optimizer.state.clear()
         params = {name: p for name, p in trainable_parameters(module).items() if not fnmatchcase(name, self.head)}
-        gradient, before = make_gradient_fn(module, params), {**state, **body}
+        gradient, previous_state = make_gradient_fn(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(part.client_id, part.round_idx, seed))
         keys = make_client_keys(seed, [part.client_id], part.round_idx, "integration")
         plan = plan_batches(len(y), self.integration_epochs, stream.batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 seed_all(seed, part.client_id, part.round_idx, "integration", number)
-                then, now = gradient(x[rows], y[rows], before), gradient(x[rows], y[rows])
-                step_along(module, optimizer, params, project(then, now[None], self.margin))
+                previous_gradient, current_gradient = (
+                    gradient(x[rows], y[rows], previous_state),
+                    gradient(x[rows], y[rows]),
+                )
+                step_along(module, optimizer, params, project(previous_gradient, current_gradient[None], self.margin))
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         return {name: state_tensors(module)[name].detach().clone() for name in body}
@@ -273,11 +278,11 @@ class FedViT(FedRep):
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
     """Indices of the share of each class's samples with the lowest loss, at least one, in order (FedViT, eq. 4)."""
     order = loss.argsort(stable=True).to(y.device)
-    kept = []
+    class_rows = []
     for label in torch.unique(y):
         rows = order[y[order] == label]
-        kept.append(rows[: max(1, round(rho * len(rows)))])
-    return torch.cat(kept).sort().values if kept else order
+        class_rows.append(rows[: max(1, round(rho * len(rows)))])
+    return torch.cat(class_rows).sort().values if class_rows else order
 
 
 class LowestLoss:

@@ -104,14 +104,17 @@ class FedWEIT(Method):
     # The client.
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        memory, part = client.method_state, client.client_round
+        memory, client_round = client.method_state, client.client_round
         if not client.is_active or not client.is_new_experience:
             return memory
-        model, past = get_decomposed(client.module), int(memory.get("tasks", torch.tensor(0)))
-        new: StateSection = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(part.experience_idx)}
-        new["classes"] = torch.tensor(part.task_classes)
-        for i in range(past):
-            if not self.per_task and i < past - 1:
+        model, num_past_tasks = get_decomposed(client.module), int(memory.get("tasks", torch.tensor(0)))
+        new: StateSection = {
+            "tasks": torch.tensor(num_past_tasks + 1),
+            "experience": torch.tensor(client_round.experience_idx),
+        }
+        new["classes"] = torch.tensor(client_round.task_classes)
+        for i in range(num_past_tasks):
+            if not self.per_task and i < num_past_tasks - 1:
                 new[f"target.{i}"] = memory[f"target.{i}"]
                 continue
             mask, adaptive = (
@@ -124,58 +127,60 @@ class FedWEIT(Method):
         """Return the packed adaptives of other clients for the knowledge base of a client that begins a task."""
         if not client.is_active or not client.is_new_experience:
             return {}
-        others = [other for other in sorted(self.knowledge) if other != client.client_round.client_id]
+        other_clients = [other for other in sorted(self.knowledge) if other != client.client_round.client_id]
         if self.kb_size is not None:
-            others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
-        return {f"kb.{j}": self.knowledge[other] for j, other in enumerate(others)}
+            other_clients = [
+                other_clients[i] for i in sorted(torch.randperm(len(other_clients))[: self.kb_size].tolist())
+            ]
+        return {f"kb.{j}": self.knowledge[other] for j, other in enumerate(other_clients)}
 
     def start_client(self, client: Client) -> None:
         memory = client.method_state
         if not client.is_active:
             return
         model: Any = get_decomposed(client.module)
-        place = self._place(memory)
+        task_idx = self._place(memory)
         sources = sum(1 for name in memory if name.startswith("kb."))
-        like = next(model.net.parameters()).detach().new_zeros(model.size)
-        model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], like) for j in range(sources)])
-        is_new_task = model.num_started_tasks <= place
+        adaptive_template = next(model.net.parameters()).detach().new_zeros(model.size)
+        model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], adaptive_template) for j in range(sources)])
+        is_new_task = model.num_started_tasks <= task_idx
         if is_new_task or (not self.per_task and "base" not in memory):  # in the first round of a task
             (model.start_task if is_new_task else model.resume_task)(memory["classes"], sources)
             model.update_buffers_()
         for i, task in enumerate(model.tasks):
-            task.adaptive.requires_grad_(i == place or (self.retroactive and i < place))
-            task.mask.requires_grad_(i == place)
-            task.attention.requires_grad_(i == place and sources > 0)
+            task.adaptive.requires_grad_(i == task_idx or (self.retroactive and i < task_idx))
+            task.mask.requires_grad_(i == task_idx)
+            task.attention.requires_grad_(i == task_idx and sources > 0)
         with torch.no_grad():
-            self._gates = [model.mask_vector(task.mask) for task in model.tasks[:place]] if self.l2 else []
+            self._gates = [model.mask_vector(task.mask) for task in model.tasks[:task_idx]] if self.l2 else []
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         model: Any = get_decomposed(client.module)
-        place, past = self._place(client.method_state), int(client.method_state["tasks"]) - 1
-        own = model.tasks[place]
-        total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
+        task_idx, num_past_tasks = self._place(client.method_state), int(client.method_state["tasks"]) - 1
+        current_task = model.tasks[task_idx]
+        total: Tensor = self.l1 * current_task.adaptive.abs().sum() + self.mask_l1 * current_task.mask.abs().sum()
         base: Tensor = model.base_vector()
-        decayed = [own.adaptive, own.mask, *([] if past else [base])]
+        decayed = [current_task.adaptive, current_task.mask, *([] if num_past_tasks else [base])]
         total = total + self.weight_decay / 2 * torch.stack([value.square().sum() for value in decayed]).sum()
-        for task in model.tasks[:place] if self.retroactive else []:
+        for task in model.tasks[:task_idx] if self.retroactive else []:
             total = total + self.l1 * task.adaptive.abs().sum()
-        gates = self._gates if self.per_task or not self.l2 else [model.mask_vector(own.mask)] * past
+        gates = self._gates if self.per_task or not self.l2 else [model.mask_vector(current_task.mask)] * num_past_tasks
         for i, gate in enumerate(gates):
             adaptive = model.tasks[i if self.per_task else 0].adaptive
-            gone = torch.addcmul(adaptive - client.method_state[f"target.{i}"], base, gate)
-            total = total + self.l2 * gone.dot(gone)
+            drift = torch.addcmul(adaptive - client.method_state[f"target.{i}"], base, gate)
+            total = total + self.l2 * drift.dot(drift)
         return total
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
         model = get_decomposed(client.module)
         model.update_buffers_()
         masks = torch.split(trained_state[f"model.tasks.{self._place(client.method_state)}.mask"], model.units)
-        sent = dict(trained_state)
+        upload = dict(trained_state)
         for name, mask in zip((f"model.net.{name}" for name in model.names), masks, strict=True):
-            sent[name] = trained_state[name] * kept_mask_units(mask, self.sparsity).view(
+            upload[name] = trained_state[name] * kept_mask_units(mask, self.sparsity).view(
                 -1, *[1] * (trained_state[name].dim() - 1)
             )
-        return sent
+        return upload
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory = client.method_state
@@ -198,9 +203,9 @@ class FedWEIT(Method):
         assert federation is not None  # as it needs one
         arrived = federation.server.messages.get(self.section_name, {})
         self._ending |= {client: pack_nonzero(sent["adaptive"]) for client, sent in arrived.items() if sent}
-        for part in federation.ending_clients(federation.current_round.round_idx):
-            if part.client_id in self._ending:
-                self.knowledge[part.client_id] = self._ending.pop(part.client_id)
+        for client_round in federation.ending_clients(federation.current_round.round_idx):
+            if client_round.client_id in self._ending:
+                self.knowledge[client_round.client_id] = self._ending.pop(client_round.client_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {"knowledge": self.knowledge, "ending": self._ending}
@@ -213,14 +218,14 @@ class FedWEIT(Method):
             self.knowledge, self._ending = {}, {}
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        others = [type(m).__name__ for m in get_methods(trainer) if not isinstance(m, FedWEIT | Replay)]
-        if others:
+        other_methods = [type(m).__name__ for m in get_methods(trainer) if not isinstance(m, FedWEIT | Replay)]
+        if other_methods:
             raise InvalidValueError(
                 "Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
-                f"got {', '.join(others)}.",
+                f"got {', '.join(other_methods)}.",
                 hint="Remove it.",
                 argument="callbacks",
-                value=others,
+                value=other_methods,
             )
         federation, model = find_federation(trainer), get_decomposed(pl_module)
         assert federation is not None  # as it needs one
@@ -232,19 +237,21 @@ class FedWEIT(Method):
             )
         stream = find_stream(trainer)
         tasks = stream.plan.task_classes if stream is not None else {}
-        most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
-        if most > len(model.tasks):
+        num_tasks = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
+        if num_tasks > len(model.tasks):
             raise InvalidValueError(
-                f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.",
-                hint=f"Pass `tasks={most}` to `Decomposed`.",
+                f"Expected `Decomposed(tasks={num_tasks})`, as in the stream, but got {len(model.tasks)}.",
+                hint=f"Pass `tasks={num_tasks}` to `Decomposed`.",
                 argument="tasks",
                 value=len(model.tasks),
             )
         reductions = get_reductions(pl_module, federation.settings.rules)
-        wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
+        expected_reductions: dict[str, tuple[str, ...]] = {
+            name: ("none",) for name in reductions if name.startswith("model.tasks.")
+        }
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
-        wanted |= {f"model.net.{name}": base for name in model.names}
-        for name, allowed in wanted.items():
+        expected_reductions |= {f"model.net.{name}": base for name in model.names}
+        for name, allowed in expected_reductions.items():
             if reductions[name].name not in allowed:
                 raise InvalidValueError(
                     f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
@@ -276,6 +283,6 @@ def get_decomposed(module: L.LightningModule) -> Decomposed:
 
 def kept_mask_units(mask: Tensor, sparsity: float) -> Tensor:
     """Which units are sent: all but the ``sparsity`` share of the smallest ``|m|`` (the authors leave out one more)."""
-    kept = torch.ones_like(mask, dtype=torch.bool)
-    kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
-    return kept
+    unit_mask = torch.ones_like(mask, dtype=torch.bool)
+    unit_mask[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
+    return unit_mask

@@ -73,30 +73,37 @@ class FOT(ServerUpdateMethod):
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         x, _ = finite_pairs(data)
         bases = strip_prefix(client.server_state, "basis")
-        sent = zeros_like_state(
+        contribution = zeros_like_state(
             {name: value for name, value in client.server_state.items() if not name.startswith("basis.")}
         )
         for name, rows in layer_inputs(client.module, bases, own, x):
-            outside = remove_projection(rows, bases[name])
+            residual = remove_projection(rows, bases[name])
             omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1
-            sent[f"sketch.{name}"] += outside.T @ omega
-            sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])
-        return sent
+            contribution[f"sketch.{name}"] += residual.T @ omega
+            contribution[f"energy.{name}"] += torch.stack([residual.square().sum(), rows.square().sum()])
+        return contribution
 
     def process_aggregate(self, server: Server) -> State:
         """The mean, without what would move outputs for inputs in the bases, which then take in what was sent."""
-        found, begun, mean, kept = dict[str, Tensor](), server.previous_state, server.state, server.server_state
-        for name, basis in strip_prefix(kept, "basis").items():
+        updated_state, previous_state, mean, server_state = (
+            dict[str, Tensor](),
+            server.previous_state,
+            server.state,
+            server.server_state,
+        )
+        for name, basis in strip_prefix(server_state, "basis").items():
             if basis.shape[1]:
-                first = weight_matrix(begun, name)
-                found |= to_weight_state(
+                first = weight_matrix(previous_state, name)
+                updated_state |= to_weight_state(
                     mean, name, first + remove_projection(weight_matrix(mean, name) - first, basis)
                 )
-            sketch, energy = kept[f"sketch.{name}"], kept[f"energy.{name}"]
+            sketch, energy = server_state[f"sketch.{name}"], server_state[f"energy.{name}"]
             if server.ends and energy.any():
-                kept[f"basis.{name}"] = extend_basis(basis, sketch, energy, self.eps)
-                kept.update({f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)})
-        return found
+                server_state[f"basis.{name}"] = extend_basis(basis, sketch, energy, self.eps)
+                server_state.update(
+                    {f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)}
+                )
+        return updated_state
 
 
 def remove_projection(rows: Tensor, basis: Tensor) -> Tensor:
@@ -119,8 +126,8 @@ def extend_basis(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> T
     ratio = float(energy[0] / energy[1])
     if ratio <= 1 - eps:
         return basis
-    left, values, _ = torch.linalg.svd(remove_projection(sketch.T, basis).T, full_matrices=False)
-    held = values.square().cumsum(dim=0) / values.square().sum()
-    count = min(int((held < (ratio - (1 - eps)) / ratio).sum()) + 1, len(basis) - basis.shape[1])
-    new, _ = torch.linalg.qr(remove_projection(left[:, :count].T, basis).T)
+    left_vectors, values, _ = torch.linalg.svd(remove_projection(sketch.T, basis).T, full_matrices=False)
+    cumulative_energy = values.square().cumsum(dim=0) / values.square().sum()
+    count = min(int((cumulative_energy < (ratio - (1 - eps)) / ratio).sum()) + 1, len(basis) - basis.shape[1])
+    new, _ = torch.linalg.qr(remove_projection(left_vectors[:, :count].T, basis).T)
     return torch.cat([basis, new], dim=1)

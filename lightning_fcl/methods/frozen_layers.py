@@ -64,12 +64,12 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, layer in parts.items():
         if not name or not any(True for _ in layer.buffers(recurse=False)):
             continue
-        around, learn = name, [p.requires_grad for p in layer.parameters()]
+        ancestor_name, learn = name, [p.requires_grad for p in layer.parameters()]
         if not (learn or isinstance(layer, _NormBase)):
             continue
-        while not learn and around:
-            around = around.rpartition(".")[0]
-            learn = [p.requires_grad for p in parts[around].parameters() if id(p) not in head_parameters]
+        while not learn and ancestor_name:
+            ancestor_name = ancestor_name.rpartition(".")[0]
+            learn = [p.requires_grad for p in parts[ancestor_name].parameters() if id(p) not in head_parameters]
         if not any(learn):
             yield name, layer
 
@@ -95,8 +95,8 @@ class Freezer:
         for layer in self._resting:
             layer.training = True
         self._resting = []
-        for place, layer in module.named_modules():
-            buffers = [name for name, _ in layer.named_buffers(place, recurse=False)]  # statistics of what it sees
-            if place and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
+        for layer_name, layer in module.named_modules():
+            buffers = [name for name, _ in layer.named_buffers(layer_name, recurse=False)]  # statistics of what it sees
+            if layer_name and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
                 self._resting.append(layer)
                 layer.training = False

@@ -60,8 +60,8 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:
     """The entries of a state that are a module's: without what the server keeps for methods."""
-    known = module.state_dict(keep_vars=True).keys()
-    return {name: value for name, value in state.items() if name in known}
+    module_keys = module.state_dict(keep_vars=True).keys()
+    return {name: value for name, value in state.items() if name in module_keys}
 
 
 def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
@@ -91,12 +91,12 @@ def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Paramete
 
     def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         leaves: Mapping[str, Tensor] = params
-        others: State = {}
+        other_tensors: State = {}
         if state is not None:
             leaves = {name: state[name].detach().requires_grad_() for name in params}
-            others = {name: value.detach().clone() for name, value in state.items() if name not in params}
+            other_tensors = {name: value.detach().clone() for name, value in state.items() if name not in params}
         with torch.enable_grad():
-            value = make_loss_fn(module)(x, y, {**others, **leaves}, loss)
+            value = make_loss_fn(module)(x, y, {**other_tensors, **leaves}, loss)
         pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return flatten({str(i): piece for i, piece in enumerate(pieces)})
 

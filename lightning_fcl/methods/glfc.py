@@ -57,7 +57,7 @@ class ConcatNonzeroRows(Reduction):
 
     def make_accumulator(self) -> Accumulator:
         return GatheringAccumulator(
-            lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, nonzero_rows
+            lambda rows_by_name, server: {name: torch.cat(rows) for name, rows in rows_by_name.items()}, nonzero_rows
         )
 
 
@@ -104,9 +104,9 @@ def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iter
     optimizer = torch.optim.LBFGS([x], max_iter=iterations, tolerance_change=0, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
-        apart = (input_gradient(encoder, x, label, create_graph=True) - gradient).square().sum() / size
-        (x.grad,) = torch.autograd.grad(apart, x)
-        return apart
+        distance = (input_gradient(encoder, x, label, create_graph=True) - gradient).square().sum() / size
+        (x.grad,) = torch.autograd.grad(distance, x)
+        return distance
 
     with torch.enable_grad():
         optimizer.step(closure)  # type: ignore[no-untyped-call]
@@ -204,17 +204,25 @@ class GLFC(Method):
         numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
         rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
         # Before a gradient the experience, from 1, and the class.
-        kept = {"gradients": rows, "images": images, "labels": numbers.new_zeros(0), "latest": numbers.new_zeros(())}
-        return kept | with_prefix(state_tensors(module), "best") | teacher
+        proxy_state = {
+            "gradients": rows,
+            "images": images,
+            "labels": numbers.new_zeros(0),
+            "latest": numbers.new_zeros(()),
+        }
+        return proxy_state | with_prefix(state_tensors(module), "best") | teacher
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        part, numbers = (
+        client_round, numbers = (
             client.client_round,
             [int(name.split(".")[0]) for name in strip_prefix(client.server_state, "before")],
         )
         memory = with_teacher(client, max(numbers, default=0)) if self.strength > 0 else client.method_state
-        known = {"old": part.old_classes, "seen": part.old_classes + part.new_classes}
-        return {**memory, **{name: class_mask(part.num_classes, classes) for name, classes in known.items()}}
+        classes_by_name = {"old": client_round.old_classes, "seen": client_round.old_classes + client_round.new_classes}
+        return {
+            **memory,
+            **{name: class_mask(client_round.num_classes, classes) for name, classes in classes_by_name.items()},
+        }
 
     def task_weight(self, client: Client) -> float:
         return 0.0
@@ -222,76 +230,89 @@ class GLFC(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
         z, y = step.output, step.y
-        old, seen = (match_output(client.method_state[name], z) for name in ("old", "seen"))
-        seen = seen | ~seen.any()
+        old, seen_mask = (match_output(client.method_state[name], z) for name in ("old", "seen"))
+        seen_mask = seen_mask | ~seen_mask.any()
 
         def entropy(target: Tensor) -> Tensor:
-            each = F.binary_cross_entropy_with_logits(z, target, reduction="none")
-            return (each * seen).sum(dim=1) / seen.sum()
+            class_losses = F.binary_cross_entropy_with_logits(z, target, reduction="none")
+            return (class_losses * seen_mask).sum(dim=1) / seen_mask.sum()
 
         target = target_mask(y, z).to(z)
         loss = step.mean(class_aware_weights(z, y, old, step.sample_weight) * entropy(target))
         if self.strength == 0:
             return loss
-        said = step.teacher_forward(
+        teacher_output = step.teacher_forward(
             {**step.received_state, **strip_prefix(client.method_state, "teacher")}, step.x
         ).sigmoid()
         share = self.strength * old.any()
-        return (1 - share) * loss + share * step.mean(entropy(torch.where(old, said, target)))
+        return (1 - share) * loss + share * step.mean(entropy(torch.where(old, teacher_output, target)))
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
         if not self.proxy or "told" in client.method_state:
             return {}
         x, y = finite_pairs(data)
-        features, sent = (
+        features, gradients = (
             F.normalize(embeddings(client.module, trained_state, x)),
             torch.zeros_like(client.server_state["gradients"]),
         )
         for label in torch.unique(y).tolist():
-            of = (y == label).to(features.device)
-            nearest = (features[of] - features[of].mean(dim=0)).norm(dim=1).argmin()
-            prototype = perturbed(client.module, trained_state, x[of.to(x.device)][nearest : nearest + 1], label)
-            marks = sent.new_tensor([client.client_round.experience_idx + 1, label])
-            sent[label] = torch.cat([marks, input_gradient(self._encoder, prototype.to(sent), label)])
-        return {"gradients": sent}
+            class_rows = (y == label).to(features.device)
+            nearest = (features[class_rows] - features[class_rows].mean(dim=0)).norm(dim=1).argmin()
+            prototype = perturbed(
+                client.module, trained_state, x[class_rows.to(x.device)][nearest : nearest + 1], label
+            )
+            marks = gradients.new_tensor([client.client_round.experience_idx + 1, label])
+            gradients[label] = torch.cat([marks, input_gradient(self._encoder, prototype.to(gradients), label)])
+        return {"gradients": gradients}
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        told = {"told": torch.tensor(True)} if self.proxy and not client.missed else {}
-        return without_teacher(client) | told
+        upload_flag = {"told": torch.tensor(True)} if self.proxy and not client.missed else {}
+        return without_teacher(client) | upload_flag
 
     def process_aggregate(self, server: Server) -> State:
         if not self.proxy:
             return {}
-        kept, sent = server.server_state, server.server_state["gradients"]
-        kept["gradients"] = strip_prefix(server.previous_state, self.section_name)["gradients"]
-        begins = len(sent) > 0 and bool(sent[:, 0].max() > kept["latest"])
+        proxy_state, gradients = server.server_state, server.server_state["gradients"]
+        proxy_state["gradients"] = strip_prefix(server.previous_state, self.section_name)["gradients"]
+        begins = len(gradients) > 0 and bool(gradients[:, 0].max() > proxy_state["latest"])
         if begins:
-            kept.update({"latest": sent[:, 0].max(), "images": kept["images"][:0], "labels": kept["labels"][:0]})
-        for row in sent[sent[:, 0] == kept["latest"]]:
+            proxy_state.update(
+                {
+                    "latest": gradients[:, 0].max(),
+                    "images": proxy_state["images"][:0],
+                    "labels": proxy_state["labels"][:0],
+                }
+            )
+        for row in gradients[gradients[:, 0] == proxy_state["latest"]]:
             noise = torch.randn(1, *self._size, generator=server.generator).to(row)
             image = invert(self._encoder, row[2:], int(row[1]), noise, self.iterations)
-            kept.update({"images": torch.cat([kept["images"], image]), "labels": torch.cat([kept["labels"], row[1:2]])})
-        if not len(kept["labels"]):
+            proxy_state.update(
+                {
+                    "images": torch.cat([proxy_state["images"], image]),
+                    "labels": torch.cat([proxy_state["labels"], row[1:2]]),
+                }
+            )
+        if not len(proxy_state["labels"]):
             return {}
-        now, best = (
-            predictions(server.module, one, kept["images"]).argmax(dim=1).eq(kept["labels"]).sum()
-            for one in (server.state, strip_prefix(kept, "best"))
+        current_score, best_score = (
+            predictions(server.module, one, proxy_state["images"]).argmax(dim=1).eq(proxy_state["labels"]).sum()
+            for one in (server.state, strip_prefix(proxy_state, "best"))
         )
-        if begins or now >= best:
-            kept.update(with_prefix(server.state, "best"))
+        if begins or current_score >= best_score:
+            proxy_state.update(with_prefix(server.state, "best"))
         following = present_experiences(server.module, 0, later=1)[-1:]
         if following > present_experiences(server.module, 0)[-1:]:  # the next round begins an experience
-            kept.update(models_before(server.module, following, strip_prefix(kept, "best")))
+            proxy_state.update(models_before(server.module, following, strip_prefix(proxy_state, "best")))
         return {}
 
 
 def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
     """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
     x = to_input(module, x).clone().requires_grad_()
-    own = select_tensors(state, module)
+    module_state = select_tensors(state, module)
     with evaluation_mode(module), torch.enable_grad():
         for _ in range(_STEPS):
-            output = functional_call(module, own, (x,))
+            output = functional_call(module, module_state, (x,))
             target = F.one_hot(torch.tensor([label], device=x.device), output.shape[-1]).to(output)
             (gradient,) = torch.autograd.grad(F.binary_cross_entropy_with_logits(output, target), x)
             x = (x - _RATE * gradient).detach().requires_grad_()

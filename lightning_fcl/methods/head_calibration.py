@@ -101,8 +101,8 @@ class Fed3R(Method):
         sums, (weight, bias) = server.server_state, last_layer(server.module)
         if sums["B"][-1] == strip_prefix(server.previous_state, self.section_name)["B"][-1]:  # the number of samples
             return {}
-        found = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
-        return {weight: found[:, :-1], bias: found[:, -1]}
+        solution = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
+        return {weight: solution[:, :-1], bias: solution[:, -1]}
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:
@@ -195,35 +195,43 @@ class CCVR(Method):
         features = embeddings(client.module, own, x).double()
         products = torch.zeros_like(client.server_state["products"])
         for label in torch.unique(y).tolist():
-            of = features[(y == label).to(features.device)]
-            products[label] = pack_upper(of.T @ of) if self.covariance == "full" else of.square().sum(dim=0)
+            class_features = features[(y == label).to(features.device)]
+            products[label] = (
+                pack_upper(class_features.T @ class_features)
+                if self.covariance == "full"
+                else class_features.square().sum(dim=0)
+            )
         return {"sums": class_sums(client.module, features, y), "products": products}
 
     def process_aggregate(self, server: Server) -> State:
-        kept, generator, names = server.server_state, server.generator, last_layer(server.module)
-        has = kept["sums"][:, 0] > 0
+        server_state, generator, names = server.server_state, server.generator, last_layer(server.module)
+        has = server_state["sums"][:, 0] > 0
         if not (server.ends and has.any()):
             return {}
-        kept["task"] = torch.where(has & (kept["task"] == 0), kept["task"].max() + 1, kept["task"])
-        layer, known = [server.state[name] for name in names], has.nonzero()[:, 0]
-        moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
+        server_state["task"] = torch.where(
+            has & (server_state["task"] == 0), server_state["task"].max() + 1, server_state["task"]
+        )
+        layer, seen_classes = [server.state[name] for name in names], has.nonzero()[:, 0]
+        moments = [
+            gaussian(server_state["sums"][label].cpu(), server_state["products"][label].cpu()) for label in seen_classes
+        ]
         x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer[0])
-        y = torch.arange(len(known)).repeat_interleave(self.samples).to(x.device)
-        weight, bias = (p.detach()[known].clone().requires_grad_() for p in layer)
+        y = torch.arange(len(seen_classes)).repeat_interleave(self.samples).to(x.device)
+        weight, bias = (p.detach()[seen_classes].clone().requires_grad_() for p in layer)
         orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
-        batches = [chosen for order in orders for chosen in torch.split(order, _BATCH)]
+        batches = [rows for order in orders for rows in torch.split(order, _BATCH)]
         optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-        for chosen in batches:
+        for rows in batches:
             with torch.enable_grad():
-                logits = F.linear(x[chosen], weight, bias)
+                logits = F.linear(x[rows], weight, bias)
                 if self.logit_norm is not None:
-                    logits = decoupled_logits(logits, kept["task"][known], self.logit_norm)
-                loss = F.cross_entropy(logits, y[chosen])
+                    logits = decoupled_logits(logits, server_state["task"][seen_classes], self.logit_norm)
+                loss = F.cross_entropy(logits, y[rows])
             weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
             optimizer.step()
             schedule.step()
-        learnt = [p.index_copy(0, known, value) for p, value in zip(layer, (weight, bias), strict=True)]
+        learnt = [p.index_copy(0, seen_classes, value) for p, value in zip(layer, (weight, bias), strict=True)]
         return dict(zip(names, learnt, strict=True))
 
 

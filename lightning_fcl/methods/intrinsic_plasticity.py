@@ -114,14 +114,16 @@ class IntrinsicPlasticity(Method):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, ReservoirTask)  # as `prepare` has it
-        stream, round = find_stream(trainer), trainer.current_epoch
-        first, last = round == 0, round + 1 == trainer.max_epochs
+        stream, round_idx = find_stream(trainer), trainer.current_epoch
+        first, last = round_idx == 0, round_idx + 1 == trainer.max_epochs
         if stream is not None:
             numbers = next(iter(stream.plan.experiences.values()))
-            first = first or numbers[round] != numbers[round - 1]
-            last = stream.client_round(stream.plan.clients[0], round).is_last_round
-        again = stream is not None and stream.plan.history == "seen" if self.restart == "auto" else self.restart
-        if again and first:
+            first = first or numbers[round_idx] != numbers[round_idx - 1]
+            last = stream.client_round(stream.plan.clients[0], round_idx).is_last_round
+        should_restart = (
+            stream is not None and stream.plan.history == "seen" if self.restart == "auto" else self.restart
+        )
+        if should_restart and first:
             pl_module.reservoir.reset_plasticity()
         pl_module.is_adapting = not last
 

@@ -23,8 +23,8 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
     # 24 bits: as many as a float holds.
-    drawn: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
-    return drawn.view(tuple(shape))
+    numbers: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
+    return numbers.view(tuple(shape))
 
 
 def _mixed(value: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ class KeyedRandomness(TorchFunctionMode):
         Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
         Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
         """
-        get, put = torch.get_rng_state, torch.set_rng_state
+        get_state, restore_state = torch.get_rng_state, torch.set_rng_state
 
         def get_rng_state() -> Tensor:
-            state = get()
+            state = get_state()
             self.has_read_rng_state = True
             if self._noted is None:
                 self._noted = WeakIdKeyDictionary()
@@ -83,13 +83,13 @@ class KeyedRandomness(TorchFunctionMode):
             return state
 
         def set_rng_state(new_state: Tensor) -> None:
-            put(new_state)
+            restore_state(new_state)
             noted = {} if self._noted is None else self._noted
-            self._stream, inside = noted.get(new_state, (self._stream, None))
-            entered = _is_entered(new_state)
-            if inside is True and not entered:
+            self._stream, was_entered = noted.get(new_state, (self._stream, None))
+            is_entered = _is_entered(new_state)
+            if was_entered is True and not is_entered:
                 super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
-            elif inside is False and entered:
+            elif was_entered is False and is_entered:
                 super(KeyedRandomness, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
@@ -97,7 +97,7 @@ class KeyedRandomness(TorchFunctionMode):
             with self:
                 yield
         finally:
-            torch.get_rng_state, torch.set_rng_state = get, put
+            torch.get_rng_state, torch.set_rng_state = get_state, restore_state
 
     def __torch_function__(
         self,
@@ -106,11 +106,11 @@ class KeyedRandomness(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own = _KEYED.get(function)
-        if own is None:
+        keyed_function = _KEYED.get(function)
+        if keyed_function is None:
             return function(*args, **kwargs) if kwargs else function(*args)
         self.has_read_rng_state = True
-        return own(self, *args, **(kwargs or {}))
+        return keyed_function(self, *args, **(kwargs or {}))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """The numbers of the next call of a random layer."""
@@ -139,8 +139,8 @@ class KeyedRandomness(TorchFunctionMode):
             return input
         alpha = 1.7580993408473766
         scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        kept = self._keep_mask(input, p, channels)
-        return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
+        mask = self._keep_mask(input, p, channels)
+        return _given(input, (input * mask - alpha * (1 - mask)) * scale + alpha * p * scale, inplace)
 
     def attention(
         self,

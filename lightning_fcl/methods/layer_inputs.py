@@ -20,7 +20,7 @@ _PIECE = 32  # samples at once: a convolution has a row for each place of an ima
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
     """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
-    of = active_reductions(module)
+    reductions = active_reductions(module)
     places = [
         name
         for name, layer in module.named_modules()
@@ -30,10 +30,12 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             and not isinstance(layer.padding, str)
         )
     ]
-    learning = {name for name in trainable_parameters(module) if of[name].averages}
-    own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
-    chosen = [name for name in places if own[name] <= learning]
-    if not chosen:
+    learning = {name for name in trainable_parameters(module) if reductions[name].averages}
+    parameter_names = {
+        name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places
+    }
+    layer_names = [name for name in places if parameter_names[name] <= learning]
+    if not layer_names:
         raise InvalidValueError(
             "Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
             f"`{type(module).__name__}` has none.",
@@ -41,7 +43,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             argument="module",
             value=type(module).__name__,
         )
-    return chosen
+    return layer_names
 
 
 def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
@@ -53,8 +55,8 @@ def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
 def to_weight_state(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> State:
     """A `weight_matrix` as the entries that it is of, each of its shape and type in a state."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
-    found = {f"{name}.weight": matrix[:, : weight[0].numel()].view_as(weight).to(weight)}
-    return found if bias is None else {**found, f"{name}.bias": matrix[:, -1].to(bias)}
+    weight_state = {f"{name}.weight": matrix[:, : weight[0].numel()].view_as(weight).to(weight)}
+    return weight_state if bias is None else {**weight_state, f"{name}.bias": matrix[:, -1].to(bias)}
 
 
 @torch.no_grad()
@@ -66,20 +68,20 @@ def layer_inputs(
     Each has the shape (rows, d), in double precision: a row for each sample, or place of a convolution, so that
     ``rows @ weight_matrix.T`` is the layer's output; where there is a bias, the last column is 1.
     """
-    seen: list[tuple[str, Tensor]] = []
+    named_rows: list[tuple[str, Tensor]] = []
     handles = [
         module.get_submodule(name).register_forward_pre_hook(
-            lambda layer, args, name=name: seen.append((name, input_rows(layer, args[0])))
+            lambda layer, args, name=name: named_rows.append((name, input_rows(layer, args[0])))
         )
         for name in names
     ]
-    own = select_tensors(state, module)
+    module_state = select_tensors(state, module)
     try:
         with evaluation_mode(module):
             for piece in torch.split(x, _PIECE):
-                functional_call(module, own, (to_input(module, piece),))
-                yield from seen
-                seen.clear()
+                functional_call(module, module_state, (to_input(module, piece),))
+                yield from named_rows
+                named_rows.clear()
     finally:
         for handle in handles:
             handle.remove()

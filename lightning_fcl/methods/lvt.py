@@ -92,13 +92,15 @@ class LVTMethod(Method):
         total: Tensor | float = 0.0
         gradient, previous = strip_prefix(memory, "gradient"), strip_prefix(memory, "previous")
         if self.gamma and gradient:
-            of = [(g, step.params[name] - previous[name]) for name, g in gradient.items() if name in step.params]
-            total = total + self.gamma * summed([(g * moved).abs().sum() for g, moved in of], step.params)
+            gradient_changes = [
+                (g, step.params[name] - previous[name]) for name, g in gradient.items() if name in step.params
+            ]
+            total = total + self.gamma * summed([(g * moved).abs().sum() for g, moved in gradient_changes], step.params)
         if not (self.alpha or self.beta) or "task" not in memory:
             return total
         module, size = client.module, len(step.output) if self.batch_size is None else self.batch_size
-        drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
-        logits = memory["logits"][drawn]
+        sampled_indices = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
+        logits = memory["logits"][sampled_indices]
 
         def loss(output: Tensor, y: Tensor) -> Tensor:
             values: Tensor = self.alpha * require_sample_loss(module).sample_loss(output, y)
@@ -109,7 +111,7 @@ class LVTMethod(Method):
                 student, teacher = module.mask_logits(student, y), module.mask_logits(teacher, y)
             return values + self.beta * distillation_loss(student, teacher, self.temperature)
 
-        return total + step.loss_fn(memory["x"][drawn], memory["y"][drawn], loss=loss)
+        return total + step.loss_fn(memory["x"][sampled_indices], memory["y"][sampled_indices], loss=loss)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
         memory, module = client.method_state, client.module
@@ -137,6 +139,6 @@ class LVTMethod(Method):
             return memory
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
-        kept = lowest_loss(require_sample_loss(module).sample_loss(logits, y), y, self.rho)
-        samples = {"x": x[kept], "y": y[kept], "logits": logits[kept]}
+        indices = lowest_loss(require_sample_loss(module).sample_loss(logits, y), y, self.rho)
+        samples = {"x": x[indices], "y": y[indices], "logits": logits[indices]}
         return add_to_task(memory, client.result, samples, client.client_round.experience_idx)

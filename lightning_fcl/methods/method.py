@@ -56,9 +56,9 @@ def get_driver(trainer: L.Trainer) -> MethodDriver:
         if isinstance(callback, MethodDriver):
             return callback
     driver = MethodDriver(get_methods(trainer))
-    place = 1 + max((i for i, callback in enumerate(callbacks) if isinstance(callback, Method)), default=-1)
+    position = 1 + max((i for i, callback in enumerate(callbacks) if isinstance(callback, Method)), default=-1)
     # A new list: Lightning may be going through the old one, and would call the method at hand once more.
-    trainer.callbacks = [*callbacks[:place], driver, *callbacks[place:]]  # type: ignore[attr-defined]
+    trainer.callbacks = [*callbacks[:position], driver, *callbacks[position:]]  # type: ignore[attr-defined]
     return driver
 
 
@@ -83,9 +83,9 @@ def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:
 def add_seen_classes(seen: Tensor, labels: Tensor) -> Tensor:
     """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it."""
     size = max(len(seen), int(labels.max()) + 1 if len(labels) else 0)
-    more = pad_classes(seen, size).clone()
-    more[labels] = True
-    return more
+    extended_mask = pad_classes(seen, size).clone()
+    extended_mask[labels] = True
+    return extended_mask
 
 
 def pad_classes(values: Tensor, size: int) -> Tensor:

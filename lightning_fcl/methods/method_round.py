@@ -117,9 +117,9 @@ class MethodRound:
         """Return what the server keeps for methods in the round. Remove what no client needs any more."""
         extra, begins = server_entries(self.methods, self.module), begins_experience(self.stream.plan, self.number)
         for method in self.methods:
-            kept = self.server.get_section(method.section_name)
-            last = lasting(method, kept) if begins else kept
-            for name in (f"{method.section_name}.{name}" for name in kept):
+            server_state = self.server.get_section(method.section_name)
+            last = lasting(method, server_state) if begins else server_state
+            for name in (f"{method.section_name}.{name}" for name in server_state):
                 if name not in extra or name.removeprefix(f"{method.section_name}.") not in last:
                     del self.server.extra_tensors[name]
         return extra
@@ -143,10 +143,10 @@ class MethodRound:
 
     def ended(self, method: MethodBase, client: LocalRound, memory: StateSection) -> Client:
         """Return a client after its local training, as a method sees it."""
-        seen = make_client(method, self.module, memory, client.received, client.part)
-        seen.steps = client.steps
-        self._set_history(method, seen, client.kept)
-        return seen
+        method_client = make_client(method, self.module, memory, client.received, client.part)
+        method_client.steps = client.steps
+        self._set_history(method, method_client, client.kept)
+        return method_client
 
     @property
     def uploads(self) -> bool:
@@ -163,57 +163,65 @@ class MethodRound:
 
     def contribute(self, client: LocalRound) -> State:
         """Return what a client uploads to the entries that the server keeps for methods, each of the entry's shape."""
-        sent = self._nothing
+        upload = self._nothing
         for method, memory in zip(self.methods, client.memories, strict=True):
             receives = any(name.startswith(f"{method.section_name}.") for name in self._nothing)
             if not (receives and method.applies_to(client.part)):
                 continue
-            seen = self.ended(method, client, memory)
-            own = _lasting(client.state, client.received, self.server.reductions)
-            given = method.upload_statistics(seen, own, client.data(method))
+            method_client = self.ended(method, client, memory)
+            trained_state = _lasting(client.state, client.received, self.server.reductions)
+            statistics = method.upload_statistics(method_client, trained_state, client.data(method))
             if overrides_hook(method, "contribute_experience"):
-                given = {**given, **self._share(method, client, seen, own)}
-            if given:
-                sent = {**sent, **{f"{method.section_name}.{n}": v.to(self.module.device) for n, v in given.items()}}
-        return sent
+                statistics = {**statistics, **self._share(method, client, method_client, trained_state)}
+            if statistics:
+                upload = {
+                    **upload,
+                    **{f"{method.section_name}.{n}": v.to(self.module.device) for n, v in statistics.items()},
+                }
+        return upload
 
     def messages(self, clients: Sequence[LocalRound]) -> Messages:
         """Return what clients send to methods beside the entries, by section of the method."""
-        sent: dict[str, list[State]] = {}
+        messages_by_section: dict[str, list[State]] = {}
         for number, method in enumerate(self.methods):
             if overrides_hook(method, "message"):
-                sent[method.section_name] = [
+                messages_by_section[method.section_name] = [
                     self._message(method, client, client.memories[number]) for client in clients
                 ]
-        return sent
+        return messages_by_section
 
     def _message(self, method: MethodBase, client: LocalRound, memory: StateSection) -> State:
         if not method.applies_to(client.part):
             return {}
-        seen = self.ended(method, client, memory)
-        seen.may_end = not self._returns(client.part, method.accumulates)
-        return method.message(seen, client.state)
+        method_client = self.ended(method, client, memory)
+        method_client.may_end = not self._returns(client.part, method.accumulates)
+        return method.message(method_client, client.state)
 
     @cached_property
     def _nothing(self) -> State:
         """What a client uploads that contributes nothing."""
-        rules, kept = self.server.reductions, self.server.extra_tensors
+        rules, entries = self.server.reductions, self.server.extra_tensors
         return {
-            name: rules[name].empty_upload(kept[name]) for name in kept if name in rules and rules[name].is_uploaded
+            name: rules[name].empty_upload(entries[name])
+            for name in entries
+            if name in rules and rules[name].is_uploaded
         }
 
     def _share(self, method: MethodBase, client: LocalRound, seen: Client, own: State) -> State:
         """Return what a client uploads to the sums of its experience."""
-        part, rounds = client.part, self.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
-        if self.is_full and returns(self.stream, part, rounds, accumulates=True):
+        client_round, rounds = (
+            client.part,
+            self.stream.plan.rounds,
+        )  # the same for a fit that ends earlier and is resumed
+        if self.is_full and returns(self.stream, client_round, rounds, accumulates=True):
             return {}
         earlier = client.entered.get(method.section_name + SENT, {})
-        found = share_of(method, seen, own, client.data(method), earlier)
-        if found is None:
+        contribution = share_of(method, seen, own, client.data(method), earlier)
+        if contribution is None:
             return {}
-        if next_round(self.stream, part, rounds) is not None:
-            self._shares[part.client_id, method.section_name] = found[1]
-        return found[0]
+        if next_round(self.stream, client_round, rounds) is not None:
+            self._shares[client_round.client_id, method.section_name] = contribution[1]
+        return contribution[0]
 
     # End of a client's round.
 
@@ -224,16 +232,16 @@ class MethodRound:
             client: The client.
             missed: Whether the server has not received the client's upload.
         """
-        kept: ClientState = {}
+        client_state: ClientState = {}
         for method, memory in zip(self.methods, client.memories, strict=True):
             if keeps_client_state(method, client.part):
-                kept |= self._sections(method, client, memory, missed)
+                client_state |= self._sections(method, client, memory, missed)
         if any(map(tracks_rounds, self.methods)):
-            kept[PROGRESS] = with_progress(client.kept, client.part.round_idx, client.part.experience_idx)
+            client_state[PROGRESS] = with_progress(client.kept, client.part.round_idx, client.part.experience_idx)
             for method in self.methods:
-                if method.section_name + WITHIN in kept:
-                    note_result(kept, method.section_name)
-        return kept
+                if method.section_name + WITHIN in client_state:
+                    note_result(client_state, method.section_name)
+        return client_state
 
     def _sections(self, method: MethodBase, client: LocalRound, memory: StateSection, missed: bool) -> ClientState:
         """Return the sections that a client keeps for a method after its local training."""
@@ -241,20 +249,22 @@ class MethodRound:
             overrides_hook(method, "update_client_state"),
             overrides_hook(method, "end_experience"),
         )
-        part, state, result = client.part, client.state, None
-        may_end = (at_round or at_experience) and not self._returns(part, method.accumulates)
+        client_round, state, result = client.part, client.state, None
+        may_end = (at_round or at_experience) and not self._returns(client_round, method.accumulates)
         ends = may_end and at_experience
         if at_round or ends:
-            seen, data = self.ended(method, client, memory), client.data(method)
-            seen.missed, seen.may_end = missed, may_end
+            method_client, data = self.ended(method, client, memory), client.data(method)
+            method_client.missed, method_client.may_end = missed, may_end
         if at_round:
-            seen.method_state = memory = noted(method, seen, method.update_client_state(seen, state, data))
+            method_client.method_state = memory = noted(
+                method, method_client, method.update_client_state(method_client, state, data)
+            )
         if ends:
             earlier = client.kept[method.section_name] if has_result(client.kept, method.section_name) else {}
-            result = result_of(method, seen, state, data, earlier)
-            if next_round(self.stream, part, self.stream.plan.rounds) is None:
+            result = result_of(method, method_client, state, data, earlier)
+            if next_round(self.stream, client_round, self.stream.plan.rounds) is None:
                 return {method.section_name: result}
-        share = self._shares.pop((part.client_id, method.section_name), None)
+        share = self._shares.pop((client_round.client_id, method.section_name), None)
         return sections_of(method, memory, result, share, client.entered)
 
     def _returns(self, part: ClientRound, accumulates: bool) -> bool:
@@ -264,9 +274,9 @@ class MethodRound:
     def end_dropped(self, client: LocalRound) -> None:
         """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
         if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
-            found = self._finish_experience(client.part, client.kept, client.received)
-            if found is not None:
-                self.server.client_store[client.part.client_id] = found
+            updated_state = self._finish_experience(client.part, client.kept, client.received)
+            if updated_state is not None:
+                self.server.client_store[client.part.client_id] = updated_state
 
     # End of the round, and of a fit.
 
@@ -282,12 +292,12 @@ class MethodRound:
         for method in self.methods:
             if overrides_hook(method, "process_aggregate"):
                 draws = torch.Generator().manual_seed(derive_seed(self.seed, method.section_name, self.number))
-                kept = self.server.get_section(method.section_name)
-                turn = Server(begun, state, kept, share, self.module, draws, ends)
+                server_state = self.server.get_section(method.section_name)
+                turn = Server(begun, state, server_state, share, self.module, draws, ends)
                 for name, value in method.process_aggregate(turn).items():
                     state[name].copy_(value)
                 self.server.extra_tensors.update(
-                    {f"{method.section_name}.{name}": value for name, value in kept.items()}
+                    {f"{method.section_name}.{name}": value for name, value in server_state.items()}
                 )
 
     def accept(self, clients: Iterable[str]) -> None:
@@ -313,7 +323,7 @@ class MethodRound:
         ]
         if not missing:
             return None
-        found = {**kept, PROGRESS: {**kept[PROGRESS]}}
+        updated_state = {**kept, PROGRESS: {**kept[PROGRESS]}}
         reads = any(method.needs.round_samples for method in missing)
         data = self.stream.client_samples(part.client_id, part.round_idx, self.seed) if reads else None
         for method in missing:
@@ -321,32 +331,32 @@ class MethodRound:
             client = make_client(method, self.module, memory, own, part)
             self._set_history(method, client, kept)
             result = result_of(method, client, own, data if method.needs.round_samples else None, {})
-            found |= sections_of(method, memory, result, None, kept)
-            note_result(found, method.section_name)
-        return found
+            updated_state |= sections_of(method, memory, result, None, kept)
+            note_result(updated_state, method.section_name)
+        return updated_state
 
     def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
         """End the experiences of clients of a fit that was stopped after ``rounds`` rounds, before its last one."""
         store, device = self.server.client_store, self.module.device
         for client in clients:
-            kept = store[client]
-            trained = [number for number in trained_rounds(kept) if number < rounds]
+            client_state = store[client]
+            trained = [number for number in trained_rounds(client_state) if number < rounds]
             if trained:
-                part = self.stream.client_round(client, trained[-1])
-                if next_round(self.stream, part, self.stream.plan.rounds) is None:
+                client_round = self.stream.client_round(client, trained[-1])
+                if next_round(self.stream, client_round, self.stream.plan.rounds) is None:
                     continue
-                own = {**state_tensors(self.module), **local_tensors(kept, device)}
-                if (found := self._finish_experience(part, kept, own)) is not None:
-                    store[client] = found
+                model_state = {**state_tensors(self.module), **local_tensors(client_state, device)}
+                if (updated_state := self._finish_experience(client_round, client_state, model_state)) is not None:
+                    store[client] = updated_state
 
 
 def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> ExtraTensors:
     """Return what the server keeps for methods beside the entries of the module, with first values and reductions."""
     extra: dict[str, tuple[Tensor, Reduction | str]] = {}
     for method in methods:
-        kept = method.init_server_state(module)
-        for name, reduction in declared(method, kept).items():
-            extra[f"{method.section_name}.{name}"] = kept[name].to(module.device), reduction
+        server_state = method.init_server_state(module)
+        for name, reduction in declared(method, server_state).items():
+            extra[f"{method.section_name}.{name}"] = server_state[name].to(module.device), reduction
     return extra
 
 
@@ -369,8 +379,8 @@ def _ends(stream: ClientStream, number: int) -> bool:
 
 def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
     """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
-    kept = {n for n in own if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)}
-    return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
+    fixed_names = {n for n in own if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)}
+    return {n: received[n] if n in fixed_names else value for n, value in own.items()} if fixed_names else own
 
 
 def _moved(memory: StateSection, device: torch.device) -> StateSection:

@@ -66,11 +66,16 @@ class _LinearLayers(TorchFunctionMode):
         if func in _DECIDING:  # of a batch, where it should be of a sample
             raise _OtherUseError
         output = func(*args, **(kwargs or {}))
-        if used := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
+        if param_ids := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
             row_each = func is F.linear and len(args) > 1 and args[0].shape[:-1] == (self.samples,)
-            if not (row_each and id(args[0]) not in used and self.unused.keys() >= {*used} and output.requires_grad):
+            if not (
+                row_each
+                and id(args[0]) not in param_ids
+                and self.unused.keys() >= {*param_ids}
+                and output.requires_grad
+            ):
                 raise _OtherUseError
-            self.calls.append(([self.unused.pop(one) for one in used], args[0], output))
+            self.calls.append(([self.unused.pop(one) for one in param_ids], args[0], output))
         return output
 
 
@@ -90,10 +95,10 @@ def outer_gradients(
             return None
         outputs = [output for _, _, output in layers.calls]
         errors = torch.autograd.grad(total, outputs, allow_unused=True, materialize_grads=True)
-    found: dict[str, Tensor | OuterProduct] = {}
+    gradients: dict[str, Tensor | OuterProduct] = {}
     for (names, rows, _), error in zip(layers.calls, errors, strict=True):
-        found |= {name: OuterProduct(error, rows.detach()) if params[name].ndim == 2 else error for name in names}
-    return {n: found[n] if n in found else value.new_zeros(len(x), *value.shape) for n, value in params.items()}
+        gradients |= {name: OuterProduct(error, rows.detach()) if params[name].ndim == 2 else error for name in names}
+    return {n: gradients[n] if n in gradients else value.new_zeros(len(x), *value.shape) for n, value in params.items()}
 
 
 def per_sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
@@ -128,9 +133,9 @@ def module_per_sample_gradients(
 
     The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
     """
-    chosen = {*names}
-    params = {name: value.detach() for name, value in state.items() if name in chosen}
-    rest = {name: value.detach().clone() for name, value in state.items() if name not in chosen}
+    name_set = {*names}
+    params = {name: value.detach() for name, value in state.items() if name in name_set}
+    rest = {name: value.detach().clone() for name, value in state.items() if name not in name_set}
     x = to_input(module, x)
 
     def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -161,9 +166,9 @@ def mean_sample_measure(
     names: Iterable[str],
 ) -> State:
     """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
-    chosen = {*names}
-    total = zeros_like_state({name: value for name, value in state.items() if name in chosen})
-    for gradients in module_per_sample_gradients(module, objective, state, x, y, chosen):
+    name_set = {*names}
+    total = zeros_like_state({name: value for name, value in state.items() if name in name_set})
+    for gradients in module_per_sample_gradients(module, objective, state, x, y, name_set):
         for name, value in gradients.items():
             total[name] += over_samples(measure, value)
     return {name: value / len(x) for name, value in total.items()}

@@ -85,10 +85,10 @@ class APFL(Method):
     def prepare_client_state(self, client: Client) -> StateSection:
         if not client.is_active:
             return client.method_state
-        own = {**client.received_state, **strip_prefix(client.method_state, "v")}
-        begun = with_prefix({name: own[name] for name in self._trainable}, "v")
+        personal_state = {**client.received_state, **strip_prefix(client.method_state, "v")}
+        personal_entries = with_prefix({name: personal_state[name] for name in self._trainable}, "v")
         alpha = client.method_state.get("alpha", torch.tensor(float(self.alpha0)))
-        return {**client.method_state, **begun, "alpha": alpha.clone()}
+        return {**client.method_state, **personal_entries, "alpha": alpha.clone()}
 
     def start_client(self, client: Client) -> None:
         self._personal, self._optimizer = {}, None
@@ -99,15 +99,15 @@ class APFL(Method):
             return
         if self._optimizer is None:
             self._optimizer = self._begun(client, optimizer)
-        own = {name: self._personal[name].detach() for name in shared}
+        personal_params = {name: self._personal[name].detach() for name in shared}
         alpha = client.method_state["alpha"]
-        gradient = make_gradient_fn(pl_module, shared)(*client.batch, interpolate(own, shared, alpha))
+        gradient = make_gradient_fn(pl_module, shared)(*client.batch, interpolate(personal_params, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
-        towards = flatten(own) - flatten(shared).detach()
+        towards = flatten(personal_params) - flatten(shared).detach()
         set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
-        along = alpha * gradient + self.extra_gradient(client, own)
-        step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, along)
+        direction = alpha * gradient + self.extra_gradient(client, personal_params)
+        step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, direction)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
@@ -118,10 +118,12 @@ class APFL(Method):
     def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
         """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
         self._personal = {name: nn.Parameter(value) for name, value in strip_prefix(client.method_state, "v").items()}
-        named = dict(client.module.named_parameters())
-        own = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
-        load_optimizer_state(own, strip_prefix(client.method_state, "optimizer"))
-        return own
+        params_by_name = dict(client.module.named_parameters())
+        personal_optimizer = with_parameters(
+            optimizer, {id(params_by_name[name]): p for name, p in self._personal.items()}
+        )
+        load_optimizer_state(personal_optimizer, strip_prefix(client.method_state, "optimizer"))
+        return personal_optimizer
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         assert client.federation is not None  # as it needs one
@@ -130,8 +132,12 @@ class APFL(Method):
         return {**client.method_state, **with_prefix(optimizer_state(self._optimizer), "optimizer")}
 
     def personalize(self, client: Client, state: State) -> State:
-        own = {name: value.to(state[name].device) for name, value in strip_prefix(client.method_state, "v").items()}
-        return {**state, **interpolate(own, state, client.method_state["alpha"])} if own else state
+        personal_params = {
+            name: value.to(state[name].device) for name, value in strip_prefix(client.method_state, "v").items()
+        }
+        return (
+            {**state, **interpolate(personal_params, state, client.method_state["alpha"])} if personal_params else state
+        )
 
 
 @torch.no_grad()

@@ -118,19 +118,19 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
             return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
         result = gradient.clone(memory_format=torch.contiguous_format)
         for start in range(0, len(gradient), _STRETCH):  # the others are not read
-            part, stretch = result[start : start + _STRETCH], constraints[:, start : start + _STRETCH]
+            result_slice, stretch = result[start : start + _STRETCH], constraints[:, start : start + _STRETCH]
             for i in active:
-                part.add_(stretch[i], alpha=float(weights[i]))
+                result_slice.add_(stretch[i], alpha=float(weights[i]))
         return result
     device = solver_device(gradient)
-    used = torch.from_numpy(np.flatnonzero(weights))
-    wide = torch.from_numpy(weights)[used].to(device)
-    used = used.to(constraints.device)
+    row_indices = torch.from_numpy(np.flatnonzero(weights))
+    wide = torch.from_numpy(weights)[row_indices].to(device)
+    row_indices = row_indices.to(constraints.device)
     result = torch.empty_like(gradient)
     size = _PIECE if device.type == "cpu" else 128 * _PIECE
     for start in range(0, len(gradient), size):
         piece = slice(start, start + size)
-        rows = constraints[:, piece].index_select(0, used)
+        rows = constraints[:, piece].index_select(0, row_indices)
         total = torch.addmv(_wide(gradient[piece]), _wide(rows).T, wide)
         result[piece].copy_(total)
     return result
@@ -147,13 +147,13 @@ def _sorted(tensor: Tensor) -> Tensor:
 
 
 def _refuse(gradient: bool, others: list[bool]) -> None:
-    where = [] if gradient else ["the gradient"]
-    where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
+    locations = [] if gradient else ["the gradient"]
+    locations += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
     raise InvalidValueError(
-        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}.",
+        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(locations)}.",
         hint="Lower the learning rate, or clip the gradients.",
         argument="gradient",
-        value=where,
+        value=locations,
     )
 
 
@@ -170,11 +170,11 @@ def _weights(products: Matrix, margin: float) -> Matrix | None:
         return None
     unit = products[np.ix_(rows, rows)] / np.outer(scale, scale)
     # What the margin adds at least is added beforehand: the rest of the weights is not negative.
-    least = margin * scale
-    added = float(least @ (2 * slope + unit @ least))
-    slope, length = slope + unit @ least, float(np.sqrt(length**2 + max(added, 0.0)))
+    min_weights = margin * scale
+    squared_increase = float(min_weights @ (2 * slope + unit @ min_weights))
+    slope, length = slope + unit @ min_weights, float(np.sqrt(length**2 + max(squared_increase, 0.0)))
     weights = np.zeros(len(norms) - 1)
-    weights[rows] = (least + length * _solve(unit, slope / length)) / scale
+    weights[rows] = (min_weights + length * _solve(unit, slope / length)) / scale
     return weights
 
 
@@ -265,7 +265,7 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
     wide = torch.empty(total, blocks, block, dtype=torch.float64)
     flat = wide.view(total, -1)
     ring = wide.unfold(0, offsets, 1).permute(1, 0, 3, 2).numpy()  # (blocks, count, offsets, block)
-    each = wide[:count, :, None].transpose(0, 1).numpy()
+    vectors = wide[:count, :, None].transpose(0, 1).numpy()
     sums, products = np.zeros((blocks, count, offsets)), np.empty((blocks, count, offsets))
     for start in range(0, length, flat.shape[1]):
         size = min(flat.shape[1], length - start)
@@ -275,7 +275,7 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
         flat[count:, :size].copy_(piece[: offsets - 1])
         flat[:, size:] = 0
         with np.errstate(all="ignore"):
-            sums += np.vecdot(ring, each, out=products, order="C")  # block by block, not row by row
+            sums += np.vecdot(ring, vectors, out=products, order="C")  # block by block, not row by row
     first = np.arange(count)[:, None]
     second = (first + np.arange(offsets)) % count
     result = np.empty((count, count))

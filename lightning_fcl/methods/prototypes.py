@@ -64,8 +64,8 @@ class _Sums(PlainSums):
 
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
     """The count and the sum of the features of each class, shape (classes, 1 + features)."""
-    counted = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
-    return zero_class_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
+    counted_features = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
+    return zero_class_sums(module).to(counted_features).index_add_(0, y.to(counted_features.device), counted_features)
 
 
 def zero_class_sums(module: L.LightningModule) -> Tensor:
@@ -145,9 +145,9 @@ class FedProto(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0 or step.y is None:
             return 0.0
-        means, known = class_means(client.server_state["sums"])
+        means, seen_classes = class_means(client.server_state["sums"])
         distance = (step.embed_fn(step.x) - means[step.y]).square().mean(dim=1)
-        return self.strength * step.mean(distance * known[step.y])
+        return self.strength * step.mean(distance * seen_classes[step.y])
 
     def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
         if self.predictor == "head":
@@ -158,14 +158,14 @@ class FedProto(Method):
 def herding_selection(features: Tensor, size: int) -> Tensor:
     """Indices of samples, each so that the mean of all chosen is nearest the mean of all (Rebuffi et al., alg. 4)."""
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
-    chosen: list[int] = []
+    indices: list[int] = []
     for _ in range(min(size, len(features))):
         distance = (F.normalize(total + features) - mean).norm(dim=1)
-        distance[chosen] = torch.inf
+        distance[indices] = torch.inf
         # The first of those that are as near: two samples are equally far from their mean, whatever rounding says.
-        chosen.append(int((distance <= distance.min() + _TIE).byte().argmax()))
-        total = total + features[chosen[-1]]
-    return torch.tensor(chosen, dtype=torch.long, device=features.device)
+        indices.append(int((distance <= distance.min() + _TIE).byte().argmax()))
+        total = total + features[indices[-1]]
+    return torch.tensor(indices, dtype=torch.long, device=features.device)
 
 
 class ICaRL(LwF):
@@ -217,17 +217,17 @@ class ICaRL(LwF):
     def _exemplars(self, client: Client, own: State, data: Batch) -> StateSection:
         x, y = finite_pairs(data)
         old = tuple(part.to(x.device) for part in memory_pairs(client.method_state) or (x[:0], y[:0]))
-        if (added := memory_pairs(client.result)) is not None:  # choose anew among these and the new samples
-            current = ~torch.isin(added[1], old[1].to(added[1].device))
-            x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(added, (x, y), strict=True))
+        if (result_pairs := memory_pairs(client.result)) is not None:  # choose anew among these and the new samples
+            current = ~torch.isin(result_pairs[1], old[1].to(result_pairs[1].device))
+            x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(result_pairs, (x, y), strict=True))
         features = F.normalize(embeddings(client.module, own, x)).to(x.device)
-        classes, chosen = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
+        classes, exemplars = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)
-            kept = (old[1] == label).nonzero()[:size, 0]
+            old_rows = (old[1] == label).nonzero()[:size, 0]
             new = new[herding_selection(features[new], size)]
-            chosen.append((x[new], y[new]) if len(new) else (old[0][kept], old[1][kept]))
-        return {"x": torch.cat([x for x, _ in chosen]), "y": torch.cat([y for _, y in chosen])}
+            exemplars.append((x[new], y[new]) if len(new) else (old[0][old_rows], old[1][old_rows]))
+        return {"x": torch.cat([x for x, _ in exemplars]), "y": torch.cat([y for _, y in exemplars])}
 
     def init_server_state(self, module: L.LightningModule) -> State:
         return {"sums": zero_class_sums(module)}
@@ -237,5 +237,5 @@ class ICaRL(LwF):
         return {"sums": class_sums(client.module, F.normalize(embeddings(client.module, trained_state, x)), y)}
 
     def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        means, known = class_means(server["sums"])
-        return nearest_mean(F.normalize(Embedding(module)(x)), F.normalize(means), known, output)
+        means, seen_classes = class_means(server["sums"])
+        return nearest_mean(F.normalize(Embedding(module)(x)), F.normalize(means), seen_classes, output)

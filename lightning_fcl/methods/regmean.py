@@ -76,31 +76,31 @@ class RegMean(ServerUpdateMethod):
         return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
-        sent = zeros_like_state(client.server_state)
-        weights = {name: weight_matrix(trained_state, name) for name in strip_prefix(sent, "gram")}
+        statistics = zeros_like_state(client.server_state)
+        weights = {name: weight_matrix(trained_state, name) for name in strip_prefix(statistics, "gram")}
         learnt = [
             name for name, value in weights.items() if not value.equal(weight_matrix(client.received_state, name))
         ]
         x, _ = finite_pairs(data)
         for name, rows in layer_inputs(client.module, learnt, trained_state, x):
-            sent[f"gram.{name}"] += self._gram(rows)
+            statistics[f"gram.{name}"] += self._gram(rows)
         for name in learnt:
-            gram = sent[f"gram.{name}"]
+            gram = statistics[f"gram.{name}"]
             if self.alpha:
                 gram.lerp_(gram.diagonal().diag(), 1 - self.alpha)
-            sent[f"answers.{name}"] = gram_product(weights[name], gram)
-        return sent
+            statistics[f"answers.{name}"] = gram_product(weights[name], gram)
+        return statistics
 
     def process_aggregate(self, server: Server) -> State:
         """Layers that have learnt, by least squares on what they answer; the sums begin anew."""
-        found, mean, kept = dict[str, Tensor](), server.state, server.server_state
-        for name, gram in strip_prefix(kept, "gram").items():
+        updated_state, mean, server_state = dict[str, Tensor](), server.state, server.server_state
+        for name, gram in strip_prefix(server_state, "gram").items():
             if gram.any():
-                found |= to_weight_state(
-                    mean, name, merge_regression(weight_matrix(mean, name), kept[f"answers.{name}"], gram)
+                updated_state |= to_weight_state(
+                    mean, name, merge_regression(weight_matrix(mean, name), server_state[f"answers.{name}"], gram)
                 )
-        kept.update(zeros_like_state(kept))
-        return found
+        server_state.update(zeros_like_state(server_state))
+        return updated_state
 
 
 def gram_product(weight: Tensor, gram: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
     """
     rest = weighted - gram_product(mean, gram)
     if gram.dim() == 2:
-        none = max(_NONE, len(gram) * torch.finfo(gram.dtype).eps)
-        inverse = torch.linalg.pinv(gram, rtol=none, hermitian=True)
+        tolerance = max(_NONE, len(gram) * torch.finfo(gram.dtype).eps)
+        inverse = torch.linalg.pinv(gram, rtol=tolerance, hermitian=True)
     else:
         inverse = torch.where(gram > _NONE * gram.max(), 1 / gram, 0.0)
     return mean + gram_product(rest, inverse)
@@ -160,8 +160,8 @@ class LoRM(RegMean):
         state = super().init_server_state(module) | {"turn": torch.tensor(0)}
         for name, layer in _adapted(module).items():
             weight = layer.layer.weight.detach().double()
-            gram, given = self._no_gram(weight), torch.zeros_like(weight)
-            state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": given}
+            gram, answers = self._no_gram(weight), torch.zeros_like(weight)
+            state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": answers}
         return state
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
@@ -169,29 +169,29 @@ class LoRM(RegMean):
 
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
-        sent = {name: torch.zeros_like(client.server_state[name]) for name in names.values()}
+        contribution = {name: torch.zeros_like(client.server_state[name]) for name in names.values()}
         for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
             gram = self._gram(rows)
-            sent[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
-        return sent
+            contribution[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
+        return contribution
 
     def process_aggregate(self, server: Server) -> State:
         tasks = {name: value for name, value in server.server_state.items() if name.startswith(("task.", "tasks."))}
         turn = server.server_state["turn"] + 1
-        found = super().process_aggregate(server)
-        now = {**server.state, **found}
+        updated_state = super().process_aggregate(server)
+        state = {**server.state, **updated_state}
         for name, layer in _adapted(server.module).items():
             if not (server.ends and (gram := tasks[f"task.{name}"]).any()):
                 continue
-            a, b, body = (now[f"{name}.{part}.weight"] for part in ("a", "b", "layer"))
+            a, b, body = (state[f"{name}.{part}.weight"] for part in ("a", "b", "layer"))
             weight = body.double() + layer.scale * b.double() @ a.double()
             tasks[f"tasks.gram.{name}"] = grams = tasks[f"tasks.gram.{name}"] + gram
-            tasks[f"tasks.answers.{name}"] = given = tasks[f"tasks.answers.{name}"] + gram_product(weight, gram)
+            tasks[f"tasks.answers.{name}"] = answers = tasks[f"tasks.answers.{name}"] + gram_product(weight, gram)
             tasks[f"task.{name}"], turn = torch.zeros_like(gram), torch.zeros_like(turn)
-            found[f"{name}.layer.weight"] = merge_regression(weight, given, grams).to(body)
-            found[f"{name}.b.weight"] = torch.zeros_like(b)
+            updated_state[f"{name}.layer.weight"] = merge_regression(weight, answers, grams).to(body)
+            updated_state[f"{name}.b.weight"] = torch.zeros_like(b)
         server.server_state.update({**tasks, "turn": turn})
-        return found
+        return updated_state
 
 
 def _adapted(module: L.LightningModule) -> dict[str, AdaptedLinear]:

@@ -64,8 +64,12 @@ class Consolidation(Method):
         if self.strength == 0:
             return 0.0
         center, importance = strip_prefix(memory, "center"), strip_prefix(memory, "importance")
-        moved = {name: (value - center[name]).square() for name, value in step.params.items() if name in importance}
-        penalty = 0.5 * summed([(importance[name] * value).sum() for name, value in moved.items()], step.params)
+        squared_changes = {
+            name: (value - center[name]).square() for name, value in step.params.items() if name in importance
+        }
+        penalty = 0.5 * summed(
+            [(importance[name] * value).sum() for name, value in squared_changes.items()], step.params
+        )
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
@@ -140,9 +144,9 @@ class MAS(Consolidation):
     strength: float = validated(0.5, at_least, 0)
 
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
-        x, nothing = data[0], torch.zeros(len(data[0]), device=data[0].device)
+        x, dummy_targets = data[0], torch.zeros(len(data[0]), device=data[0].device)
         return mean_sample_measure(
-            client.module, lambda output, y: output.square().sum(), torch.abs, trained_state, x, nothing, names
+            client.module, lambda output, y: output.square().sum(), torch.abs, trained_state, x, dummy_targets, names
         )
 
 
@@ -204,8 +208,8 @@ class SI(Consolidation):
 
     def _note_step(self, client: Client, now: Mapping[str, Tensor]) -> None:
         """Note what the last step has done, once."""
-        for name, (before, gradient) in self._last.items():
-            change = now[name] - before
+        for name, (previous_value, gradient) in self._last.items():
+            change = now[name] - previous_value
             client.method_state[f"fall.{name}"].sub_(gradient * change)
             client.method_state[f"moved.{name}"].add_(change)
         self._last = {}
@@ -215,5 +219,5 @@ class SI(Consolidation):
         return client.method_state
 
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
-        fall, moved = strip_prefix(client.method_state, "fall"), strip_prefix(client.method_state, "moved")
-        return {name: fall[name].clamp(min=0) / (moved[name].square() + self.damping) for name in names}
+        fall, movement = strip_prefix(client.method_state, "fall"), strip_prefix(client.method_state, "moved")
+        return {name: fall[name].clamp(min=0) / (movement[name].square() + self.damping) for name in names}

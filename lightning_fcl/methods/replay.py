@@ -146,9 +146,9 @@ class Replay(Method):
                 name, self.section_name
             )
             if not has_state:  # An earlier fit may have stored samples.
-                part = ClientRound(name, round_idx=0, num_stream_samples=stream.plan.num_client_samples(name))
+                client_round = ClientRound(name, round_idx=0, num_stream_samples=stream.plan.num_client_samples(name))
                 generator = torch.Generator().manual_seed(derive_seed(federation.seed, name, "base session"))
-                client = Client(client_round=part, module=pl_module, federation=federation, generator=generator)
+                client = Client(client_round=client_round, module=pl_module, federation=federation, generator=generator)
                 federation.server.client_store.set_section(
                     name, self.section_name, self._updated({}, client, state_tensors(pl_module), data)
                 )
@@ -172,14 +172,14 @@ class Replay(Method):
         if not memory:
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
-        chosen = {name: memory[name] for name in names or ("x", "y")}
+        samples = {name: memory[name] for name in names or ("x", "y")}
         if self.repeat:
-            first = next(iter(chosen.values()))
+            first = next(iter(samples.values()))
             times = torch.arange(int(memory["seen"]), device=first.device) % len(first)
-            chosen = {name: value[times] for name, value in chosen.items()}
+            samples = {name: value[times] for name, value in samples.items()}
         if not names:
-            return chosen["x"], chosen["y"]
-        return {name.removeprefix(_SAMPLE): value for name, value in chosen.items()}
+            return samples["x"], samples["y"]
+        return {name.removeprefix(_SAMPLE): value for name, value in samples.items()}
 
     def _size(self, part: ClientRound) -> int:
         if isinstance(self.max_size, int):
@@ -198,11 +198,13 @@ class Replay(Method):
         if self.update == "experience":
             return client.method_state
         history, memory = client.history, client.method_state
-        anew = self.buffer is None and self.policy == "refresh" and (history is None or history.covers_experience)
-        if anew:
+        should_refresh = (
+            self.buffer is None and self.policy == "refresh" and (history is None or history.covers_experience)
+        )
+        if should_refresh:
             memory = without_task(memory, client.client_round.experience_idx)
         if history is not None:
-            data = client.selected(data, history.new_in_experience if anew else history.new)
+            data = client.selected(data, history.new_in_experience if should_refresh else history.new)
         return self._updated(memory, client, trained_state, data)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
@@ -212,25 +214,27 @@ class Replay(Method):
 
     def _updated(self, memory: StateSection, client: Client, own: State, data: Batch) -> StateSection:
         """Return the replay samples ``memory`` after some samples have been offered."""
-        part, samples = client.client_round, _entries(data)
+        client_round, samples = client.client_round, _entries(data)
         first = next(iter(samples.values()))
         if not len(first):
             return memory
-        device, size = first.device, self._size(part)
+        device, size = first.device, self._size(client_round)
         memory = {name: value.to(device) for name, value in memory.items()}
         new = {**samples}
-        labels = part.labels if len(part.labels) == len(first) else samples.get("y", first)
+        labels = client_round.labels if len(client_round.labels) == len(first) else samples.get("y", first)
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
-            if has_task(memory, part.experience_idx):  # choose anew among these and the new samples
-                of_task = memory["task"] == part.experience_idx
+            if has_task(memory, client_round.experience_idx):  # choose anew among these and the new samples
+                of_task = memory["task"] == client_round.experience_idx
                 new = {name: concat_nested([memory[name][of_task], value]) for name, value in new.items()}
             number = len(next(iter(new.values())))
-            chosen = torch.randperm(number, generator=client.generator)[:size]
-            return add_task_labels(memory, {name: value[chosen] for name, value in new.items()}, part.experience_idx)
-        new["task"] = torch.full((len(first),), part.experience_idx, device=device)
-        seen = len(first) + (int(memory["seen"]) if memory else 0)
+            indices = torch.randperm(number, generator=client.generator)[:size]
+            return add_task_labels(
+                memory, {name: value[indices] for name, value in new.items()}, client_round.experience_idx
+            )
+        new["task"] = torch.full((len(first),), client_round.experience_idx, device=device)
+        num_seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
             new = {name: concat_nested([memory[name], value]) for name, value in new.items()}
         places: StateSection = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
@@ -238,30 +242,30 @@ class Replay(Method):
         names = [name for name in new if name.startswith(_SAMPLE)]
 
         def sample(index: int) -> Any:
-            named = {name.removeprefix(_SAMPLE): new[name][index] for name in names}
-            return named or new["x"][index]
+            values_by_name = {name.removeprefix(_SAMPLE): new[name][index] for name in names}
+            return values_by_name or new["x"][index]
 
         if self.buffer is None:
             groups = labels.cpu() if self.policy == "class-balanced" else torch.zeros(len(labels), dtype=torch.long)
-            chosen, order = sample_reservoirs(size, groups, places.get("priority", torch.zeros(0)), client.generator)
+            indices, order = sample_reservoirs(size, groups, places.get("priority", torch.zeros(0)), client.generator)
         else:
             with self._holding(self.buffer, client, own) as agent:
-                chosen, order = select(
+                indices, order = select(
                     self.buffer, sample, labels.cpu(), new["task"].cpu(), places, agent, client.generator
                 )
-        return {**{name: value[chosen] for name, value in new.items()}, **order, "seen": torch.tensor(seen)}
+        return {**{name: value[indices] for name, value in new.items()}, **order, "seen": torch.tensor(num_seen)}
 
     @contextmanager
     def _holding(self, buffer: ExemplarsBuffer, client: Client, own: State) -> Iterator[Agent]:
         """Temporarily load the client's state into the module, which a selection strategy may read."""
         module = client.module
-        before = {name: value.detach().clone() for name, value in state_tensors(module).items()}
+        previous_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         load_state_tensors(module, own)
         try:
             with evaluation_mode(module):
                 yield Agent(buffer, module, client.client_round.experience_idx)
         finally:
-            load_state_tensors(module, before)
+            load_state_tensors(module, previous_state)
 
 
 def sample_reservoirs(
@@ -287,22 +291,22 @@ def sample_reservoirs(
         (2, torch.Size([2]))
     """
     draws = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-    numbers, kept = groups.tolist(), len(priority)
-    present, new = set(numbers[:kept]), dict.fromkeys(numbers[kept:])
+    numbers, num_stored = groups.tolist(), len(priority)
+    present, new = set(numbers[:num_stored]), dict.fromkeys(numbers[num_stored:])
     order = list(dict.fromkeys([*present, *new]))
     present.update(new.keys())
     # As in Avalanche, the groups that come first in the set get one sample more if equal shares are not possible.
     share, rest = divmod(size, len(present))
     shares = {group: share + (place < rest) for place, group in enumerate(present)}
-    weights = torch.cat([priority, torch.zeros(len(numbers) - kept)])
+    weights = torch.cat([priority, torch.zeros(len(numbers) - num_stored)])
     for group in new:
-        rows = kept + (groups[kept:] == group).nonzero()[:, 0]
+        rows = num_stored + (groups[num_stored:] == group).nonzero()[:, 0]
         weights[rows] = torch.rand(len(rows), generator=draws)
-    chosen = []
+    rows_by_group = []
     for group in order:
         rows = (groups == group).nonzero()[:, 0]
-        chosen.append(rows[weights[rows].argsort(descending=True, stable=True)[: shares[group]]])
-    positions = torch.cat(chosen)
+        rows_by_group.append(rows[weights[rows].argsort(descending=True, stable=True)[: shares[group]]])
+    positions = torch.cat(rows_by_group)
     return positions, {"priority": weights[positions]}
 
 

@@ -53,13 +53,15 @@ class JoiningSamples:
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
         """Return some of the samples, transformed by random numbers that depend on ``seed`` and ``key`` alone."""
-        taken, first = index_nested(self.samples, rows), 0
+        samples, first = index_nested(self.samples, rows), 0
         for section, number, transform in self.parts:
-            at = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
+            positions = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
             first += number
-            if transform is not None and len(at):
-                write_samples(taken, at, transformed(transform, index_nested(taken, at), seed, section, *key))
-        return taken
+            if transform is not None and len(positions):
+                write_samples(
+                    samples, positions, transformed(transform, index_nested(samples, positions), seed, section, *key)
+                )
+        return samples
 
 
 def joining_samples(
@@ -69,17 +71,18 @@ def joining_samples(
     joining = [method for method in methods if joins_batches(method)]
 
     def samples_of(part: ClientRound) -> JoiningSamples:
-        found = [
+        method_samples = [
             (method, samples)
             for method in joining
             if method.applies_to(part) and (samples := method.replay_samples(client_of(method, part)))
         ]
-        if not found:
+        if not method_samples:
             return JoiningSamples()
         parts = tuple(
-            (method.section_name, count_nested_samples(samples), method.replay_transform) for method, samples in found
+            (method.section_name, count_nested_samples(samples), method.replay_transform)
+            for method, samples in method_samples
         )
-        return JoiningSamples(concat_nested([samples for _, samples in found]), parts)
+        return JoiningSamples(concat_nested([samples for _, samples in method_samples]), parts)
 
     return samples_of if joining else None
 
@@ -101,13 +104,13 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
     samples = method.replay_samples(client)
     if not isinstance(samples, tuple):
         return
-    number, place = count_nested_samples(samples), (client.client_round.experience_idx, trainer.current_epoch)
+    number, epoch_key = count_nested_samples(samples), (client.client_round.experience_idx, trainer.current_epoch)
     size, seed = min(number, len(batch[1])), client.seed
     # "rehearse" is part of the seed of existing runs.
-    key = make_client_keys(seed, ["local"], *place, method.section_name, "rehearse")
+    key = make_client_keys(seed, ["local"], *epoch_key, method.section_name, "rehearse")
     rows = torch.from_numpy(shuffled_window(key, number, size, batch_idx * size))
     pool = JoiningSamples(samples, ((method.section_name, number, method.replay_transform),))
-    for position, value in enumerate(pool.take(rows, seed, "local", *place, batch_idx)):
+    for position, value in enumerate(pool.take(rows, seed, "local", *epoch_key, batch_idx)):
         batch[position] = torch.cat([batch[position], value.to(batch[position].device)])
 
 
@@ -144,26 +147,26 @@ class DrawnSamples:
         """Return the samples of each client's next step, by name. Empty if a client has no replay samples yet."""
         pools, size, keys, step = self.pools[section], self._sizes[section], self._keys[section], self._drawn[section]
         counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
-        drawn = random_uint64(keys, size, start=step * size)
+        random_numbers = random_uint64(keys, size, start=step * size)
         self._drawn[section] += 1
-        rows = torch.from_numpy((drawn % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
-        found = [
+        rows = torch.from_numpy((random_numbers % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
+        client_samples = [
             {name: values[row.to(values.device)] for name, values in pool.items()} if count else {}
             for pool, row, count in zip(pools, rows, counts, strict=True)
         ]
         if (transform := self._transforms[section]) is None:
-            return found
+            return client_samples
         return [
             transformed(transform, one, int(key), section, step) if one else one
-            for one, key in zip(found, keys, strict=True)
+            for one, key in zip(client_samples, keys, strict=True)
         ]
 
     def step(self, method: MethodBase, step: Step) -> Step:
         """Return the step of the only client, with the samples drawn for a method."""
         if method.section_name not in self.pools:
             return step
-        (drawn,) = self.draw(method.section_name)
-        return replace(step, replay_samples=drawn, replay_weight=float(bool(drawn)))
+        (samples,) = self.draw(method.section_name)
+        return replace(step, replay_samples=samples, replay_weight=float(bool(samples)))
 
 
 def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str | int) -> Any:
@@ -186,8 +189,8 @@ def _transformed(
     """Return samples by name after a transform in its form for dicts, with the generators of the transform seeded."""
     rows = range(count_nested_samples(samples))
     with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
-        changed = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
-    return {name: torch.stack([plain_tensor(one[name]) for one in changed]) for name in samples}
+        transformed_rows = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
+    return {name: torch.stack([plain_tensor(one[name]) for one in transformed_rows]) for name in samples}
 
 
 def check_transform(transform: ReplayTransform, sample: Any) -> None:
@@ -219,23 +222,23 @@ class _ChangedSampleError(InvalidValueError):
 def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return a transformed sample that has the names, shapes and dtypes of the sample."""
     expected = {name: (tuple(value.shape), value.dtype) for name, value in sample.items()}
-    changed = transform(dict(sample))
-    if not isinstance(changed, Mapping):
+    transformed_sample = transform(dict(sample))
+    if not isinstance(transformed_sample, Mapping):
         raise _ChangedSampleError(
-            f"Expected `transform` to return a dict, but got {type(changed).__name__}. Return the sample."
+            f"Expected `transform` to return a dict, but got {type(transformed_sample).__name__}. Return the sample."
         )
     for name, (shape, dtype) in expected.items():
-        value = changed.get(name)
+        value = transformed_sample.get(name)
         if isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (shape, dtype):
             continue
-        got = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        description = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise _ChangedSampleError(
             f"Expected `transform` to keep the shape and dtype of `{name}` in a replay sample, {shape} and {dtype}, "
-            f"but got {got}. Move changes of shape or dtype into the dataset.",
+            f"but got {description}. Move changes of shape or dtype into the dataset.",
             argument="transform",
             value=name,
         )
-    return changed
+    return transformed_sample
 
 
 def _of_inputs(transform: ReplayTransform) -> ReplayTransform:

@@ -84,8 +84,8 @@ class DERpp(Method):
         new = {"x": x, "y": y, "logits": predictions(client.module, trained_state, x).to(x.device), "lot": lots}
         if client.method_state:
             new = {name: concat_nested([client.method_state[name].to(x.device), value]) for name, value in new.items()}
-        kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
-        return {name: value[kept] for name, value in new.items()}
+        indices = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
+        return {name: value[indices] for name, value in new.items()}
 
 
 @dataclass(eq=False)
@@ -134,9 +134,16 @@ class ReFed(Method):
         x, y = (concat_nested([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
         if not len(y):
             return memory
-        before = {name: value.to(own[name].device) for name, value in strip_prefix(memory, "v").items()}
+        previous_params = {name: value.to(own[name].device) for name, value in strip_prefix(memory, "v").items()}
         importance, v = sample_importance(
-            client.module, client.received_state, before, x, y, self.iterations, self.learning_rate, self.strength
+            client.module,
+            client.received_state,
+            previous_params,
+            x,
+            y,
+            self.iterations,
+            self.learning_rate,
+            self.strength,
         )
         if not torch.isfinite(importance).all():
             raise InvalidValueError(
@@ -147,8 +154,8 @@ class ReFed(Method):
                 argument="learning_rate",
                 value=self.learning_rate,
             )
-        kept = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
-        return {"x": x[kept], "y": y[kept], **with_prefix(v, "v")}
+        indices = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
+        return {"x": x[indices], "y": y[indices], **with_prefix(v, "v")}
 
 
 def sample_importance(
@@ -288,28 +295,32 @@ class FedCBDR(Method):
         if federation is None or not (gram := federation.server.get_section(self.section_name)["gram"]).any():
             return
         server = federation.server
-        ended = [
-            part for part in federation.ending_clients(federation.current_round.round_idx) if self.applies_to(part)
+        client_rounds = [
+            client_round
+            for client_round in federation.ending_clients(federation.current_round.round_idx)
+            if self.applies_to(client_round)
         ]
-        if not ended:
+        if not client_rounds:
             return
         rank, inverse = int(torch.linalg.matrix_rank(gram, hermitian=True)), torch.linalg.pinv(gram, hermitian=True)
-        hosted = {part.client_id for part in ended if federation.hosts(part.client_id)}
+        hosted = {client_round.client_id for client_round in client_rounds if federation.hosts(client_round.client_id)}
         memories = {client: server.client_store.get_section(client, self.section_name) for client in hosted}
-        having = {client for client, memory in memories.items() if strip_prefix(memory, "new")}
-        for client in sorted(set().union(*federation.ranks.all_gather_object(having))):
+        selecting_clients = {client for client, memory in memories.items() if strip_prefix(memory, "new")}
+        for client in sorted(set().union(*federation.ranks.all_gather_object(selecting_clients))):
             server.send(client, {"gram": gram})
-        for part in (part for part in ended if part.client_id in having):
-            memory = memories[part.client_id]
+        for client_round in (
+            client_round for client_round in client_rounds if client_round.client_id in selecting_clients
+        ):
+            memory = memories[client_round.client_id]
             new = strip_prefix(memory, "new")
             scores = leverage(new.pop("features"), inverse).cpu()
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(
-                derive_seed(federation.seed, part.client_id, part.round_idx, self.section_name)
+                derive_seed(federation.seed, client_round.client_id, client_round.round_idx, self.section_name)
             )
-            chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
-            kept = {n: concat_nested([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
-            server.client_store.set_section(part.client_id, self.section_name, kept)
+            indices = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
+            exemplars = {n: concat_nested([memory.get(n, value[:0]), value[indices]]) for n, value in new.items()}
+            server.client_store.set_section(client_round.client_id, self.section_name, exemplars)
         server.extra_tensors[f"{self.section_name}.gram"] = torch.zeros_like(gram)
 
 

@@ -106,12 +106,15 @@ class TARGET(Method):
     def init_server_state(self, module: L.LightningModule) -> State:
         if not self._makes:
             return {}
-        nothing = torch.zeros(0, device=module.device)
-        return {"images": nothing, "logits": nothing, "ended": nothing.new_zeros(self._classes)}
+        empty_tensor = torch.zeros(0, device=module.device)
+        return {"images": empty_tensor, "logits": empty_tensor, "ended": empty_tensor.new_zeros(self._classes)}
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        made = {name: value for name, value in client.server_state.items() if name in ("images", "logits")}
-        return {**made, "old": class_mask(client.client_round.num_classes, client.client_round.old_classes)}
+        synthetic_samples = {name: value for name, value in client.server_state.items() if name in ("images", "logits")}
+        return {
+            **synthetic_samples,
+            "old": class_mask(client.client_round.num_classes, client.client_round.old_classes),
+        }
 
     def replay_samples(self, client: Client) -> ReplaySamples:
         return {name: client.method_state[name] for name in ("images", "logits") if name in client.method_state}
@@ -120,22 +123,23 @@ class TARGET(Method):
         if not step.replay_samples:
             return 0.0
         old = match_output(client.method_state["old"], step.output)
-        own, said = (
+        student_logits, teacher_logits = (
             mask_other_classes(step.forward_fn(step.replay_samples["images"]), old),
             mask_other_classes(step.replay_samples["logits"], old),
         )
-        return self.kd * step.replay_weight * distillation_loss(own, said, self.temperature).mean()
+        return self.kd * step.replay_weight * distillation_loss(student_logits, teacher_logits, self.temperature).mean()
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return {}  # it comes anew in each round
 
     def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
-        part, ended = client.client_round, client.server_state.get("ended")
-        if ended is None:
+        client_round, ended_classes = client.client_round, client.server_state.get("ended")
+        if ended_classes is None:
             return {}
         return {
             "ended": add_seen_classes(
-                torch.zeros_like(ended), torch.tensor(part.old_classes + part.new_classes, dtype=torch.long)
+                torch.zeros_like(ended_classes),
+                torch.tensor(client_round.old_classes + client_round.new_classes, dtype=torch.long),
             )
         }
 
@@ -154,17 +158,17 @@ class TARGET(Method):
     @torch.enable_grad()
     def _make(self, module: L.LightningModule, classes: Tensor) -> Tensor:
         """Images of some classes, by the model that is in the module, shape (images, channels, height, width)."""
-        generator, made = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
+        generator, image_batches = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
         learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
         with evaluation_mode(module):
-            while len(made) * self.batch_size < self.images:
+            while len(image_batches) * self.batch_size < self.images:
                 noise = torch.randn(self.batch_size, generator.noise).to(module.device).requires_grad_()
                 y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]
                 moving, nearest = torch.optim.Adam([noise], lr=0.01, betas=(0.5, 0.999)), torch.inf
                 for _ in range(self.steps):
                     images = generator(noise)
-                    logits, apart = with_statistics_distance(module, images)
-                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics * apart
+                    logits, distance = with_statistics_distance(module, images)
+                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics * distance
                     if float(loss) < nearest:
                         nearest, best = float(loss), images.detach()
                     leaves = [noise, *generator.parameters()]
@@ -172,5 +176,5 @@ class TARGET(Method):
                         leaf.grad = gradient
                     learning.step()
                     moving.step()
-                made.append(best)
-        return torch.cat(made)[: self.images]
+                image_batches.append(best)
+        return torch.cat(image_batches)[: self.images]

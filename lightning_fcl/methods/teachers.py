@@ -58,17 +58,19 @@ def models_before(module: L.LightningModule, experiences: tuple[int, ...], state
         experiences: The numbers of the experiences.
         state: The model. Default: the model in the module.
     """
-    later = [number for number in experiences if number > 0]
-    if not later:
+    later_experiences = [number for number in experiences if number > 0]
+    if not later_experiences:
         return {}
     reductions, learning = active_reductions(module), trainable_parameters(module)
     frozen = {name for name, _ in module.named_parameters()} - learning.keys()
-    own = {
+    model_state = {
         n: value
         for n, value in (state or state_tensors(module)).items()
         if n not in frozen and reductions[n].is_downloaded
     }
-    return {f"before.{number}.{name}": value.detach() for number in later for name, value in own.items()}
+    return {
+        f"before.{number}.{name}": value.detach() for number in later_experiences for name, value in model_state.items()
+    }
 
 
 def with_teacher(client: Client, experience: int) -> StateSection:
@@ -77,19 +79,24 @@ def with_teacher(client: Client, experience: int) -> StateSection:
     Client-local entries of the teacher are the client's own, from its first round in its experience. Entries that the
     teacher lacks are those that the client has received.
     """
-    federation, kept, own = client.federation, strip_prefix(client.server_state, "before"), dict[str, Tensor]()
+    federation, previous_models, local_state = (
+        client.federation,
+        strip_prefix(client.server_state, "before"),
+        dict[str, Tensor](),
+    )
     if federation is not None:
         local = (name for name, reduction in federation.server.reductions.items() if reduction.is_local)
-        own = {
+        local_state = {
             n: client.received_state[n]
             for n in local
             if f"teacher.{n}" not in client.method_state and n in client.received_state
         }
-    names = {name.split(".", 1)[1] for name in kept}
+    names = {name.split(".", 1)[1] for name in previous_models}
     teacher = {
-        f"teacher.{name}": kept.get(f"{experience}.{name}", client.received_state[name]) for name in sorted(names)
+        f"teacher.{name}": previous_models.get(f"{experience}.{name}", client.received_state[name])
+        for name in sorted(names)
     }
-    return client.method_state | with_prefix(own, "teacher") | teacher
+    return client.method_state | with_prefix(local_state, "teacher") | teacher
 
 
 def without_teacher(client: Client) -> StateSection:

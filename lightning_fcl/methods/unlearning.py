@@ -68,18 +68,18 @@ class Unlearning(Method):
         plan = require_stream(trainer).plan
         check_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
-        for client, round in self.requests.items():
-            if not 0 <= round < rounds:
+        for client, round_idx in self.requests.items():
+            if not 0 <= round_idx < rounds:
                 raise InvalidValueError(
                     f"Expected `requests` after one of the fit's {rounds} rounds, 0 to {rounds - 1}, but client "
-                    f"{client} asks after round {round}, which never comes.",
+                    f"{client} asks after round {round_idx}, which never comes.",
                     hint="Name an earlier round, or raise `max_epochs`.",
                     argument="requests",
                 )
-            if not any(client in current for current in plan.train[: round + 1]):
+            if not any(client in current for current in plan.train[: round_idx + 1]):
                 raise InvalidValueError(
                     f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
-                    f"{round}, has no data before.",
+                    f"{round_idx}, has no data before.",
                     hint="Name a later round for this client, or leave the client out of `requests`.",
                     argument="requests",
                 )
@@ -94,28 +94,28 @@ class Unlearning(Method):
         ]
         if not sums or client.missed:  # what is unsent comes again
             return memory
-        same = bool(memory) and torch.equal(memory[_TAG], trained_state[_TAG])
-        kept = {name: trained_state[name].clone() + (memory[name] if same else 0) for name in sums}
-        return {**kept, _TAG: trained_state[_TAG].clone()}
+        should_add = bool(memory) and torch.equal(memory[_TAG], trained_state[_TAG])
+        client_sums = {name: trained_state[name].clone() + (memory[name] if should_add else 0) for name in sums}
+        return {**client_sums, _TAG: trained_state[_TAG].clone()}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = self._federation
-        for client, round in self.requests.items():
+        for client, round_idx in self.requests.items():
             if (
                 federation is not None
-                and round == federation.current_round.round_idx
+                and round_idx == federation.current_round.round_idx
                 and isinstance(pl_module, RidgeTask)
             ):
                 self.unlearn_client(federation, pl_module, client)
 
     def unlearn_client(self, federation: FederationProtocol, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
-        mine = (
+        local_sections = (
             {client: federation.server.client_store.get_section(client, self.section_name)}
             if federation.hosts(client)
             else {}
         )
-        memory, state = gather_by_client(federation.ranks, mine, [client])[client], state_tensors(module)
+        memory, state = gather_by_client(federation.ranks, local_sections, [client])[client], state_tensors(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():

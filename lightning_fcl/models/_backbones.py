@@ -167,12 +167,12 @@ def _choose(image_size: int, small: Any, large: Any) -> Any:
 
 
 def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(kind).parameters if name not in _OURS]
+    option_names = [name for name in inspect.signature(kind).parameters if name not in _OURS]
     for name in options:
-        if name not in known:
+        if name not in option_names:
             raise UnknownNameError(
-                f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}.",
-                hint=did_you_mean(name, known),
+                f"Expected options of {kind.__name__}, which are {', '.join(option_names)}, but got {name!r}.",
+                hint=did_you_mean(name, option_names),
                 argument=name,
             )
     return options

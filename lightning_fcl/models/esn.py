@@ -136,10 +136,14 @@ class EchoStateNetwork(Serializable):
 
     def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's input weights, recurrent weights and constant input, with gain and bias worked in."""
-        part = self._part(layer)
+        unit_slice = self._part(layer)
         drive, recurrent = self.weights(layer)
-        gain = self.gain[part]
-        return gain[:, None] * drive, gain[:, None] * recurrent, self.bias[part] + gain * self.recurrent_bias[part]
+        gain = self.gain[unit_slice]
+        return (
+            gain[:, None] * drive,
+            gain[:, None] * recurrent,
+            self.bias[unit_slice] + gain * self.recurrent_bias[unit_slice],
+        )
 
     def _part(self, layer: int) -> slice:
         return slice(layer * self.units, (layer + 1) * self.units)
@@ -245,8 +249,8 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
         )
     if count == columns:
         return torch.ones(rows, columns)
-    chosen = torch.rand(rows, columns, generator=generator).argsort(dim=1)[:, :count]
-    return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
+    column_indices = torch.rand(rows, columns, generator=generator).argsort(dim=1)[:, :count]
+    return torch.zeros(rows, columns).scatter_(1, column_indices, 1.0)
 
 
 class _LayerPlasticity:
@@ -255,9 +259,13 @@ class _LayerPlasticity:
     def __init__(
         self, net: EchoStateNetwork, layer: int, state: Tensor, gain: Tensor, bias: Tensor, mu: float, variance: float
     ) -> None:
-        part = net._part(layer)
+        unit_slice = net._part(layer)
         self.drive, self.recurrent = (weights.t() for weights in net.weights(layer))
-        self.gain, self.bias, self.constant = gain[..., part], bias[..., part], net.recurrent_bias[part]
+        self.gain, self.bias, self.constant = (
+            gain[..., unit_slice],
+            bias[..., unit_slice],
+            net.recurrent_bias[unit_slice],
+        )
         self.leak, self.state, self.mu, self.variance = net.leaking_rate, state, mu, variance
         self.steps = 0
         # Sums of -s2 db and -s2 net db.

@@ -92,8 +92,8 @@ def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Ten
 
     def look(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         rows = args[0].transpose(0, 1).flatten(1)
-        for found, kept in ((rows.mean(1), "running_mean"), (rows.var(1, correction=0), "running_var")):
-            distances.append((found - layer.get_buffer(kept)).norm())
+        for statistic, buffer_name in ((rows.mean(1), "running_mean"), (rows.var(1, correction=0), "running_var")):
+            distances.append((statistic - layer.get_buffer(buffer_name)).norm())
 
     handles = [layer.register_forward_pre_hook(look) for layer in batchnorm_layers(network)]
     try:

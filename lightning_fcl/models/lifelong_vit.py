@@ -147,11 +147,11 @@ class InterTaskAttention(nn.Module):
 def _offsets(side: int) -> Tensor:
     """Which bias belongs to a query (row) and a key (column): of two patches ``rows * side + columns`` apart."""
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-    apart = (places[:, None] - places).abs()
+    distances = (places[:, None] - places).abs()
     table = torch.full((1 + side * side, 1 + side * side), side * side)
     table[1:, 0] = side * side + 1
     table[0, 0] = side * side + 2
-    table[1:, 1:] = apart[..., 0] * side + apart[..., 1]
+    table[1:, 1:] = distances[..., 0] * side + distances[..., 1]
     return table
 
 
@@ -177,12 +177,12 @@ class TaskAttention(nn.Module):
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
         """What each task sees, (batch, tasks, width), of tokens (tasks, width) and patches (batch, patches, width)."""
         tasks, batch = len(tokens), len(patches)
-        own, seen = self.norm1(tokens), self.norm1(patches)
+        normed_tokens, normed_patches = self.norm1(tokens), self.norm1(patches)
         query, *of_tokens = (
-            split_heads(layer(own)[None], self.heads).expand(batch, -1, -1, -1)
+            split_heads(layer(normed_tokens)[None], self.heads).expand(batch, -1, -1, -1)
             for layer in (self.query, self.key, self.value)
         )
-        of_patches = (split_heads(layer(seen), self.heads) for layer in (self.key, self.value))
+        of_patches = (split_heads(layer(normed_patches), self.heads) for layer in (self.key, self.value))
         key, value = (torch.cat(both, dim=2) for both in zip(of_tokens, of_patches, strict=True))
         itself = torch.eye(tasks, dtype=torch.bool, device=tokens.device)
         allowed = F.pad(itself, (0, patches.shape[1]), value=True)
@@ -329,5 +329,5 @@ def _positions(blocks: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _short(blocks: Sequence[Sequence[int]]) -> str:
-    shown = ", ".join(str(list(block)) for block in blocks[:3])
-    return f"{shown}{', ...' if len(blocks) > 3 else ''} ({len(blocks)} tasks)"
+    text = ", ".join(str(list(block)) for block in blocks[:3])
+    return f"{text}{', ...' if len(blocks) > 3 else ''} ({len(blocks)} tasks)"

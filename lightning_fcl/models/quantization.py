@@ -169,24 +169,24 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
     """The convolutions of a chain of convolutions, each with or without a ReLU, by name."""
-    found: dict[str, nn.Conv2d] = {}
+    convolutions: dict[str, nn.Conv2d] = {}
     for name, layer in backbone.named_modules():
         if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
-            found[name] = layer
-        elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and found)):
+            convolutions[name] = layer
+        elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and convolutions)):
             raise InvalidValueError(
                 "Expected `model.backbone` to be an nn.Sequential of Conv2d (padded with zeros), BatchNorm2d after "
                 f"them, and ReLU, but got {type(layer).__name__} at `{name}`.",
                 hint="Move such layers to `model.head`, which stays in floating point.",
                 argument="model.backbone",
             )
-    if not found:
+    if not convolutions:
         raise MissingValueError(
             "Expected `model.backbone` to hold convolutions but got none.",
             hint="Move the model's convolutions to `model.backbone`.",
             argument="model.backbone",
         )
-    return found
+    return convolutions
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
@@ -223,8 +223,8 @@ def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx
         exported = torch.export.export(backbone, (example,), dynamic_shapes=(batch,)).module()
         prepared = pt2e.prepare_pt2e(exported, _ChainQuantizer())
         with torch.no_grad():
-            for part in torch.split(images, batch_size):
-                prepared(part)
+            for image_batch in torch.split(images, batch_size):
+                prepared(image_batch)
         converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
     return converted
 
@@ -268,14 +268,14 @@ class _ChainQuantizer:
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
     """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
-    before = logging.root.manager.disable
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 def _clamp(x: Tensor, zero_point: Tensor) -> Tensor:

@@ -172,8 +172,8 @@ class RidgeReadout(DoublePrecision):
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
             values = sizes.square()
-            seen = values > _ROUNDING * _cut_off(values)  # what lies outside would be divided by beta alone
-            return _from_spectrum(self.A, values[seen], rows[seen].t(), betas)
+            is_significant = values > _ROUNDING * _cut_off(values)  # what lies outside would be divided by beta alone
+            return _from_spectrum(self.A, values[is_significant], rows[is_significant].t(), betas)
         return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
@@ -183,8 +183,10 @@ class RidgeReadout(DoublePrecision):
 def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
     """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision."""
     size = states.shape[1]
-    for part, wanted in zip(torch.split(states, CHUNK_SIZE), torch.split(targets, CHUNK_SIZE), strict=True):
-        wide, end = part.double(), 0
+    for state_chunk, target_chunk in zip(
+        torch.split(states, CHUNK_SIZE), torch.split(targets, CHUNK_SIZE), strict=True
+    ):
+        wide, end = state_chunk.double(), 0
         for i in range(0, size, STRIPE_SIZE):
             rows, columns = wide[:, i : i + STRIPE_SIZE].t(), wide[:, i:]
             if b.dim() == 2:
@@ -193,7 +195,7 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
                 upper = pack_upper(rows @ columns)
                 start, end = end, end + len(upper)
                 b[start:end] += upper
-        a.addmm_(wanted.double().t(), wide)
+        a.addmm_(target_chunk.double().t(), wide)
     for i in range(0, size if b.dim() == 2 else 0, STRIPE_SIZE):
         b[i + STRIPE_SIZE :, i : i + STRIPE_SIZE] = b[i : i + STRIPE_SIZE, i + STRIPE_SIZE :].t()
 
@@ -247,9 +249,9 @@ class GroupMoments(DoublePrecision):
         one sample. Of a class in one group alone only that group's mean is known.
         """
         n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
-        others = (groups - 1).clamp(min=1)
-        a = torch.where(groups > 1, (n - 1) / others, 1.0)
-        b = torch.where(groups > 1, (n - groups) / (others * n), 0.0)
+        num_other_groups = (groups - 1).clamp(min=1)
+        a = torch.where(groups > 1, (n - 1) / num_other_groups, 1.0)
+        b = torch.where(groups > 1, (n - groups) / (num_other_groups * n), 0.0)
         scaled = self.sums * (a / self.counts.clamp(min=1)).sqrt()[..., None]
         plus, minus = scaled[self.counts > 0], self.sums.sum(dim=0) * b.sqrt()[:, None]
         return plus.t() @ plus - minus.t() @ minus
@@ -259,9 +261,9 @@ def accumulate_groups(sums: Tensor, counts: Tensor, states: Tensor, targets: Ten
     """Add samples to a client's `GroupMoments`: its samples, which come in random order, to the groups in turn."""
     groups, classes = counts.shape
     turns = int(counts.sum()) + torch.arange(len(states), device=states.device)
-    place = turns % groups * classes + targets.argmax(dim=1)
-    sums.view(-1, sums.shape[-1]).index_add_(0, place, states.double())
-    counts.view(-1).index_add_(0, place, torch.ones_like(place))
+    indices = turns % groups * classes + targets.argmax(dim=1)
+    sums.view(-1, sums.shape[-1]).index_add_(0, indices, states.double())
+    counts.view(-1).index_add_(0, indices, torch.ones_like(indices))
 
 
 def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
@@ -321,8 +323,8 @@ def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tenso
     An eigenvalue of b that may be nothing but rounding errors counts as 0; without a beta the least solution is taken.
     """
     values, vectors = torch.linalg.eigh(b)
-    counted = values > _ROUNDING * _cut_off(values)
-    return _from_spectrum(a, torch.where(counted, values, 0.0), vectors, betas), int(counted.sum())
+    is_significant = values > _ROUNDING * _cut_off(values)
+    return _from_spectrum(a, torch.where(is_significant, values, 0.0), vectors, betas), int(is_significant.sum())
 
 
 def _from_spectrum(a: Tensor, values: Tensor, vectors: Tensor, betas: Sequence[float]) -> Tensor:

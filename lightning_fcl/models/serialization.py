@@ -40,9 +40,9 @@ class Serializable(nn.Module):
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __new__(cls, *args: object, **kwargs: object) -> Serializable:
-        made = super().__new__(cls)
-        object.__setattr__(made, "init_config", _description(cls, args, kwargs))
-        return made
+        instance = super().__new__(cls)
+        object.__setattr__(instance, "init_config", _description(cls, args, kwargs))
+        return instance
 
 
 def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
@@ -51,9 +51,9 @@ def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
     @wraps(make)
     def making(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        made = make(*args, **kwargs)
-        made.init_config = _description(make, args, kwargs)
-        return made
+        network = make(*args, **kwargs)
+        network.init_config = _description(make, args, kwargs)
+        return network
 
     return making
 
@@ -69,13 +69,13 @@ def to_plain_config(value: object) -> Any:
         return [to_plain_config(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_plain_config(item) for key, item in value.items()}
-    made, arguments = value, {}
+    subject, arguments = value, {}
     if isinstance(value, partial):  # a recipe's is one of what makes objects, with the class as its last argument
-        *_, made = (value.func, *value.args)
+        *_, subject = (value.func, *value.args)
         arguments = to_plain_config(value.keywords)
-    if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
+    if isinstance(subject, type) and _class_named(path := f"{_OPTIMIZERS}.{subject.__name__}") is subject:
         return {"class_path": path, "init_args": arguments}
-    kind = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
+    kind = subject if isinstance(subject, type) or inspect.isroutine(subject) else type(subject)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}"}
 
 
@@ -154,26 +154,30 @@ def _class_named(path: object) -> Callable[..., Any] | None:
         make: Callable[..., Any] = getattr(import_module(_MODELS), name)
         return make if not isinstance(make, type) or issubclass(make, Serializable) else None
     if package == _OPTIMIZERS:
-        made = vars(torch.optim).get(name)
-        return made if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) else None
+        optimizer_class = vars(torch.optim).get(name)
+        return (
+            optimizer_class
+            if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+            else None
+        )
     return None
 
 
 def _cast(value: Any, hint: Any) -> Any:
     """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one."""
-    origin, within = get_origin(hint), get_args(hint)
+    origin, type_args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        fits = value in within
+        fits = value in type_args
     elif origin in (Union, UnionType):
-        for one in within:
+        for type_arg in type_args:
             with suppress(TypeError):
-                return _cast(value, one)
+                return _cast(value, type_arg)
         fits = False
     elif origin in (list, tuple, Sequence, Iterable) and isinstance(value, list):
-        items = [_cast(item, within[min(place, len(within) - 1)]) for place, item in enumerate(value)]
+        items = [_cast(item, type_args[min(place, len(type_args) - 1)]) for place, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     elif origin in (dict, Mapping) and isinstance(value, dict):
-        return {_cast(key, within[0]): _cast(item, within[1]) for key, item in value.items()}
+        return {_cast(key, type_args[0]): _cast(item, type_args[1]) for key, item in value.items()}
     elif hint is Any:
         fits = True
     elif origin is not None:

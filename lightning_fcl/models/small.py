@@ -140,14 +140,14 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
     channels, steps = in_channels, length
     features = 0  # of the last dense layer; 0 before the first
     for position, token in enumerate(notation.split("_"), start=1):
-        where = f"{token!r} at position {position}"
+        location = f"{token!r} at position {position}"
         match = _TOKEN.fullmatch(token)
         if match is None:
             raise InvalidValueError(
-                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {where} of {notation!r}.",
+                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {location} of {notation!r}.",
                 hint="Join the tokens with one `_` each, and use capitals and sizes of at least 1.",
                 argument="notation",
-                value=where,
+                value=location,
             )
         if match["units"]:
             if not features:
@@ -157,16 +157,16 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
             continue
         if features:
             raise InvalidValueError(
-                f"Expected `notation` to have no convolution or pooling after a dense layer but got {where} of "
+                f"Expected `notation` to have no convolution or pooling after a dense layer but got {location} of "
                 f"{notation!r}.",
                 hint="Move the dense layers to the end.",
                 argument="notation",
-                value=where,
+                value=location,
             )
         width = int(match["pool"] or match["width"])
         if width > steps:
             raise InvalidValueError(
-                f"Expected `length` to leave at least {width} steps for {where} of {notation!r} but got {steps} "
+                f"Expected `length` to leave at least {width} steps for {location} of {notation!r} but got {steps} "
                 f"there, from `length`={length}.",
                 hint="Use longer windows, or narrower filters and pools.",
                 argument="length",

@@ -297,7 +297,9 @@ class ConvolutionalProjection(nn.Module):
 
     def forward(self, tokens: Tensor, side: int) -> Tensor:
         """Projected tokens, of tokens (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
-        others = tokens.shape[1] - side * side
-        maps = self.norm(self.convolution(to_map(tokens[:, others:], side)))
-        projected: Tensor = self.linear(torch.cat([tokens[:, :others], maps.flatten(2).transpose(1, 2)], dim=1))
+        num_other_tokens = tokens.shape[1] - side * side
+        maps = self.norm(self.convolution(to_map(tokens[:, num_other_tokens:], side)))
+        projected: Tensor = self.linear(
+            torch.cat([tokens[:, :num_other_tokens], maps.flatten(2).transpose(1, 2)], dim=1)
+        )
         return projected

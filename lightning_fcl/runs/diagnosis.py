@@ -63,8 +63,8 @@ def explain_parser_error(
     """
     try:
         _Diagnosis(keys, owners, bases).check(content)
-    except LightningFCLError as found:
-        return found
+    except LightningFCLError as explanation:
+        return explanation
     return InvalidValueError(f"Expected a recipe that can be read but got: {one_line(error)}.", code="not-understood")
 
 
@@ -134,8 +134,12 @@ class _Diagnosis:
             parameters = inspect.signature(made).parameters
         except ValueError:  # a built-in class
             return
-        for name, one in parameters.items():
-            if one.default is _ANY and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in values:
+        for name, parameter in parameters.items():
+            if (
+                parameter.default is _ANY
+                and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+                and name not in values
+            ):
                 raise MissingValueError(
                     f"Expected `{name}` of {owner} but got none.", hint=f"Set {path}.{name}.", argument=f"{path}.{name}"
                 )
@@ -145,25 +149,25 @@ class _Diagnosis:
         name = path.rpartition(".")[2]
         if isinstance(value, list):
             inner = item_type(hint)
-            for one in value if object_types(inner) else ():
-                self._check_value(path, one, inner, _ANY)
+            for item in value if object_types(inner) else ():
+                self._check_value(path, item, inner, _ANY)
         elif isinstance(value, Mapping) and not is_spec(value) and object_types(hint):
             self._check_shorthand(path, value)
         elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
-            made = _resolve(path, spec["class_path"], object_types(hint))
-            self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
+            factory = _resolve(path, spec["class_path"], object_types(hint))
+            self._check_arguments(full_name(factory), path, factory, spec.get("init_args") or {})
             if not any(is_maker(one) for one in members(hint)):  # a function gets further arguments when it is called
-                self._check_required(full_name(made), path, made, spec.get("init_args") or {})
+                self._check_required(full_name(factory), path, factory, spec.get("init_args") or {})
             if not self._accepts(value, hint):
-                self._check_short_names(path, made, spec.get("init_args") or {})
+                self._check_short_names(path, factory, spec.get("init_args") or {})
             return
         if not self._accepts(value, hint):
-            read = value
+            loaded_value = value
             if isinstance(value, str):
                 with contextlib.suppress(Exception):
-                    read = load_yaml(value)
-            wrong = read if not isinstance(read, str | NoneType) else value
+                    loaded_value = load_yaml(value)
+            wrong = loaded_value if not isinstance(loaded_value, str | NoneType) else value
             message, fix = explain(name, wrong, hint, default)
             raise InvalidTypeError(message, hint=fix, argument=path, value=wrong)
 
@@ -174,10 +178,10 @@ class _Diagnosis:
         for argument, value in values.items():
             if is_spec(value) and "." not in str(value["class_path"]):
                 hint, _ = types.get(argument, (Any, _ANY))
-                found = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
+                resolved_class = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
                 raise InvalidValueError(
                     f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
-                    hint=f"Write {full_name(found)}.",
+                    hint=f"Write {full_name(resolved_class)}.",
                     argument=f"{path}.{argument}",
                     value=value["class_path"],
                 )
@@ -185,8 +189,8 @@ class _Diagnosis:
     @staticmethod
     def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
         """Reject arguments below the name of their class, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
-        (first, inner), *more = value.items() or [("", None)]
-        if not more and ("." in str(first) or isinstance(inner, Mapping)):
+        (first, inner), *other_items = value.items() or [("", None)]
+        if not other_items and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
                 f"Expected {{class_path: {first}, init_args: {{...}}}} but got {dict(value)}.",
                 hint=f"Write {{class_path: {first}, init_args: {inner}}}.",
@@ -227,23 +231,23 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     if module and not module.replace(".", "").isidentifier():
         module = ""
     if not module:
-        known = _known_classes(bases)
-        found = sorted(known.get(short, []), key=lambda full: not full.startswith("lightning_fcl."))
-        if len(found) > 1:
+        full_names = _known_classes(bases)
+        matches = sorted(full_names.get(short, []), key=lambda full: not full.startswith("lightning_fcl."))
+        if len(matches) > 1:
             raise InvalidValueError(
-                f"Expected one class {name} but there are {len(found)}.",
-                hint=f"Write the full name of one of them: {format_names(found)}.",
+                f"Expected one class {name} but there are {len(matches)}.",
+                hint=f"Write the full name of one of them: {format_names(matches)}.",
                 argument=path,
                 value=name,
             )
-        if not found:
+        if not matches:
             raise UnknownNameError(
                 f"Expected `{path}` to be {_described(bases)} but got {name}.",
-                hint=did_you_mean(name, known) or "Write the full name of a class, as in torch.optim.SGD.",
+                hint=did_you_mean(name, full_names) or "Write the full name of a class, as in torch.optim.SGD.",
                 argument=path,
                 value=name,
             )
-        module, _, short = found[0].rpartition(".")
+        module, _, short = matches[0].rpartition(".")
     try:
         home = import_module(module)
     except ModuleNotFoundError as error:
@@ -269,24 +273,24 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             argument=path,
             value=name,
         )
-    made = getattr(home, short)
-    if not isinstance(made, type):
-        if "return" in getattr(made, "__annotations__", {}):
-            return made
+    factory = getattr(home, short)
+    if not isinstance(factory, type):
+        if "return" in getattr(factory, "__annotations__", {}):
+            return factory
         raise InvalidTypeError(
-            f"Expected a class but got {name}, a {type(made).__name__}.",
+            f"Expected a class but got {name}, a {type(factory).__name__}.",
             hint="Name a class in `class_path`.",
             argument=path,
             value=name,
         )
-    if reason := other_lightning(made):
+    if reason := other_lightning(factory):
         raise InvalidTypeError(reason, argument=path, value=name)
     checked = [kind for kind in bases if not getattr(kind, "_is_protocol", False)]
-    if checked == [*bases] and bases and not issubclass(made, bases):
+    if checked == [*bases] and bases and not issubclass(factory, bases):
         raise InvalidTypeError(
             f"Expected `{path}` to be {_described(bases)} but got the class {name}.", argument=path, value=name
         )
-    return made
+    return factory
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
@@ -297,22 +301,22 @@ def _may_name_class(value: object, hint: Any) -> bool:
 
 def _where(module: str) -> str:
     """Return the hint for a module that lies in a folder of the working directory; empty if there is none."""
-    found = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
-    return f"Run the command in {found[0]}, where {module}.py is." if found else ""
+    folders = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
+    return f"Run the command in {folders[0]}, where {module}.py is." if folders else ""
 
 
 def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
     """Return the full names of the imported public subclasses of some classes, by their names."""
-    found: dict[str, list[str]] = {}
-    more = list(bases)
-    seen = set(more)
-    for kind in more:  # grows meanwhile
-        new: set[type] = set(type.__subclasses__(kind)) - seen
-        more.extend(new)
-        seen |= new
+    full_names: dict[str, list[str]] = {}
+    classes = list(bases)
+    seen_classes = set(classes)
+    for kind in classes:  # grows meanwhile
+        new: set[type] = set(type.__subclasses__(kind)) - seen_classes
+        classes.extend(new)
+        seen_classes |= new
         if not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__ and not inspect.isabstract(kind):
-            found.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
-    return found
+            full_names.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
+    return full_names
 
 
 def _described(bases: tuple[type, ...]) -> str:
@@ -322,14 +326,14 @@ def _described(bases: tuple[type, ...]) -> str:
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
     """Return the hint with the nearest name among the arguments of a class, and of the classes in its arguments."""
     prefix = f"{path}." if path in SECTIONS else ""
-    known = {one: f"{prefix}{one}" for one in names}
+    full_names = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():
         if is_spec(value):
             with contextlib.suppress(LightningFCLError):
                 inner = argument_names(_resolve(path, value["class_path"], (object,)))
-                known |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in known}
-    if near := nearest_name(name, known):
-        return f"Did you mean {known[near]}?"
+                full_names |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in full_names}
+    if nearest_match := nearest_name(name, full_names):
+        return f"Did you mean {full_names[nearest_match]}?"
     return "" if path in SECTIONS else f"Use {format_names(names)}."
 
 
@@ -338,5 +342,5 @@ def check_class_paths(content: object) -> None:
     content = vars(content) if isinstance(content, Namespace) else content
     if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
         resolve_class(path)
-    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
-        check_class_paths(part)
+    for item in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
+        check_class_paths(item)

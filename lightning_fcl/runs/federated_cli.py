@@ -82,9 +82,9 @@ class FederatedCLI(LightningCLI):
         _import_public_classes()
         args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
         first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
-        if asked := {name: skip for name, skip in self.subcommands().items() if name == first}:
-            self.subcommands = lambda: asked  # type: ignore[method-assign] # parsers of the others take as long again
-        chosen = {
+        if commands := {name: skip for name, skip in self.subcommands().items() if name == first}:
+            self.subcommands = lambda: commands  # type: ignore[method-assign] # parsers of the others take as long again
+        cli_arguments = {
             "subclass_mode_model": model_class is L.LightningModule,
             "seed_everything_default": 0,
             "auto_configure_optimizers": False,
@@ -95,9 +95,9 @@ class FederatedCLI(LightningCLI):
         }
         try:
             with convert_errors():
-                super().__init__(model_class, datamodule_class, **chosen)
+                super().__init__(model_class, datamodule_class, **cli_arguments)
         except LightningFCLError as error:
-            if chosen.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+            if cli_arguments.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
 
@@ -148,11 +148,11 @@ class FederatedCLI(LightningCLI):
         (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
         keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # flat ones
         if "trainer.max_epochs" not in keys:  # a command is missing
-            given = words[0] if words else "none"
+            command_name = words[0] if words else "none"
             return UnknownNameError(
-                f"Expected one of the commands {', '.join(self.subcommands())} but got {given}.",
-                hint=did_you_mean(given, self.subcommands()),
-                value=given,
+                f"Expected one of the commands {', '.join(self.subcommands())} but got {command_name}.",
+                hint=did_you_mean(command_name, self.subcommands()),
+                value=command_name,
             )
         return explain_parser_error(error, keys, owners, bases, content)
 
@@ -186,12 +186,12 @@ class FederatedCLI(LightningCLI):
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
             try:
-                made: object = class_type(*args, **with_variables(kwargs, (class_type.__name__,)))
+                instance: object = class_type(*args, **with_variables(kwargs, (class_type.__name__,)))
             except Exception as error:
                 failed.append(error)
                 raise
             failed.clear()
-            return made
+            return instance
 
         self.parser.add_instantiator(make, object)
         try:
@@ -263,8 +263,8 @@ class FederatedCLI(LightningCLI):
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         config, first = self.config["fit"], self.trainer.is_global_zero
         with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            tasks, given = config["recipe"]["tasks"], config["trainer"]
-            if not given["fast_dev_run"] and (tasks or given["max_epochs"] is None):
+            tasks, trainer_config = config["recipe"]["tasks"], config["trainer"]
+            if not trainer_config["fast_dev_run"] and (tasks or trainer_config["max_epochs"] is None):
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.num_rounds_of_tasks(tasks)
@@ -274,11 +274,11 @@ class FederatedCLI(LightningCLI):
                 command = f"{program} fit {shlex.join(['--config', str(self.output_folder / 'config.yaml')])}"
                 write_results(self.output_folder, make_results(self.trainer, self.datamodule, config, command))
                 write_files(self.output_folder)
-            done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
+            num_finished_rounds, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(
                 self.program_name,
                 self.output_folder,
-                done,
+                num_finished_rounds,
                 rounds,
                 newest_checkpoint(self.output_folder / "checkpoints"),
             )

@@ -64,15 +64,15 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
         recipe: The recipe.
         flags: Flags of ``--print_config``, such as ``"comments"``.
     """
-    known = {"comments": "with_comments", "skip_default": "skip_default", "skip_unset": "skip_unset"}
-    known["skip_null"] = known["skip_unset"]
+    argument_by_flag = {"comments": "with_comments", "skip_default": "skip_default", "skip_unset": "skip_unset"}
+    argument_by_flag["skip_null"] = argument_by_flag["skip_unset"]
     for flag in flags:
-        one_of(tuple(known), print_config=flag)
-    chosen: dict[str, Any] = {"skip_unset": False} | {known[flag]: True for flag in flags}
+        one_of(tuple(argument_by_flag), print_config=flag)
+    dump_arguments: dict[str, Any] = {"skip_unset": False} | {argument_by_flag[flag]: True for flag in flags}
     try:
         run_cli("fit", recipe, _ParserOnly)
     except _ParsedError as parsed:
-        text: str = parsed.parser.dump(parsed.config, skip_validation=True, **chosen)
+        text: str = parsed.parser.dump(parsed.config, skip_validation=True, **dump_arguments)
         return text
     raise AssertionError("the recipe was not parsed")
 

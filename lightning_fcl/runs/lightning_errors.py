@@ -23,8 +23,8 @@ def convert_errors() -> Iterator[None]:
     except LightningFCLError:
         raise
     except Exception as error:
-        if known := convert_lightning_error(error):
-            raise known from error
+        if converted_error := convert_lightning_error(error):
+            raise converted_error from error
         if isinstance(error, MisconfigurationException):
             raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="rejected-by-lightning") from error
         restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
@@ -39,26 +39,26 @@ def convert_errors() -> Iterator[None]:
 
 def convert_lightning_error(error: Exception) -> InvalidValueError | None:
     """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
-    if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
-        hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
-        return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
-    if found := match_error(error, LibraryError.UNKNOWN_METRIC):
-        known = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found["known"])
+    if error_match := match_error(error, LibraryError.UNKNOWN_PLUGIN):
+        hint = did_you_mean(error_match[3], ["federated", "auto", "cpu", "gpu", "cuda"])
+        return UnknownNameError(error_match[1], hint=hint, argument=f"trainer.{error_match[2]}", value=error_match[3])
+    if error_match := match_error(error, LibraryError.UNKNOWN_METRIC):
+        metric_names = re.findall(r"[`']([^`',]+/[^`',]+)[`']", error_match["known"])
         return UnknownNameError(
-            f"Expected `monitor` to be a metric that is logged but got {found['name']}.",
-            hint=did_you_mean(found["name"], known) or f"Use one of {', '.join(known)}.",
+            f"Expected `monitor` to be a metric that is logged but got {error_match['name']}.",
+            hint=did_you_mean(error_match["name"], metric_names) or f"Use one of {', '.join(metric_names)}.",
             argument="monitor",
-            value=found["name"],
+            value=error_match["name"],
         )
-    if found := match_error(error, LibraryError.SEED_BOUNDS):
+    if error_match := match_error(error, LibraryError.SEED_BOUNDS):
         return InvalidValueError(
-            f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
+            f"Expected `seed_everything` to be from 0 to {error_match[2]} but got {error_match[1]}.",
             argument="seed_everything",
-            value=int(found[1]),
+            value=int(error_match[1]),
         )
-    if found := match_error(error, LibraryError.SAME_CALLBACKS):
+    if error_match := match_error(error, LibraryError.SAME_CALLBACKS):
         return InvalidValueError(
-            f"Expected one `{found[1]}` among the callbacks but got several.",
+            f"Expected one `{error_match[1]}` among the callbacks but got several.",
             hint="Leave all but one out.",
             argument="trainer.callbacks",
         )
@@ -68,9 +68,9 @@ def convert_lightning_error(error: Exception) -> InvalidValueError | None:
             hint="Set it to 1, or leave it out.",
             argument="trainer.devices",
         )
-    if found := match_error(error, LibraryError.NO_TORCH_DEVICE):
+    if error_match := match_error(error, LibraryError.NO_TORCH_DEVICE):
         return InvalidValueError(
-            f"Expected an accelerator that this machine has but: {found[1]}",
+            f"Expected an accelerator that this machine has but: {error_match[1]}",
             hint="Use `--trainer.accelerator cpu`.",
             argument="trainer.accelerator",
         )

@@ -58,18 +58,21 @@ class LoadedRecipe(FederatedCLI):
 
     def make_trainer(self) -> L.Trainer:
         """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
-        given = self.config_init["trainer"]
+        trainer_config = self.config_init["trainer"]
         saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
         quiet = {"logger": False, "enable_model_summary": False}
-        if given["enable_checkpointing"] is not False:
+        if trainer_config["enable_checkpointing"] is not False:
             quiet["enable_checkpointing"] = saves
-        named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
-        parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
+        strategy_name = trainer_config["strategy"] if isinstance(trainer_config["strategy"], str) else "federated"
+        parts = {
+            "strategy": self.strategy if strategy_name == "federated" else strategy_name,
+            "callbacks": self.callbacks,
+        }
         with convert_errors():
             self.datamodule.setup("fit")
-            if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
+            if (tasks := self.config["recipe"]["tasks"]) or trainer_config["max_epochs"] is None:
                 parts["max_epochs"] = self.datamodule.plan.num_rounds_of_tasks(tasks)
-            return L.Trainer(**{**vars(given), **parts, **quiet})
+            return L.Trainer(**{**vars(trainer_config), **parts, **quiet})
 
 
 def load_recipe(recipe: Recipe) -> LoadedRecipe:
@@ -116,8 +119,8 @@ def describe_recipe(recipe: Recipe) -> str:
         if isinstance(callback, Pretrain):
             callback.epochs = 0
     add_default_metrics(callbacks, parts.config["recipe"]["measure_on"])
-    given = parts.config["trainer"]
-    saves = given["enable_checkpointing"] is not False and not given["barebones"]
+    trainer_config = parts.config["trainer"]
+    saves = trainer_config["enable_checkpointing"] is not False and not trainer_config["barebones"]
     callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))
     if parts.config["ckpt_path"]:
         require_checkpoint_file(parts.config["ckpt_path"])
@@ -142,8 +145,8 @@ def describe_recipe(recipe: Recipe) -> str:
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none: plain fine-tuning",
     }
-    if few := _small_clients(stream):
-        lines["min_size"] = few
+    if small_clients := _small_clients(stream):
+        lines["min_size"] = small_clients
     return "\n".join(["All of it fits.", *(f"{name:11}{what}" for name, what in lines.items())])
 
 
@@ -187,18 +190,18 @@ def _processes(strategy: object) -> int:
     """How many processes a strategy would have started, which starts none now."""
     if not isinstance(strategy, FederatedStrategy):
         return 1
-    wanted = strategy.expected
+    num_processes = strategy.expected
     strategy.parallel_devices, strategy.num_nodes, strategy._launcher = (strategy.parallel_devices or [])[:1], 1, None
-    return wanted
+    return num_processes
 
 
 def _samples(stream: FederatedStream) -> Any:
     """Return two samples as a batch."""
     plan = stream.plan
     with isolate_rng():
-        for part, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_indices(stream))):
+        for split, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_indices(stream))):
             if rows is not None and len(rows):
-                return stream.samples.get(rows[:2], part)
+                return stream.samples.get(rows[:2], split)
     return None
 
 
@@ -242,19 +245,19 @@ def _shape_of(value: object) -> str:
 
 def _small_clients(stream: FederatedStream) -> str:
     """Return which clients have fewer samples in an experience than the `min_size` of the partition; empty if none."""
-    plan, least = stream.plan, stream.partition.min_size if isinstance(stream.partition, Dirichlet) else 1
+    plan, min_size = stream.plan, stream.partition.min_size if isinstance(stream.partition, Dirichlet) else 1
     sizes: dict[tuple[str, int], int] = {}
     for client, numbers in plan.experiences.items():
-        for experience in range(max(numbers) + 1 if least > 1 else 0):
+        for experience in range(max(numbers) + 1 if min_size > 1 else 0):
             rounds = [r for r, number in enumerate(numbers) if number == experience]
             rows = np.unique(np.concatenate([EMPTY, *(plan.train[r].get(client, EMPTY) for r in rounds)]))
-            if len(rows) < least:
+            if len(rows) < min_size:
                 sizes[client, experience] = len(rows)
     if not sizes:
         return ""
     (client, experience), fewest = min(sizes.items(), key=itemgetter(1))
     number = len({client for client, _ in sizes})
     return (
-        f"{number} of {len(plan.clients)} clients have fewer than {least} samples in an experience, such as client "
+        f"{number} of {len(plan.clients)} clients have fewer than {min_size} samples in an experience, such as client "
         f"{client} with {fewest} in experience {experience}: `min_size` counts the whole stream"
     )

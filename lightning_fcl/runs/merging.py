@@ -90,17 +90,17 @@ class _Place:
         Raises:
             InvalidValueError: If files name each other, or if a name is relative to the working directory.
         """
-        place = self
-        while isinstance(value, str) and (file := place._file(value)):
-            if file.resolve() in [one.resolve() for one in place.files]:
+        location = self
+        while isinstance(value, str) and (file := location._file(value)):
+            if file.resolve() in [one.resolve() for one in location.files]:
                 raise InvalidValueError(
-                    f"Expected files of a recipe that end but {' names '.join(map(str, [*place.files, file]))}.",
+                    f"Expected files of a recipe that end but {' names '.join(map(str, [*location.files, file]))}.",
                     hint=f"Write the values into {file}.",
                     value=value,
                 )
-            place = replace(place, files=(*place.files, file))
+            location = replace(location, files=(*location.files, file))
             value = read_yaml(file)
-        return value, place
+        return value, location
 
     def _file(self, name: str) -> Path | None:
         """Return the file of a name. None if there is no file, or if the argument takes no object of a class."""
@@ -134,10 +134,10 @@ class _Dotted(dict[str, Any]):
 def _nested(name: str, value: Any) -> dict[str, Any]:
     """A recipe that holds nothing but a value, by its dotted name."""
     *sections, last = name.split(".")
-    more = _Dotted({last: value})
+    nested_values = _Dotted({last: value})
     for section in reversed(sections):
-        more = _Dotted({section: more})
-    return more
+        nested_values = _Dotted({section: nested_values})
+    return nested_values
 
 
 def merge(whole: dict[str, Any], more: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
@@ -163,10 +163,13 @@ def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> Non
             _merge(whole, _nested(key, value), place)
         elif isinstance(key, str) and key.endswith("+"):
             name = key.removesuffix("+")
-            value, there = place.argument(name).follow(_read(value))
+            value, item_location = place.argument(name).follow(_read(value))
             items = value if isinstance(value, list) else [] if value in (None, "null") else [value]
-            here = whole.get(name)
-            whole[name] = [*(here if isinstance(here, list) else [here] if here else []), *_merged(None, items, there)]
+            current_value = whole.get(name)
+            whole[name] = [
+                *(current_value if isinstance(current_value, list) else [current_value] if current_value else []),
+                *_merged(None, items, item_location),
+            ]
         else:
             whole[key] = _merged(whole.get(key), value, place.argument(key))
 
@@ -196,9 +199,9 @@ def _merged(here: Any, value: Any, place: _Place) -> Any:
     files = isinstance(value, Mapping | list) and place.leads_to_files(value)
     if isinstance(value, Mapping):
         if isinstance(value, _Dotted) or place.group or ((files or isinstance(here, dict)) and place.owner):
-            merged = copy.copy(here) if isinstance(here, dict) else {}
-            _merge(merged, value, place)
-            return merged
+            merged_values = copy.copy(here) if isinstance(here, dict) else {}
+            _merge(merged_values, value, place)
+            return merged_values
         if files:
             return {key: _merged(None, one, place.item) for key, one in value.items()}
     if isinstance(value, list) and files:
@@ -218,26 +221,30 @@ def _merged_class(here: dict[str, Any], value: Mapping[str, Any], place: _Place)
     if "class_path" not in value and not {*value} <= _ARGUMENTS:
         value = {"init_args": _Dotted(value)}
     if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
-        known = ("class_path", "init_args", "dict_kwargs")
+        expected_keys = ("class_path", "init_args", "dict_kwargs")
         raise UnknownNameError(
-            f"Expected {', '.join(known)} of {value['class_path']} but got `{unknown[0]}`.",
-            hint=did_you_mean(unknown[0], known)
+            f"Expected {', '.join(expected_keys)} of {value['class_path']} but got `{unknown[0]}`.",
+            hint=did_you_mean(unknown[0], expected_keys)
             or f"Write it into `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
             argument=unknown[0],
         )
     path = value.get("class_path", here["class_path"])
-    merged = {**here, "class_path": path}
-    if path != here["class_path"] and (made := find_class(path)) is not find_class(here["class_path"]):
-        taken = argument_names(made) if made else []
-        kept = {name: one for name, one in (here.get("init_args") or {}).items() if name in taken}
-        merged = {"class_path": path} | ({"init_args": kept} if kept else {})
+    merged_spec = {**here, "class_path": path}
+    if path != here["class_path"] and (factory := find_class(path)) is not find_class(here["class_path"]):
+        accepted_names = argument_names(factory) if factory else []
+        retained_arguments = {
+            name: one for name, one in (here.get("init_args") or {}).items() if name in accepted_names
+        }
+        merged_spec = {"class_path": path} | ({"init_args": retained_arguments} if retained_arguments else {})
     if "init_args" in value:
-        merged["init_args"] = _merged(merged.get("init_args"), value["init_args"], place.arguments_of(path))
+        merged_spec["init_args"] = _merged(merged_spec.get("init_args"), value["init_args"], place.arguments_of(path))
     if "dict_kwargs" in value:
-        before, given = _read(merged.get("dict_kwargs")) or {}, _read(value["dict_kwargs"])
-        joined = isinstance(before, Mapping) and isinstance(given, Mapping)
-        merged["dict_kwargs"] = {**before, **dict(_flat(given))} if joined else given
-    return merged
+        previous_kwargs, updated_kwargs = _read(merged_spec.get("dict_kwargs")) or {}, _read(value["dict_kwargs"])
+        is_mergeable = isinstance(previous_kwargs, Mapping) and isinstance(updated_kwargs, Mapping)
+        merged_spec["dict_kwargs"] = (
+            {**previous_kwargs, **dict(_flat(updated_kwargs))} if is_mergeable else updated_kwargs
+        )
+    return merged_spec
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -268,8 +275,8 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
 
     A value below the name of a class belongs to the entry of this class, and another value to the last entry.
     """
-    (name, inner), *more = value.items()
-    by_class = not more and isinstance(inner, Mapping) and str(name)[:1].isupper()
+    (name, inner), *other_items = value.items()
+    by_class = not other_items and isinstance(inner, Mapping) and str(name)[:1].isupper()
     if entries and not by_class:
         return len(entries) - 1, value
     paths = [one["class_path"] if is_spec(one) else one for one in entries]
@@ -296,10 +303,12 @@ def find_class(name: object) -> Any:
         return None
     if "." in name:
         with suppress(Exception):  # a module may raise anything when it is imported
-            made = resolve_name(name)
-            return made if callable(made) else None
+            factory = resolve_name(name)
+            return factory if callable(factory) else None
         return None
-    return next((made for package in _PACKAGES if callable(made := getattr(import_module(package), name, None))), None)
+    return next(
+        (factory for package in _PACKAGES if callable(factory := getattr(import_module(package), name, None))), None
+    )
 
 
 def full_name(made: Any) -> str:

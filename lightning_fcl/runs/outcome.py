@@ -77,6 +77,6 @@ def raise_no_round(trainer: L.Trainer) -> NoReturn:
 def _machine() -> str:
     """The machine in a line: processor, cores and threads, or the GPU."""
     info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    named = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
-    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
+    name_match = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
+    processor, threads = name_match[1] if name_match else platform.machine(), torch.get_num_threads()
     return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"

@@ -20,8 +20,8 @@ from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
 
 def recipes_folder() -> Path:
     """Where the recipes are: in the installed package, or at the top of a checkout."""
-    here = Path(__file__).parent.parent
-    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+    package_folder = Path(__file__).parent.parent
+    return package_folder / "recipes" if (package_folder / "recipes").is_dir() else package_folder.parent / "recipes"
 
 
 def paper_folder(paper: str) -> Path:
@@ -152,21 +152,24 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     result = dict(rows)
     for grid in content.get("grids", []):
         expected = grid.get("expected", {})
-        made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
-        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*made})
+        row_titles = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
+        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*row_titles})
         if unknown:
             raise InvalidValueError(
-                f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.",
+                f"Expected the rows of a grid among {', '.join([*rows, *row_titles])} but got {unknown[0]}.",
                 argument="rows",
                 value=unknown[0],
             )
-        for change, more in grid["with"].items():
+        for change, change_settings in grid["with"].items():
             for title in grid["rows"]:
                 row = rows[title]
                 result[f"{change} {title}"] = replace(
                     row,
-                    configs=[*row.configs, *(name.format(row=slug(title)) for name in more.get("configs", []))],
-                    set={**row.set, **more.get("set", {})},
+                    configs=[
+                        *row.configs,
+                        *(name.format(row=slug(title)) for name in change_settings.get("configs", [])),
+                    ],
+                    set={**row.set, **change_settings.get("set", {})},
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
                 )
@@ -181,21 +184,23 @@ def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[st
         >>> list_protocols({"rows": rows, "grids": [{"with": {"P": {}}, "rows": ["a", "b"]}]})
         {'P': {'a': {'logits': 'all'}, 'b': {}}}
     """
-    entries, found = expand_grids(content), dict[str, dict[str, Mapping[str, str]]]()
+    entries, notes_by_change = expand_grids(content), dict[str, dict[str, Mapping[str, str]]]()
     for grid in content.get("grids", []):
         for change in grid["with"]:
-            found.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
-    return found
+            notes_by_change.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
+    return notes_by_change
 
 
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
     """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
-    found = {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
+    rows_by_name = (
+        {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
+    )
     for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
         for row in paper_rows(folder, None, scale).values() if paper in ("", folder.name) else ():
             with suppress(ValueError):  # the paper has no such scale
-                found[f"{folder.name}/{row.slug}"] = replace(row, configs=scaled_configs(row.configs, scale))
-    return found
+                rows_by_name[f"{folder.name}/{row.slug}"] = replace(row, configs=scaled_configs(row.configs, scale))
+    return rows_by_name
 
 
 def find_recipe(name: str) -> Row:
@@ -211,14 +216,14 @@ def find_recipe(name: str) -> Row:
             value=name,
         )
     plain, _, scale = name.partition("@")
-    known = list_recipes(scale or "paper", plain.partition("/")[0])
-    if plain not in known:
-        known = list_recipes(scale or "paper")
+    recipes = list_recipes(scale or "paper", plain.partition("/")[0])
+    if plain not in recipes:
+        recipes = list_recipes(scale or "paper")
         raise UnknownNameError(
             f"Expected the name of a recipe, or of a YAML file, but got {name}.",
-            hint=f"{did_you_mean(plain, known)} List all names with `lightning-fcl ls recipes`.",
+            hint=f"{did_you_mean(plain, recipes)} List all names with `lightning-fcl ls recipes`.",
         )
-    return known[plain]
+    return recipes[plain]
 
 
 def find_recipes(names: Sequence[str]) -> Recipe:

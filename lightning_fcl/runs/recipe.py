@@ -128,22 +128,22 @@ def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[st
         words: The words of a command line.
         known: The options of the command, such as ``--out``.
     """
-    rest, layers, more = list[str](), list[Path | Setting](), list(words)
-    while more:
-        word = more.pop(0)
+    rest, layers, remaining_words = list[str](), list[Path | Setting](), list(words)
+    while remaining_words:
+        word = remaining_words.pop(0)
         option, equals, value = word.partition("=")
         if option == "--config":
-            if not equals and not more:
+            if not equals and not remaining_words:
                 raise MissingValueError(
                     "Expected a file behind `--config` but got none.",
                     hint="Write --config=FILE.",
                     argument="--config",
                 )
-            layers.append(Path(value if equals else more.pop(0)))
+            layers.append(Path(value if equals else remaining_words.pop(0)))
         elif not option.startswith("--") or option == "--" or option in known:
             rest.append(word)
-        elif equals or (more and not more[0].startswith("--")):
-            layers.append(Setting(option[2:], value if equals else more.pop(0)))
+        elif equals or (remaining_words and not remaining_words[0].startswith("--")):
+            layers.append(Setting(option[2:], value if equals else remaining_words.pop(0)))
         else:
             raise MissingValueError(
                 f"Expected a value behind `{option}` but got none.",

@@ -81,14 +81,14 @@ def with_variables(content: Any, path: Path = ()) -> Any:
         return {name: with_variables(value, (*path, str(name))) for name, value in content.items()}
     if type(content) in (list, tuple):
         return type(content)(with_variables(value, (*path, str(n))) for n, value in enumerate(content))
-    found = _VARIABLE.fullmatch(content) if isinstance(content, str) else None
-    if found is None:
+    variable_match = _VARIABLE.fullmatch(content) if isinstance(content, str) else None
+    if variable_match is None:
         return content
-    if (value := os.environ.get(found[1])) is None:
+    if (value := os.environ.get(variable_match[1])) is None:
         raise MissingValueError(
-            f"Expected the environment variable {found[1]}, which has the value of `{'.'.join(path)}`, but it is not "
-            "set.",
-            hint=f"Set the variable: export {found[1]}=...",
+            f"Expected the environment variable {variable_match[1]}, which has the value of `{'.'.join(path)}`, but "
+            "it is not set.",
+            hint=f"Set the variable: export {variable_match[1]}=...",
             argument=".".join(path),
         )
     return value
@@ -96,7 +96,7 @@ def with_variables(content: Any, path: Path = ()) -> Any:
 
 def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Return the words of a command line without secrets, and each secret with the name in its place."""
-    safe, found, option = list[str](), list[tuple[str, str]](), ""
+    safe, replacements, option = list[str](), list[tuple[str, str]](), ""
     for word in words:
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
@@ -108,10 +108,10 @@ def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[s
             secrets = list(secrets_of(value, ("ARGUMENT",)))
         for secret, variable in secrets:
             value = value.replace(secret, variable)
-        found += secrets
+        replacements += secrets
         safe.append(f"{name}{equals}{value}" if word.startswith("-") else value)
         option = name if word.startswith("-") and not equals else ""
-    return safe, found
+    return safe, replacements
 
 
 def text_without_secrets(text: str, secrets: Sequence[tuple[str, str]]) -> str:

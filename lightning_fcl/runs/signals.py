@@ -52,7 +52,7 @@ class SignalHandler:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        previous_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         hook = threading.excepthook
         self._process, self.signal = os.getpid(), 0
         self.install()
@@ -63,7 +63,7 @@ class SignalHandler:
             self._process = 0
             self.how_to_go_on = str
             threading.excepthook = hook
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def install(self) -> None:
@@ -75,11 +75,11 @@ class SignalHandler:
     @contextmanager
     def defer_stop(self, num_rounds: Callable[[], str]) -> Iterator[None]:
         """Until the end of the block, the first signal is only noted."""
-        before, self._finish = self._finish, num_rounds
+        previous_finish, self._finish = self._finish, num_rounds
         try:
             yield
         finally:
-            self._finish = before
+            self._finish = previous_finish
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked one has its parent's handlers; at Ctrl-C its parent decides
@@ -137,13 +137,13 @@ def end_worker_with_parent() -> None:
 
     parent = parent_process()
     assert parent is not None
-    read, write = os.pipe()
-    os.set_blocking(write, False)
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while parent.sentinel not in wait([parent.sentinel, read]) and signal.SIGTERM not in os.read(read, 64):
+        while parent.sentinel not in wait([parent.sentinel, read_fd]) and signal.SIGTERM not in os.read(read_fd, 64):
             pass  # some other signal
         exit_now(signal.SIGTERM)
 

@@ -36,7 +36,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
     """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     codec = server.pipeline.codec
-    stream, every = (
+    stream, batches_per_step = (
         require_stream(module.trainer),
         federation.local_steps.accumulate_grad_batches,
     )  # above 1 only during a fit
@@ -49,7 +49,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.settings.local_epochs,
         "limit_train_batches": repr(federation.limits.batches),  # 1 is not 1.0
-        "accumulate_grad_batches": every if every > 1 else module.trainer.accumulate_grad_batches,
+        "accumulate_grad_batches": batches_per_step if batches_per_step > 1 else module.trainer.accumulate_grad_batches,
         "participation": federation.participation.fraction_or_count,
         "client_weights": server.client_weights,
         "reductions": rules_fingerprint(federation.settings.rules),
@@ -85,18 +85,18 @@ def check_checkpoint(
             code="weights-only",
         )
     _check_contents(checkpoint, path)
-    kept = checkpoint["callbacks"].get(federation)
-    if kept is None:
+    federation_state = checkpoint["callbacks"].get(federation)
+    if federation_state is None:
         raise InvalidValueError(
             f"Expected a federation's checkpoint but {path} was written by another strategy.",
             argument="ckpt_path",
             value=path,
             code="other-strategy",
         )
-    if (found := kept.get("format", 0)) != FORMAT:
+    if (actual_format := federation_state.get("format", 0)) != FORMAT:
         raise InvalidValueError(
-            f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
-            "of lightning-fcl wrote it.",
+            f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {actual_format}: another "
+            "version of lightning-fcl wrote it.",
             hint="Continue with that version, or start without `ckpt_path`.",
         )
     progress, epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress"), checkpoint["epoch"]
@@ -110,7 +110,7 @@ def check_checkpoint(
             argument="epoch",
             value=epoch,
         )
-    if not kept["between_rounds"]:
+    if not federation_state["between_rounds"]:
         raise InvalidValueError(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one.",
             hint="Use a checkpoint that was saved at the end of a round, as `ModelCheckpoint(every_n_epochs=1)` does.",
@@ -118,16 +118,16 @@ def check_checkpoint(
             value=path,
             code="within-round",
         )
-    then = {"version of draws": 1, **kept.get("fingerprint", {})}
+    saved_fingerprint = {"version of draws": 1, **federation_state.get("fingerprint", {})}
     other = {
-        name: (then[name], fingerprint[name])
-        for name in then.keys() & fingerprint.keys()
-        if then[name] != fingerprint[name]
+        name: (saved_fingerprint[name], fingerprint[name])
+        for name in saved_fingerprint.keys() & fingerprint.keys()
+        if saved_fingerprint[name] != fingerprint[name]
     }
     if other:
-        what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
+        differences = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
         raise InvalidValueError(
-            f"Expected a checkpoint of this recipe but {path} is of another: {what}.",
+            f"Expected a checkpoint of this recipe but {path} is of another: {differences}.",
             hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
             argument=min(other),
             value=other[min(other)][0],
@@ -137,11 +137,11 @@ def check_checkpoint(
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
     """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version."""
-    told = checkpoint.get("pytorch-lightning_version")
-    if not isinstance(told, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", told):
+    version = checkpoint.get("pytorch-lightning_version")
+    if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(
             f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later but got "
-            f"{told!r:.100}.",
+            f"{version!r:.100}.",
             hint="Write it again with `lightning` 2.",
         )
 
@@ -154,8 +154,8 @@ def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any], pa
         current: Those of the recipe.
         path: Where the checkpoint is.
     """
-    for kind, made in current.items():
-        pairs = list(zip_longest(saved.get(kind, []), made, fillvalue={"class": "none"}))
+    for kind, kind_settings in current.items():
+        pairs = list(zip_longest(saved.get(kind, []), kind_settings, fillvalue={"class": "none"}))
         other = [
             f"{name} of the {kind} was {old[name]}, is {new[name]}"
             for old, new in pairs

@@ -36,8 +36,8 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If `torch.load` with ``weights_only=True`` cannot read a value of the checkpoint.
     """
-    found: dict[str, Any] = _Content().plain(checkpoint, ())
-    return found
+    plain_checkpoint: dict[str, Any] = _Content().plain(checkpoint, ())
+    return plain_checkpoint
 
 
 def check_states(callbacks: Iterable[Callback]) -> None:
@@ -64,8 +64,8 @@ class _Content:
         if isinstance(value, Tensor):
             if kind in _TENSORS and (not vars(value) or is_data(vars(value))):
                 return value
-            changed = plain_tensor(value)
-            return changed if type(changed) is Tensor else _checked(value, path)
+            plain_value = plain_tensor(value)
+            return plain_value if type(plain_value) is Tensor else _checked(value, path)
         if kind not in _MAPPINGS + _SEQUENCES:
             return _checked(value, path)
         if id(value) not in self._found:
@@ -83,8 +83,8 @@ class _Content:
             self.plain(key, (*path, key))
         if _PLAIN.issuperset(map(type, value.values())):
             return value
-        changed = {key: self.plain(item, (*path, key)) for key, item in value.items()}
-        return value if all(map(_is, changed.values(), value.values())) else type(value)(changed)
+        plain_items = {key: self.plain(item, (*path, key)) for key, item in value.items()}
+        return value if all(map(_is, plain_items.values(), value.values())) else type(value)(plain_items)
 
 
 def _is(left: object, right: object) -> bool:
@@ -134,13 +134,13 @@ def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
 
     No checkpoint with them could be read.
     """
-    left: list[str] = []
+    dropped_names: list[str] = []
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         objects = [name for name, value in checkpoint.get(key, {}).items() if not is_data(value)]
         if objects:
             checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in objects}
-        left += objects
-    return left
+        dropped_names += objects
+    return dropped_names
 
 
 def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:

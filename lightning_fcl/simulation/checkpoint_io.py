@@ -49,10 +49,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load a checkpoint with the record of the run that the checkpoint is of."""
         if _is_remote(path):
             return super().load_checkpoint(path, *arguments, **options)
-        with open_file(path) as opened:
-            checkpoint = cloud_io._load(opened, *arguments, **options)
-        file, own = RecordFile(Path(path).resolve().parents[1]), self._record
-        return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
+        with open_file(path) as checkpoint_file:
+            checkpoint = cloud_io._load(checkpoint_file, *arguments, **options)
+        file, run_record = RecordFile(Path(path).resolve().parents[1]), self._record
+        return _with_records(
+            checkpoint, "sha256", (run_record if run_record and run_record.path == file.path else file).read
+        )
 
 
 def _is_remote(path: object) -> bool:
@@ -65,9 +67,9 @@ def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]],
     states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
     if not isinstance(states, dict):
         return checkpoint
-    changed = {
+    updated_states = {
         name: {**state, "record": change(state["record"])}
         for name, state in states.items()
         if isinstance(state, dict) and isinstance(state.get("record"), dict) and sign in state["record"]
     }
-    return {**checkpoint, "callbacks": {**states, **changed}}
+    return {**checkpoint, "callbacks": {**states, **updated_states}}

@@ -101,8 +101,8 @@ class ClientGroup:
         if not self._stream.samples.is_random:
             return self._stream.get_samples(self._rows[row])
         if row not in self._read:
-            client, round = self.clients.client_ids[row], self.clients.round_idx
-            self._read[row] = self._stream.client_samples(client, round, self._seed)
+            client, round_idx = self.clients.client_ids[row], self.clients.round_idx
+            self._read[row] = self._stream.client_samples(client, round_idx, self._seed)
         return self._read[row]
 
     def local_round(self, row: int, trained: LocalResult) -> LocalRound:
@@ -126,10 +126,12 @@ class ClientGroup:
         """What is to be read for the batches, one client's after the other's."""
         for step in range(len(self)):
             for row in range(self._active[step]):
-                chosen = self._chosen(row, step)
-                rows = self._rows[row][chosen[chosen < self.clients.samples[row]]]
-                place = self._epoch(row, step), step
-                yield BatchRequest.keyed(rows, self._seed, self.clients.client_ids[row], self.clients.round_idx, *place)
+                sample_indices = self._chosen(row, step)
+                rows = self._rows[row][sample_indices[sample_indices < self.clients.samples[row]]]
+                epoch_and_step = self._epoch(row, step), step
+                yield BatchRequest.keyed(
+                    rows, self._seed, self.clients.client_ids[row], self.clients.round_idx, *epoch_and_step
+                )
 
     def batches(self, read: Iterator[Any] | None) -> Iterator[Any]:
         """The batches in order.
@@ -137,11 +139,11 @@ class ClientGroup:
         Args:
             read: What comes for `requests`; None: samples are taken from memory, all at once.
         """
-        nothing = [JoiningSamples()] * len(self._rows)
-        extra = nothing if self._replayed is None else [self._replayed(part) for part in self.clients]
+        empty_samples = [JoiningSamples()] * len(self._rows)
+        extra = empty_samples if self._replayed is None else [self._replayed(part) for part in self.clients]
         shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
-        taken = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
-        for self.step, batch in enumerate(taken):
+        batch_iterator = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
+        for self.step, batch in enumerate(batch_iterator):
             self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
             yield batch
 
@@ -185,11 +187,11 @@ class ClientGroup:
     def _arriving(self, read: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
         for step in range(len(self)):
-            each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
+            client_batches = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
             if self._alike or not self._stacked:
-                yield group_by_shape(each) if self._alike else each[0]
+                yield group_by_shape(client_batches) if self._alike else client_batches[0]
                 continue
-            yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, strict=True)]
+            yield [pad_sequence(list(column), batch_first=True) for column in zip(*client_batches, strict=True)]
 
     def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
         """Return a client's batch with the replay samples that join it.
@@ -203,8 +205,8 @@ class ClientGroup:
 
     def _joining(self, row: int, step: int) -> Tensor:
         """Return the numbers of the replay samples in a client's batch. They come last in the batch."""
-        chosen, own = self._chosen(row, step), self.clients.samples[row]
-        return torch.from_numpy(chosen[chosen >= own] - own)
+        sample_indices, num_own_samples = self._chosen(row, step), self.clients.samples[row]
+        return torch.from_numpy(sample_indices[sample_indices >= num_own_samples] - num_own_samples)
 
     def _take(self, extra: JoiningSamples, joining: Tensor, row: int, step: int) -> Any:
         return extra.take(joining, self._seed, self.clients.client_ids[row], self.clients.round_idx, step)
@@ -216,8 +218,8 @@ class ClientGroup:
             write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
 
     def _chosen(self, row: int, step: int) -> IntArray:
-        chosen: IntArray = self._index[row, step, : self._lengths[row, step]]
-        return chosen
+        sample_indices: IntArray = self._index[row, step, : self._lengths[row, step]]
+        return sample_indices
 
     def _epoch(self, row: int, step: int) -> int:
         return int(step // self._per_epoch[row])
@@ -227,9 +229,9 @@ class ClientGroup:
         if len(self.clients) == 1:
             return self._index
         sizes, counts = self.clients.samples, self.clients.num_trained_samples - self.clients.samples
-        own = self._index + (sizes.cumsum() - sizes)[:, None, None]
-        behind = sizes.sum() + counts.cumsum() - counts - sizes
-        return np.where(self._index < sizes[:, None, None], own, self._index + behind[:, None, None])
+        own_positions = self._index + (sizes.cumsum() - sizes)[:, None, None]
+        replay_offsets = sizes.sum() + counts.cumsum() - counts - sizes
+        return np.where(self._index < sizes[:, None, None], own_positions, self._index + replay_offsets[:, None, None])
 
     def _shares(self) -> NDArray[np.float32]:
         """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""

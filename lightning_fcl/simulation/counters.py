@@ -125,24 +125,24 @@ class ClientCounters:
     def count_steps(self, trainer: L.Trainer, number: int) -> None:
         """Count the optimizer steps of other processes, which are not the client's."""
         count = step_counts(trainer)[0]
-        for counted in (count, *(start for own, start in self._starts if own is count)):
-            counted["ready"] += number
-            counted["completed"] += number
+        for counter in (count, *(start for own, start in self._starts if own is count)):
+            counter["ready"] += number
+            counter["completed"] += number
 
     def step_together(self, trainer: L.Trainer, ranks: Ranks, before: int) -> None:
         """Count the steps that all processes have taken since ``before``, the counter when the round began."""
-        mine = trainer.global_step - before
-        self.count_steps(trainer, sum(ranks.all_gather_object(mine)) - mine)
+        num_rank_steps = trainer.global_step - before
+        self.count_steps(trainer, sum(ranks.all_gather_object(num_rank_steps)) - num_rank_steps)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
         """Let the client's counters stand in the Trainer."""
         if self.shown or self._cohort is None:
             return
-        trainer, fit, every = self._trainer, self._trainer.fit_loop, self._every
+        trainer, fit, batches_per_step = self._trainer, self._trainer.fit_loop, self._every
         strategy: RanksStrategy = trainer.strategy  # type: ignore[assignment]
-        most = len(self._cohort)
-        loop, number = fit.epoch_loop, most if batches is None else batches
-        self._offsets = self._starts if every == 1 and batches is None else self._offsets_of(number)
+        max_batches = len(self._cohort)
+        loop, number = fit.epoch_loop, max_batches if batches is None else batches
+        self._offsets = self._starts if batches_per_step == 1 and batches is None else self._offsets_of(number)
         _subtract(self._offsets)
         progress = loop.batch_progress
         self._before = (
@@ -153,9 +153,12 @@ class ClientCounters:
             strategy.lr_scheduler_configs,
         )
         self.batches = number
-        fit.max_batches, loop.max_steps = number, -(-number // every)  # of which `estimated_stepping_batches` is made
-        progress.is_last_batch = self._cohort.step == most - 1
-        trainer.accumulate_grad_batches = every
+        fit.max_batches, loop.max_steps = (
+            number,
+            -(-number // batches_per_step),
+        )  # of which `estimated_stepping_batches` is made
+        progress.is_last_batch = self._cohort.step == max_batches - 1
+        trainer.accumulate_grad_batches = batches_per_step
         strategy.lr_scheduler_configs = self.schedules
         strategy.shows_one_process = one_process
         self.shown = True
@@ -181,12 +184,16 @@ class ClientCounters:
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
         """What to subtract from the counters so that they count this many batches, and the steps taken for them."""
         assert self._cohort is not None
-        beyond = len(self._cohort) - batches  # batches of clients with more of them
+        client_offset = len(self._cohort) - batches  # batches of clients with more of them
         of_batches, of_steps = self._starts[:2], self._starts[2:]
-        offsets = [(count, {name: number + beyond for name, number in start.items()}) for count, start in of_batches]
+        offsets = [
+            (count, {name: number + client_offset for name, number in start.items()}) for count, start in of_batches
+        ]
         for count, start in of_steps:
-            counted = {name: count[name] - number - beyond for name, number in start.items()}
-            offsets.append((count, {name: count[name] - self._steps_after(n, batches) for name, n in counted.items()}))
+            batch_counts_by_name = {name: count[name] - number - client_offset for name, number in start.items()}
+            offsets.append(
+                (count, {name: count[name] - self._steps_after(n, batches) for name, n in batch_counts_by_name.items()})
+            )
         return offsets
 
     def _steps_after(self, counted: int, batches: int) -> int:
@@ -220,11 +227,11 @@ def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
     counters.append(loop.manual_optimization.optim_step_progress)
     counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
     counts.append(vars(loop.batch_progress))
-    before = [dict(count) for count in counts]
+    count_copies = [dict(count) for count in counts]
 
     def restore() -> None:
-        for count, then in zip(counts, before, strict=True):
-            count.update(then)
+        for count, previous_count in zip(counts, count_copies, strict=True):
+            count.update(previous_count)
         epochs.current.ready -= 1
         epochs.total.ready -= 1
 

@@ -116,10 +116,10 @@ class EpochStates:
         self._is_first = False
 
     def _warn(self) -> None:
-        found = {f"{path}.{name}" for path, name in self._ignored}
-        found |= {name for name, mergeable in self._mergeable.items() if not mergeable}
-        new = sorted(found - self._named)
-        self._named |= found
+        unmerged_names = {f"{path}.{name}" for path, name in self._ignored}
+        unmerged_names |= {name for name, mergeable in self._mergeable.items() if not mergeable}
+        new = sorted(unmerged_names - self._named)
+        self._named |= unmerged_names
         if new and self._ranks.rank == 0:
             log.warning(
                 "Did not merge `%s` over %d processes: at the end of an epoch each process has the values of its own "
@@ -139,12 +139,12 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
     repeats = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     names = [f"{kind}[{repeat}]" if repeat else kind for kind, repeat in zip(kinds, repeats, strict=True)]
     todo: list[tuple[str, object]] = [*zip(names, callbacks, strict=True), (MODULE, module)]
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     while todo:
         path, value = todo.pop()
-        if isinstance(value, (*NO_STATE, Tensor)) or id(value) in seen:
+        if isinstance(value, (*NO_STATE, Tensor)) or id(value) in seen_ids:
             continue
-        seen.add(id(value))
+        seen_ids.add(id(value))
         if isinstance(value, dict):
             todo += [(f"{path}[{key!r}]", part) for key, part in value.items()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
@@ -155,9 +155,9 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
                 if not set(value.metric_state) & set(value.state_dict()):  # Persistent states are the server's.
                     metrics[path] = value
             elif not type(value).__module__.startswith(_OTHERS):
-                own = {name: part for name, part in vars(value).items() if name not in INTERNAL}
+                user_attributes = {name: part for name, part in vars(value).items() if name not in INTERNAL}
                 attributes[path] = vars(value)
-                todo += [(f"{path}.{name}", part) for name, part in own.items()]
+                todo += [(f"{path}.{name}", part) for name, part in user_attributes.items()]
         elif isinstance(value, Callback) or (hasattr(value, "__dict__") and not is_of(value, NOT_OF_CLIENTS)):
             if not isinstance(value, Callback) or _is_users(value):
                 attributes[path] = vars(value)

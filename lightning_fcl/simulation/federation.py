@@ -135,10 +135,10 @@ class Federation:
 
     def use_optimizer(self, trainer: L.Trainer) -> None:
         """Let a Trainer step the optimizer of the clients that train, or else the module's optimizers."""
-        own = self.local_trainer.optimizer if self.current_round.client_group is not None else None
-        wanted = [own] if own is not None else self.optimizers
-        if trainer.optimizers != wanted:
-            trainer.optimizers = wanted
+        client_optimizer = self.local_trainer.optimizer if self.current_round.client_group is not None else None
+        active_optimizers = [client_optimizer] if client_optimizer is not None else self.optimizers
+        if trainer.optimizers != active_optimizers:
+            trainer.optimizers = active_optimizers
 
     def hosts(self, client: str) -> bool:
         """Whether this process looks after a client: it alone knows what the client keeps; before a fit, each does."""
@@ -165,15 +165,15 @@ class Federation:
         """
         stream = find_stream(self.module.trainer) if self.lightning_module is not None else None
         if stream is None or client not in stream.plan.experiences:
-            known = format_names(stream.plan.clients) if stream is not None else "none before a fit"
+            client_names = format_names(stream.plan.clients) if stream is not None else "none before a fit"
             raise InvalidValueError(
-                f"Expected `client` to be one of the stream's ({known}) but got {client}.",
+                f"Expected `client` to be one of the stream's ({client_names}) but got {client}.",
                 argument="client",
                 value=client,
             )
         state = state_tensors(self.module) if server is None else server
-        if own := local_tensors(self.server.client_store[client], self.module.device):
-            state = {**state, **own}
+        if client_entries := local_tensors(self.server.client_store[client], self.module.device):
+            state = {**state, **client_entries}
         for method in methods_overriding(get_methods(self.module.trainer), "personalize"):
             memory = self.server.client_store.get_section(client, method.section_name)
             state = method.personalize(make_client(method, self.module, memory), state)
@@ -183,13 +183,13 @@ class Federation:
 def warn_of_local_tensors(federation: Federation) -> None:
     """Say whose model is tested, where each client has entries of its own."""
     rules = get_reductions(federation.module, federation.settings.rules)
-    own = [name for name in trainable_parameters(federation.module) if rules[name].is_local]
-    if own and not federation.is_client_model:
+    local_names = [name for name in trainable_parameters(federation.module) if rules[name].is_local]
+    if local_names and not federation.is_client_model:
         log.warning(
             "This is the server's model, whose %s%s no client has trained: each keeps its own. "
             "`with client_model(trainer, client):` puts a client's model in its place.",
-            own[0],
-            " (and more)" if len(own) > 1 else "",
+            local_names[0],
+            " (and more)" if len(local_names) > 1 else "",
         )
 
 

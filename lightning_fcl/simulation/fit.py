@@ -48,8 +48,8 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     check_stream(trainer, stream)
     if (rows := first_indices(stream)) is not None:
         prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
-    named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
-    server.check_clients(stream.plan.clients, [*named, *federation.participation.explicit_clients])
+    method_clients = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
+    server.check_clients(stream.plan.clients, [*method_clients, *federation.participation.explicit_clients])
     federation.participation.check_rounds(stream.plan.rounds)
     announce_participation(federation)
     server.client_store.store_as_uint8(stream.samples.pixel_encoding)
@@ -75,15 +75,15 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
         ValueError: If all batches have one sample.
     """
     module, stream = federation.module, federation.stream
-    tried = has_single_samples(stream) and not isinstance(module, HasLocalTrainer)
-    why = why_not_single_sample(module, optimizers, stream) if tried else None
-    stream.min_batch_size = federation.participation.min_samples = 1 if why is None else 2
-    if why is None:
+    needs_check = has_single_samples(stream) and not isinstance(module, HasLocalTrainer)
+    reason = why_not_single_sample(module, optimizers, stream) if needs_check else None
+    stream.min_batch_size = federation.participation.min_samples = 1 if reason is None else 2
+    if reason is None:
         return
     if stream.batch_size == 1:
         raise InvalidValueError(
             f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
-            f"one sample ({why}), but got 1.",
+            f"one sample ({reason}), but got 1.",
             hint="Use `batch_size=2` or more.",
             argument="batch_size",
         )
@@ -94,7 +94,7 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
             "`%s` cannot train on a batch of one sample (%s). Rounds in which a client has one sample are skipped for "
             "this client: %s.",
             type(module).__name__,
-            why,
+            reason,
             format_names(single),
         )
 
@@ -102,10 +102,10 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
 def announce_participation(federation: Federation) -> None:
     """Log how many clients train in a round. Warn if their number is the integer 1, which is not the share 1.0."""
     clients, participation = len(federation.stream.plan.clients), federation.participation
-    described = participation.describe(clients)
-    rank_zero_info(f"Federation: {described}")
+    description = participation.describe(clients)
+    rank_zero_info(f"Federation: {description}")
     if clients > 1:
-        warn_of_one("participation", participation.fraction_or_count, described, "all clients")
+        warn_of_one("participation", participation.fraction_or_count, description, "all clients")
 
 
 def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
@@ -124,5 +124,5 @@ def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
     trainer.accumulate_grad_batches = 1
     # A loader is a round, and rounds may be short and of different lengths: no reason to warn.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-    for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
-        warnings.filterwarnings("ignore", known)
+    for message in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
+        warnings.filterwarnings("ignore", message)

@@ -50,33 +50,33 @@ class GlooRanks:
 
     def all_gather_object(self, value: T) -> Sequence[T]:
         content = pickle.dumps(value)
-        mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
-        found = self._gather(mine, _SHORT)  # most of what is said is short: they meet once
-        ends = [8 + int.from_bytes(rows[:8].numpy().tobytes(), "little") for rows in found]
+        local_content = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
+        rank_contents = self._gather(local_content, _SHORT)  # most of what is said is short: they meet once
+        ends = [8 + int.from_bytes(rows[:8].numpy().tobytes(), "little") for rows in rank_contents]
         if max(ends) > _SHORT:
-            found = self._gather(mine, max(ends))
-        others = zip(found, ends, strict=True)
+            rank_contents = self._gather(local_content, max(ends))
+        contents_and_ends = zip(rank_contents, ends, strict=True)
         return [
             value if rank == self.rank else pickle.loads(rows[8:end].numpy().tobytes())
-            for rank, (rows, end) in enumerate(others)
+            for rank, (rows, end) in enumerate(contents_and_ends)
         ]
 
     def all_reduce(self, numbers: Tensor) -> None:
-        here = numbers.cpu()
+        cpu_numbers = numbers.cpu()
         with _explained():
-            self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
-        if here is not numbers:
-            numbers.copy_(here)
+            self._group.allreduce([cpu_numbers]).wait()  # type: ignore[attr-defined]
+        if cpu_numbers is not numbers:
+            numbers.copy_(cpu_numbers)
 
     def close(self) -> None:
         self._group.abort()
 
     def _gather(self, content: Tensor, length: int) -> list[Tensor]:
-        mine = torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
-        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        padded_content = torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
+        rank_contents = [torch.empty_like(padded_content) for _ in range(self.num_ranks)]
         with _explained():
-            self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
-        return found
+            self._group.allgather([rank_contents], [padded_content]).wait()  # type: ignore[attr-defined]
+        return rank_contents
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, no
     if nodes == 1:  # nobody else is to hear them
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    where = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if nodes == 1 else "env://"
+    rendezvous_url = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if nodes == 1 else "env://"
     if nodes > 1:
         log.warning(
             "Waiting for the %d processes of %d machines at %s:%s.",
@@ -109,14 +109,14 @@ def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, no
             os.environ["MASTER_PORT"],
         )
 
-    found: Future[Ranks] = Future()
+    future_ranks: Future[Ranks] = Future()
 
     def find() -> None:
         try:
-            store, _, _ = next(rendezvous(where, rank, num_ranks, timeout=_START))
-            found.set_result(GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, num_ranks))
+            store, _, _ = next(rendezvous(rendezvous_url, rank, num_ranks, timeout=_START))
+            future_ranks.set_result(GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, num_ranks))
         except BaseException as error:
-            found.set_exception(error)
+            future_ranks.set_exception(error)
 
     Thread(target=find, daemon=True).start()  # no signal would be heard here while it waits
-    return found.result()
+    return future_ranks.result()

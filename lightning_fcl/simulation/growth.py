@@ -81,8 +81,8 @@ def change(before: Snapshot | None, now: Any) -> Change | None:
     if isinstance(now, list) and (value is now or value is _ABSENT):
         return _items(content or [], now)
     if _is_count(now) and (value is _ABSENT or _is_count(value)):
-        grown = now - (0 if value is _ABSENT else value)
-        return Changed() if grown < 0 else Count(grown) if grown or value is _ABSENT else None
+        increase = now - (0 if value is _ABSENT else value)
+        return Changed() if increase < 0 else Count(increase) if increase or value is _ABSENT else None
     if value is _ABSENT:
         return Added(now)
     if value is not now:
@@ -93,16 +93,19 @@ def change(before: Snapshot | None, now: Any) -> Change | None:
 
 def joined(changes: Iterable[Change]) -> Change:
     """Return one change for those of several clients, in their order."""
-    first, *others = changes
-    for other in others:
+    first, *other_changes = changes
+    for other in other_changes:
         if isinstance(first, Count) and isinstance(other, Count):
             first = Count(first + other)
         elif isinstance(first, Items) and isinstance(other, Items):
             first = Items([*first, *other])
         elif isinstance(first, Entries) and isinstance(other, Entries):
-            mine = first.parts
-            both = {key: joined([mine[key], part]) if key in mine else part for key, part in other.parts.items()}
-            first = Entries({**mine, **both}, first.kind)
+            first_parts = first.parts
+            updated_parts = {
+                key: joined([first_parts[key], part]) if key in first_parts else part
+                for key, part in other.parts.items()
+            }
+            first = Entries({**first_parts, **updated_parts}, first.kind)
         else:
             return Changed()
     return first
@@ -137,8 +140,8 @@ def apply(before: Snapshot | None, found: Change, extend: Callable[[list[Any], l
         target = found.kind() if value is _ABSENT else value
         for key in found.parts.keys() - (content or {}).keys():
             target.pop(key, None)  # The keys of all clients come in the clients' order.
-        for key, part in found.parts.items():
-            target[key] = apply((content or {}).get(key), part, extend)
+        for key, entry_change in found.parts.items():
+            target[key] = apply((content or {}).get(key), entry_change, extend)
         return target
     assert isinstance(found, Added)
     return found.value
@@ -148,8 +151,8 @@ def _entries(before: dict[Hashable, Snapshot], now: dict[Hashable, Any]) -> Chan
     if before.keys() - now.keys():
         return Changed()
     parts = {key: change(before.get(key), value) for key, value in now.items()}
-    found = {key: part for key, part in parts.items() if part is not None}
-    return Entries(found, type(now)) if found else None
+    entry_changes = {key: part for key, part in parts.items() if part is not None}
+    return Entries(entry_changes, type(now)) if entry_changes else None
 
 
 def _items(before: list[Any], now: list[Any]) -> Change | None:

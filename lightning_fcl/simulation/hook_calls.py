@@ -38,11 +38,11 @@ def find_users(trainer: L.Trainer) -> Users:
     """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
     owners: list[object] = [one for one in get_callbacks(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    found = {
+    users_by_hook = {
         hook: frozenset(id(one) for one in owners if hasattr(one, hook) and is_users(getattr(one, hook)))
         for hook in _HOOKS
     }
-    return {hook: users for hook, users in found.items() if users}
+    return {hook: users for hook, users in users_by_hook.items() if users}
 
 
 def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
@@ -79,32 +79,32 @@ def _call_callbacks(
         original(trainer, hook_name, *args, **kwargs)
         return
     module, of_client = trainer.lightning_module, _of_client(counters, hook_name, args)
-    before, module._current_fx_name = module._current_fx_name, hook_name
+    previous_name, module._current_fx_name = module._current_fx_name, hook_name
     callbacks, ends_batch = get_callbacks(trainer), hook_name == "on_train_batch_end"
     if ends_batch:  # a client uploads after its last batch: the hooks of users come first, and may change its model
         callbacks = sorted(callbacks, key=lambda callback: id(callback) not in users)
         counters.end_batch()
     number_of_users = sum(id(callback) in users for callback in callbacks)
-    for place, callback in enumerate(callbacks):
+    for position, callback in enumerate(callbacks):
         is_user = id(callback) in users
-        if ends_batch and place == number_of_users:  # The module's hook follows those of users' callbacks.
+        if ends_batch and position == number_of_users:  # The module's hook follows those of users' callbacks.
             call._call_lightning_module_hook(trainer, hook_name, *args)
         profiled = trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook_name}")  # type: ignore[attr-defined]
         with profiled, counters.client() if is_user else counters.totals():
             getattr(callback, hook_name)(trainer, module, *(of_client if is_user else args))
-    module._current_fx_name = before
+    module._current_fx_name = previous_name
     if ends_batch:
         skip_batch_end(module)
 
 
 def skip_batch_end(module: L.LightningModule) -> None:
     """Skip the next call of the module's `on_train_batch_end`."""
-    own = vars(module).get("on_train_batch_end")
+    previous_hook = vars(module).get("on_train_batch_end")
 
     def skip(*_: Any) -> None:
         del vars(module)["on_train_batch_end"]
-        if own is not None:
-            vars(module)["on_train_batch_end"] = own
+        if previous_hook is not None:
+            vars(module)["on_train_batch_end"] = previous_hook
 
     vars(module)["on_train_batch_end"] = skip
 
@@ -148,5 +148,5 @@ def _in_totals(counters: ClientCounters, closure: Callable[[], Any]) -> Any:
 
 def _of_client(counters: ClientCounters, hook_name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a hook's arguments with the number of the client's batch in place of the Trainer's."""
-    place = _PLACES.get(hook_name)
-    return args if place is None else (*args[:place], counters.batch_idx, *args[place + 1 :])
+    position = _PLACES.get(hook_name)
+    return args if position is None else (*args[:position], counters.batch_idx, *args[position + 1 :])

@@ -47,17 +47,21 @@ def common_batches(federation: Federation) -> int:
     """The batches of a client in a round where all clients have as many in all rounds."""
     stream = federation.stream
     choose_min_batch_size(federation, ())
-    batching, least = federation.limits.batch_plan(stream), stream.min_batch_size
-    sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows) >= least])
+    batching, min_batch_size = federation.limits.batch_plan(stream), stream.min_batch_size
+    sizes = np.array(
+        [len(rows) for current in stream.plan.train for rows in current.values() if len(rows) >= min_batch_size]
+    )
     counts = np.unique(batching.limit_steps(batching.batches_per_epoch(sizes) * federation.settings.local_epochs))
     methods = get_methods(federation.module.trainer)
     vary = [method for method in methods if overrides_hook(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
         return int(counts[0])
-    why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
+    reason = (
+        f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
+    )
     raise InvalidValueError(
         "Expected clients that have as many batches in every round where `configure_optimizers` asks for their "
-        f"number, as by `trainer.estimated_stepping_batches`, but {why}.",
+        f"number, as by `trainer.estimated_stepping_batches`, but {reason}.",
         hint="Count rounds, `trainer.max_epochs`, in a schedule by epoch.",
         argument="estimated_stepping_batches",
     )
@@ -102,24 +106,24 @@ class FitHooks(Callback):
         between_rounds = self.round is None or self.round.progress.settled
         if between_rounds:
             self._hide_left()
-        place = {
+        federation_state = {
             "format": FORMAT,
             "fingerprint": federation_fingerprint(federation),
             "between_rounds": between_rounds,
             "settings": self.settings,
         }
-        kept = federation.placement.gather_all() if federation.placement is not None else None
-        return {**place, **federation.server.state_dict(kept)}
+        client_states = federation.placement.gather_all() if federation.placement is not None else None
+        return {**federation_state, **federation.server.state_dict(client_states)}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint be one that can be read."""
-        left = drop_objects(checkpoint)
-        if left and left != self._left_out:
-            self._left_out = left
+        dropped_names = drop_objects(checkpoint)
+        if dropped_names and dropped_names != self._left_out:
+            self._left_out = dropped_names
             log.warning(
                 "Checkpoints leave out the hyperparameters %s, which are objects: nothing could be read of a file with "
                 "them. Give them again when you load it, or leave them out by `save_hyperparameters(ignore=...)`.",
-                format_code_names(left),
+                format_code_names(dropped_names),
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -50,22 +50,24 @@ def isolation_of(federation: Federation) -> Isolation:
         m for m in client_modules(federation.stream.data) if any(h in functions_in(type(m)) for h in TRANSFER_HOOKS)
     ]
     ignored = map(id, (trainer, trainer.strategy, *trainer.optimizers, *get_callbacks(trainer)))
-    outside = Outside(module, [*users, *transferring], ignored)
-    if not (outside.functions or outside.names):
+    outside_state = Outside(module, [*users, *transferring], ignored)
+    if not (outside_state.functions or outside_state.names):
         return Isolation(name)
-    start = outside.search()
-    tried, untried = _sorted_out(outside, start, users)
-    steps = TrialSteps(federation, tried)
-    if (why := steps.why_not()) is None:
+    start = outside_state.search()
+    trial_callbacks, untried_prefixes = _sorted_out(outside_state, start, users)
+    steps = TrialSteps(federation, trial_callbacks)
+    if (reason := steps.why_not()) is None:
         try:
-            carried = _Finding(outside, start, steps).carried(untried)
+            carried = _Finding(outside_state, start, steps).carried(untried_prefixes)
             return Isolation(name, carried, steps.gathered)
         except Exception as error:  # whatever a user's own code has to say
             start.restore()
-            why = f"`{type(error).__name__}: {error}`"
-    log.info("State outside `%s` starts anew with each client without a trial: %s.", name, why)
-    changing = [p for p, holder in outside.names.items() if isinstance(holder, Callback) and _changes_steps(holder)]
-    return Isolation(name, Carried(outside, whole=[*changing, *outside.shared]))
+            reason = f"`{type(error).__name__}: {error}`"
+    log.info("State outside `%s` starts anew with each client without a trial: %s.", name, reason)
+    changing = [
+        p for p, holder in outside_state.names.items() if isinstance(holder, Callback) and _changes_steps(holder)
+    ]
+    return Isolation(name, Carried(outside_state, whole=[*changing, *outside_state.shared]))
 
 
 def _changes_steps(callback: Callback) -> bool:
@@ -74,21 +76,25 @@ def _changes_steps(callback: Callback) -> bool:
 
 def _sorted_out(outside: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
     """Return the callbacks whose hooks can be tried, and the prefixes of others that can change a step."""
-    tried: list[Callback] = []
-    untried: list[str] = []
+    trial_callbacks: list[Callback] = []
+    untried_prefixes: list[str] = []
     for prefix, holder in outside.names.items():
         if not isinstance(holder, Callback) or holder not in users:
             continue
-        own = functions_in(type(holder))
-        hooks = [*own.values()] if isinstance(holder, MethodBase) else [own[n] for n in STEP_HOOKS if n in own]
+        class_functions = functions_in(type(holder))
+        hooks = (
+            [*class_functions.values()]
+            if isinstance(holder, MethodBase)
+            else [class_functions[n] for n in STEP_HOOKS if n in class_functions]
+        )
         if not hooks:
             continue
-        closed = [name for name in (*start.unknown, *start.others) if name.startswith(prefix)]
-        if closed or outward(reached(hooks, own)):
-            untried += [prefix] if _changes_steps(holder) else []
+        unknown_names = [name for name in (*start.unknown, *start.others) if name.startswith(prefix)]
+        if unknown_names or outward(reached(hooks, class_functions)):
+            untried_prefixes += [prefix] if _changes_steps(holder) else []
         else:
-            tried.append(holder)
-    return tried, untried
+            trial_callbacks.append(holder)
+    return trial_callbacks, untried_prefixes
 
 
 class _Finding:
@@ -107,12 +113,12 @@ class _Finding:
         """Return the state that starts anew."""
         with self._steps.apart():
             try:
-                found = self._found()
+                influential_names = self._found()
             finally:
                 self._start.restore()
-        if not (found or untried):
+        if not (influential_names or untried):
             return None
-        metrics = [name for name in found if name in self._metrics]
+        metrics = [name for name in influential_names if name in self._metrics]
         for name in metrics:
             if not can_merge(self._metrics[name]):
                 log.warning(
@@ -122,56 +128,58 @@ class _Finding:
                     name,
                     type(self._metrics[name]).__name__,
                 )
-        if found:
-            log.info("Training reads %s, which starts anew with each client.", format_code_names(sorted(found)))
-        return Carried(self._outside, found - {*metrics}, metrics, untried)
+        if influential_names:
+            log.info(
+                "Training reads %s, which starts anew with each client.", format_code_names(sorted(influential_names))
+            )
+        return Carried(self._outside, influential_names - {*metrics}, metrics, untried)
 
     def _found(self) -> set[str]:
         steps, start = self._steps, self._start
         steps.train(0)
-        changed = {change.name for change in start.changes()}
-        left, later = self._outside.search(), self._outside.search()
-        self._metrics = {**start.metrics, **left.metrics}
+        changed_names = {change.name for change in start.changes()}
+        trained_state, advanced_state = self._outside.search(), self._outside.search()
+        self._metrics = {**start.metrics, **trained_state.metrics}
         steps.name_gathered()
         start.restore()
-        if not changed:
+        if not changed_names:
             return set()
-        self._advance(later)
-        self._states = [later, left]
+        self._advance(advanced_state)
+        self._states = [advanced_state, trained_state]
         self._base = self._upload()
         self._noise = _distance(self._base, self._upload())
-        if not self._influences(changed):
+        if not self._influences(changed_names):
             return set()
         units: dict[str, set[str]] = {}
-        for name in changed:
+        for name in changed_names:
             metric = next((m for m in self._metrics if name == m or name.startswith(f"{m}.")), name)
             units.setdefault(metric, set()).add(name)
         if len(units) > _MOST:
             return {*units}
-        found = {unit for unit, names in units.items() if self._influences(names)}
-        rest = {name for unit, names in units.items() if unit not in found for name in names}
-        return {*units} if not found or (rest and self._influences(rest)) else found
+        influential_names = {unit for unit, names in units.items() if self._influences(names)}
+        rest = {name for unit, names in units.items() if unit not in influential_names for name in names}
+        return {*units} if not influential_names or (rest and self._influences(rest)) else influential_names
 
     def _advance(self, left: Search) -> None:
         """Let counters be as after many more steps."""
-        before: dict[str, dict[str, Any]] = {}
-        for part in self._start.parts:
-            if isinstance(part, NamedValues):
-                before.setdefault(part.prefix, {}).update(part.saved)
-        for part in left.parts:
-            if not isinstance(part, NamedValues) or part.prefix.rstrip(".") in self._metrics:
+        initial_by_prefix: dict[str, dict[str, Any]] = {}
+        for record in self._start.parts:
+            if isinstance(record, NamedValues):
+                initial_by_prefix.setdefault(record.prefix, {}).update(record.saved)
+        for record in left.parts:
+            if not isinstance(record, NamedValues) or record.prefix.rstrip(".") in self._metrics:
                 continue
-            known, saved = before.get(part.prefix, {}), dict(part.saved)
-            for name, value in part.saved.items():
-                then = known.get(name)
-                if type(value) is int and type(then) is int and value > then:
-                    saved[name] = then + _LATER * (value - then)
-            part.saved = saved
+            initial_values, advanced_values = initial_by_prefix.get(record.prefix, {}), dict(record.saved)
+            for name, value in record.saved.items():
+                initial_value = initial_values.get(name)
+                if type(value) is int and type(initial_value) is int and value > initial_value:
+                    advanced_values[name] = initial_value + _LATER * (value - initial_value)
+            record.saved = advanced_values
 
     def _influences(self, names: Collection[str]) -> bool:
         """Return whether state as the first client leaves it changes what the second client uploads."""
-        for left in self._states:
-            left.restore(names)
+        for state in self._states:
+            state.restore(names)
             try:
                 if _distance(self._base, self._upload()) > 10 * self._noise:
                     return True

@@ -69,9 +69,9 @@ def is_mergeable(metric: Metric) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             set_state(trial, default._replace(updates=1))
-            alone = torch.as_tensor(trial.compute()).shape
+            expected_shape = torch.as_tensor(trial.compute()).shape
             set_state(trial, merged(trial, [default._replace(updates=1)] * 3))
-            return torch.as_tensor(trial.compute()).shape == alone
+            return torch.as_tensor(trial.compute()).shape == expected_shape
     except Exception:
         return False
 
@@ -84,12 +84,12 @@ def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
         states: The states, each since the default state.
     """
     last_reset = max((place for place, state in enumerate(states) if state.is_reset), default=0)
-    used = [state for state in states[last_reset:] if state.updates]
-    if not used:
+    used_states = [state for state in states[last_reset:] if state.updates]
+    if not used_states:
         return default_state(metric)
-    updates = [state.updates for state in used]
+    updates = [state.updates for state in used_states]
     values = {
-        name: _reduced(reduction, metric._defaults[name], [state.values[name] for state in used], updates)
+        name: _reduced(reduction, metric._defaults[name], [state.values[name] for state in used_states], updates)
         for name, reduction in metric._reductions.items()
     }
     return MetricState(values, sum(updates))
@@ -159,16 +159,16 @@ class RoundMetrics:
 def _reduced(reduction: Any, default: Value, values: Sequence[Value], updates: Sequence[int]) -> Value:
     if isinstance(default, list):
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
-    first, *others = tensors = [torch.as_tensor(value) for value in values]
+    first, *other_tensors = tensors = [torch.as_tensor(value) for value in values]
     if _is_stacked(reduction, default):
         return torch.cat([value if value.ndim > default.ndim else value[None] for value in tensors])
-    if not others:
+    if not other_tensors:
         return first
     if reduction is dim_zero_cat:
         return torch.cat(tensors)
     if reduction is dim_zero_sum:
         start = default.to(first.device)
-        for value in others:
+        for value in other_tensors:
             first = first + (value - start if bool(start.any()) else value)  # The default counts once.
         return first
     if reduction is dim_zero_mean:

@@ -71,12 +71,12 @@ class _Processes(_Meets, _MultiProcessingLauncher):
     """Brings home what the first process's callbacks have found, beside what Lightning brings."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
-        found = super().get_extra_results(trainer)
+        extra_results = super().get_extra_results(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             content = io.BytesIO()
             torch.save({callback.state_key: callback.state_dict() for callback in get_callbacks(trainer)}, content)
-            found["callbacks"] = content.getvalue()
-        return found
+            extra_results["callbacks"] = content.getvalue()
+        return extra_results
 
     def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
@@ -214,8 +214,8 @@ class RanksStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes, or any of them, say so."""
-        said = self.ranks.all_gather_object(bool(decision))
-        return False not in said if all else True in said
+        decisions = self.ranks.all_gather_object(bool(decision))
+        return False not in decisions if all else True in decisions
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.ranks.all_gather_object(None)
@@ -248,9 +248,9 @@ def check_same_federation(ranks: Ranks, fingerprint: Mapping[str, object]) -> No
         ranks: The processes.
         fingerprint: What should be the same for all, by name.
     """
-    mine = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **fingerprint}
-    first, *others = ranks.all_gather_object(mine)
-    for rank, other in enumerate(others, 1):
+    local_fingerprint = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **fingerprint}
+    first, *other_fingerprints = ranks.all_gather_object(local_fingerprint)
+    for rank, other in enumerate(other_fingerprints, 1):
         for name in first.keys() | other.keys():
             if first.get(name) != other.get(name):
                 raise InvalidValueError(

@@ -26,15 +26,15 @@ def plan_client_groups(
     stream, part_of = federation.stream, partial(federation.stream.client_round, round_idx=round_idx)
     rows_of = stream.plan.train[round_idx]
     batching = federation.limits.batch_plan(stream)
-    before = partial(client_before, federation.server, federation.module)
-    replayed = joining_samples(federation.methods, before)
-    epochs_in = local_epochs_fn(federation.methods, before, federation.settings.local_epochs)
-    alone = all(len(names) == 1 for names in client_groups)
-    if alone:  # several are planned at once all the same
-        every = [name for (name,) in client_groups]
-        step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in every)]))
-        client_groups = [every[start : start + step] for start in range(0, len(every), step)]
-    found: list[ClientGroup] = []
+    client_factory = partial(client_before, federation.server, federation.module)
+    replayed = joining_samples(federation.methods, client_factory)
+    epochs_in = local_epochs_fn(federation.methods, client_factory, federation.settings.local_epochs)
+    is_sequential = all(len(names) == 1 for names in client_groups)
+    if is_sequential:  # several are planned at once all the same
+        client_names = [name for (name,) in client_groups]
+        step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in client_names)]))
+        client_groups = [client_names[start : start + step] for start in range(0, len(client_names), step)]
+    planned_groups: list[ClientGroup] = []
     for names in client_groups:
         samples = np.array([len(rows_of[name]) for name in names], dtype=np.int64)
         parts = ClientRounds(round_idx, names, samples, part_of)
@@ -47,8 +47,8 @@ def plan_client_groups(
         index, lengths = plan_group_batches(samples, epochs, batching, keys, remembered)
         steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.batches_per_epoch(samples, remembered)
         order = np.argsort(-steps, kind="stable")
-        for rows in np.arange(len(names))[:, None] if alone else [order]:
-            own = lengths[rows, : steps[rows].max()]
+        for rows in np.arange(len(names))[:, None] if is_sequential else [order]:
+            group_lengths = lengths[rows, : steps[rows].max()]
             clients = ClientRounds(
                 round_idx,
                 [names[row] for row in rows],
@@ -56,8 +56,10 @@ def plan_client_groups(
                 part_of,
                 None if remembered is None else remembered[rows],
             )
-            batches = index[rows, : own.shape[1], : own.max()]
+            batches = index[rows, : group_lengths.shape[1], : group_lengths.max()]
             own_epochs = epochs[rows], per_epoch[rows]
             local = federation.local_trainer, federation.local_steps.accumulate_grad_batches
-            found.append(ClientGroup(federation, *local, clients, replayed, *own_epochs, batches, own))
-    return found
+            planned_groups.append(
+                ClientGroup(federation, *local, clients, replayed, *own_epochs, batches, group_lengths)
+            )
+    return planned_groups

@@ -162,8 +162,10 @@ class Round:
         loose = None
         if isinstance(federation.local_trainer, SequentialTrainer):
             federation.isolation = federation.isolation or isolation_of(federation)
-            before, optimizers = federation.loose, federation.optimizers
-            loose = federation.loose = federation.isolation.loose_state(federation.module, optimizers, before)
+            previous_snapshot, optimizers = federation.loose, federation.optimizers
+            loose = federation.loose = federation.isolation.loose_state(
+                federation.module, optimizers, previous_snapshot
+            )
         federation.epoch_states.begin(federation.module, loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ClientEndListener)]
         self._watched = any(
@@ -216,13 +218,13 @@ class Round:
         record_time(federation, self.number)
         check_usable(federation, self.number)
         self.exchange(server.record.trained, after=True)
-        received = server.state
+        received_state = server.state
         load_state_tensors(federation.module, server.aggregate())
         if isinstance(federation.module, HasAggregationHook):
             federation.module.on_after_aggregation()
         if server.record.trained and federation.methods:
             share = len(server.record.trained) / len(federation.stream.plan.clients)
-            self.method_round.take_turns(received, share)
+            self.method_round.take_turns(received_state, share)
         self.method_round.accept(server.record.trained)
         self.progress.done = True
 
@@ -263,20 +265,22 @@ class Round:
         enter(trainer, federation.counters)
         self.placement.start_timer()
         seed_all(federation.seed, *clients.client_ids, self.number)
-        states, before = federation.server.download(clients.client_ids)
-        kept = before
-        if any(before):
-            kept = [entered_state(federation.server, *each) for each in zip(clients, before, strict=True)]
+        states, previous_states = federation.server.download(clients.client_ids)
+        entered_states = previous_states
+        if any(previous_states):
+            entered_states = [
+                entered_state(federation.server, *each) for each in zip(clients, previous_states, strict=True)
+            ]
         memories: list[Sequence[StateSection]] = [()] * len(clients)
         if federation.methods:
-            memories = [self.method_round.receive(*each) for each in zip(clients, states, kept, strict=True)]
+            memories = [self.method_round.receive(*each) for each in zip(clients, states, entered_states, strict=True)]
         local_steps.start(federation.optimizers)
         federation.epoch_states.leave()
         if federation.loose is not None:
             federation.loose.restore()
-        client_group.received, client_group.kept, client_group.entered = states, before, kept
+        client_group.received, client_group.kept, client_group.entered = states, previous_states, entered_states
         federation.epoch_states.enter(self.placement.order.get(clients.client_ids[0], 0))
-        federation.local_trainer.start(clients, states, memories, [own.get("optimizer", {}) for own in kept])
+        federation.local_trainer.start(clients, states, memories, [own.get("optimizer", {}) for own in entered_states])
 
     def upload(self, client_group: ClientGroup) -> None:
         """Send the clients' uploads, and keep what stays with the clients."""
@@ -287,17 +291,19 @@ class Round:
             participation.may_miss_sync and participation.misses_sync(client, self.number)
             for client in clients.client_ids
         ]
-        ended = [client_group.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
-        sent = trained.uploads
+        local_rounds = (
+            [client_group.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
+        )
+        uploads = trained.uploads
         if self.method_round.uploads:
-            sent = stack([self.method_round.upload(client) for client in ended])
+            uploads = stack([self.method_round.upload(client) for client in local_rounds])
         if federation.methods:
-            sent = {**sent, **stack([self.method_round.contribute(client) for client in ended])}
-        server, messages = federation.server, self.method_round.messages(ended)
+            uploads = {**uploads, **stack([self.method_round.contribute(client) for client in local_rounds])}
+        server, messages = federation.server, self.method_round.messages(local_rounds)
         if any(missed):
-            arrived = _upload_reachable(server, clients, sent, messages, missed)
+            arrived = _upload_reachable(server, clients, uploads, messages, missed)
         else:
-            arrived = server.upload(clients, sent, messages)
+            arrived = server.upload(clients, uploads, messages)
         _name_diverged(server.record, clients, trained, arrived)
         personal = server.has_local_state or participation.swarm is not None
         keeping = bool(federation.methods) or federation.settings.keep_optimizer or personal
@@ -305,14 +311,14 @@ class Round:
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
             if not arrived[row]:
-                if ended:
-                    self.method_round.end_dropped(ended[row])
+                if local_rounds:
+                    self.method_round.end_dropped(local_rounds[row])
                 continue
             if keeping:
-                kept = self.method_round.end(ended[row], missed[row]) if ended else {}
+                client_state = self.method_round.end(local_rounds[row], missed[row]) if local_rounds else {}
                 if trained.optimizer_state is not None:
-                    kept["optimizer"] = trained.optimizer_state
-                server.save_client_state(clients.client_ids[row], trained.trained_state(row), kept, missed[row])
+                    client_state["optimizer"] = trained.optimizer_state
+                server.save_client_state(clients.client_ids[row], trained.trained_state(row), client_state, missed[row])
             if self._watched and trained.module_state is None:
                 load_state_tensors(federation.module, trained.trained_state(row))
             if not self._listeners:
@@ -337,15 +343,17 @@ def _upload_reachable(
         Whether each client continues with its state. A client whose upload the server drops does not.
     """
     server.record.missed += itertools.compress(clients.client_ids, missed)
-    fine = [True] * len(clients)
+    upload_results = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
-        sent = {name: value[rows] for name, value in states.items()}
-        beside = {section: [each[row] for row in rows] for section, each in messages.items()}
-        reached = ClientRounds.from_rounds([clients[row] for row in rows])
-        for row, taken in zip(rows, server.upload(reached, sent, beside), strict=True):
-            fine[row] = taken
-    return fine
+        reachable_states = {name: value[rows] for name, value in states.items()}
+        reachable_messages = {section: [each[row] for row in rows] for section, each in messages.items()}
+        reachable_clients = ClientRounds.from_rounds([clients[row] for row in rows])
+        for row, is_accepted in zip(
+            rows, server.upload(reachable_clients, reachable_states, reachable_messages), strict=True
+        ):
+            upload_results[row] = is_accepted
+    return upload_results
 
 
 def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: LocalResult, arrived: Sequence[bool]) -> None:

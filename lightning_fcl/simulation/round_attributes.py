@@ -71,10 +71,12 @@ class RoundAttributes:
 
     def leave(self) -> None:
         """End or interrupt the group, or hooks that run on every rank."""
-        grown = self._grown.setdefault(_COMMON if self._group is None else self._group, {})
-        for name, part in self._changes().items():
-            if is_merged(part):
-                grown[name] = joined([grown[name], part]) if name in grown else part
+        group_changes = self._grown.setdefault(_COMMON if self._group is None else self._group, {})
+        for name, value_change in self._changes().items():
+            if is_merged(value_change):
+                group_changes[name] = (
+                    joined([group_changes[name], value_change]) if name in group_changes else value_change
+                )
             elif self._group is None:
                 self._start_anew(name)
             else:
@@ -91,13 +93,13 @@ class RoundAttributes:
         for name in sorted({name for found in groups.values() for name in found} - self._ignored):
             parts = [self._part(group, name, found[name]) for group, found in groups.items() if name in found]
             common = self._grown[_COMMON].get(name)
-            grown = joined(parts if common is None else [common, *parts])
+            total_change = joined(parts if common is None else [common, *parts])
             path, attribute = name
-            if not is_merged(grown):
+            if not is_merged(total_change):
                 self._ignored.add(name)
             elif path in self._attributes:
                 values = self._attributes[path]
-                values[attribute] = apply(self._before.get(name), grown, self._extend)
+                values[attribute] = apply(self._before.get(name), total_change, self._extend)
 
     def _snapshots(self) -> dict[Name, Snapshot]:
         return {name: snapshot(value, self._copies) for name, value in self._values().items()}
@@ -116,29 +118,29 @@ class RoundAttributes:
         Attributes of the module that are set back for each client do not count, but for items that a client appends.
         Between clients the lists show items of other clients.
         """
-        found: dict[Name, Change] = {}
+        changes: dict[Name, Change] = {}
         for name, value in self._values().items():
             is_put_back = self._loose is not None and name[0].startswith(MODULE)
             if is_put_back and self._group is None:
                 continue
-            part = change(self._now.get(name), value)
-            if part is not None and (not is_put_back or _only_appends(part)):
-                found[name] = part
-        return found
+            value_change = change(self._now.get(name), value)
+            if value_change is not None and (not is_put_back or _only_appends(value_change)):
+                changes[name] = value_change
+        return changes
 
     def _start_anew(self, name: Name) -> None:
         """Hooks that run on every rank have set an attribute anew: the clients so far do not count."""
-        for grown in self._grown.values():
-            grown.pop(name, None)
+        for group_changes in self._grown.values():
+            group_changes.pop(name, None)
         path, attribute = name
         self._before[name] = snapshot(self._attributes[path][attribute], self._copies)
 
     def _packed(self, grown: Mapping[Name, Change]) -> dict[Name, bytes]:
         packed: dict[Name, bytes] = {}
-        for name, part in grown.items():
+        for name, value_change in grown.items():
             content = io.BytesIO()
             try:
-                torch.save(part, content)
+                torch.save(value_change, content)
             except Exception:  # Pickling a user's object may raise any error.
                 self._ignored.add(name)
             else:
@@ -150,8 +152,8 @@ class RoundAttributes:
         if group in self._grown:
             return self._grown[group][name]
 
-        found: Change = torch.load(io.BytesIO(content), self._placed, weights_only=False)
-        return found
+        unpacked_change: Change = torch.load(io.BytesIO(content), self._placed, weights_only=False)
+        return unpacked_change
 
     def _placed(self, storage: Any, where: str) -> Any:
         return default_restore_location(storage, where if where == "cpu" else self._device)  # type: ignore[no-untyped-call]

@@ -33,8 +33,8 @@ def start_synchronization(federation: Federation) -> None:
         state[name], reductions[name] = value, get_reduction(name, reduction)
     learnt = [*trainable_parameters(module)]
     frozen = frozen_parameters(module, reductions)
-    sent = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
-    sizes = message_nbytes(sent, reductions, server.pipeline.codec, learnt)
+    message_entries = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
+    sizes = message_nbytes(message_entries, reductions, server.pipeline.codec, learnt)
     deployment = TimingContext(
         federation.stream.plan, federation.participation, federation.settings.local_epochs, *sizes, reductions
     )
@@ -75,13 +75,13 @@ def message_nbytes(
         >>> message_nbytes({"w": torch.zeros(3), "head": torch.zeros(5)}, {"w": Mean(), "head": Local()}, None, ["w"])
         (12, 12)
     """
-    down = sum(value.nbytes for name, value in state.items() if reductions[name].is_downloaded)
-    up = 0
+    download_nbytes = sum(value.nbytes for name, value in state.items() if reductions[name].is_downloaded)
+    upload_nbytes = 0
     for name, value in state.items():
         if reductions[name].is_uploaded:
             nbytes = codec.nbytes(value.numel(), value.element_size()) if codec and name in trainable else value.nbytes
-            up += min(nbytes, value.nbytes)
-    return down, up
+            upload_nbytes += min(nbytes, value.nbytes)
+    return download_nbytes, upload_nbytes
 
 
 def record_time(federation: Federation, number: int) -> None:
@@ -101,9 +101,9 @@ def check_usable(federation: Federation, number: int) -> None:
     record = federation.server.record
     dropped = record.dropped
     if federation.settings.stops_unusable and dropped and not (record.trained or record.missed or record.late):
-        who = format_names((f"client {client} ({why})" for client, why in dropped.items()), max_names=3)
+        description = format_names((f"client {client} ({why})" for client, why in dropped.items()), max_names=3)
         raise InvalidValueError(
-            f"Expected uploads of round {number} that are of use but all were dropped: {who}.",
+            f"Expected uploads of round {number} that are of use but all were dropped: {description}.",
             hint=f'{DIVERGENCE_HINT} To go on with the server as it was, give the strategy `on_unusable_round="warn"`.',
             argument="on_unusable_round",
             value=dropped,

@@ -118,22 +118,24 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
     """Raise ValueError if a federation does not support a Trainer's settings, optimizers or schedulers."""
     at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
     for callback in get_callbacks(trainer):
-        for kind, (why, hint) in _REFUSED.items():
+        for kind, (reason, hint) in _REFUSED.items():
             if isinstance(callback, kind):
                 raise InvalidValueError(
-                    f"Expected no `{type(callback).__name__}` among the callbacks: {why}.",
+                    f"Expected no `{type(callback).__name__}` among the callbacks: {reason}.",
                     hint=hint,
                     argument="callbacks",
                     value=type(callback).__name__,
                 )
-        often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
-        if isinstance(callback, ModelCheckpoint) and any(often.values()):
-            settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
+        save_intervals = {
+            name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")
+        }
+        if isinstance(callback, ModelCheckpoint) and any(save_intervals.values()):
+            settings = " and ".join(f"`{name}={value}`" for name, value in save_intervals.items() if value)
             raise InvalidValueError(
                 f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
                 "save the model of whichever client trains then.",
                 hint="Set `every_n_epochs=1`.",
-                argument=next(name for name, value in often.items() if value),
+                argument=next(name for name, value in save_intervals.items() if value),
             )
     for config in trainer.lr_scheduler_configs:
         stream = find_stream(trainer)
@@ -199,45 +201,45 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
             hint="Use `max_epochs` and `min_epochs`.",
             argument="max_steps" if trainer.max_steps != -1 else "min_steps",
         )
-    every, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
-    if every is None or interval not in (1.0, None) or type(interval) is int:
+    every_n_epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
+    if every_n_epochs is None or interval not in (1.0, None) or type(interval) is int:
         raise InvalidValueError(
             "Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got "
-            f"{interval} and {every}: within a round there is no server state to validate.",
+            f"{interval} and {every_n_epochs}: within a round there is no server state to validate.",
             hint="Use `check_val_every_n_epoch`.",
-            argument="check_val_every_n_epoch" if every is None else "val_check_interval",
-            value=every if every is None else interval,
+            argument="check_val_every_n_epoch" if every_n_epochs is None else "val_check_interval",
+            value=every_n_epochs if every_n_epochs is None else interval,
         )
-    at_least(1, check_val_every_n_epoch=every)
+    at_least(1, check_val_every_n_epoch=every_n_epochs)
 
 
 def check_reloads(trainer: L.Trainer) -> None:
     """Raise ValueError if loaders of a data module are to be made again: clients' samples are planned once."""
-    stream, every = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    found = client_modules(stream.data) if stream is not None and every else []
-    if found:
+    stream, every_n_epochs = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    modules = client_modules(stream.data) if stream is not None and every_n_epochs else []
+    if modules:
         raise InvalidValueError(
-            f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(found[0]).__name__}`, but got "
-            f"{every}: its loaders are made once, because all rounds are planned before the first one.",
+            f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(modules[0]).__name__}`, but got "
+            f"{every_n_epochs}: its loaders are made once, because all rounds are planned before the first one.",
             hint="Leave the argument out. If samples change between rounds, pass their `group` to "
             "`FederatedStream.from_arrays`, with `scenario=DomainIncremental()`.",
             argument="reload_dataloaders_every_n_epochs",
-            value=every,
+            value=every_n_epochs,
         )
 
 
 def check_parts(trainer: L.Trainer) -> None:
     """Raise TypeError if a callback or the data module is a class, or is of the package `pytorch_lightning`."""
     callbacks, data = get_callbacks(trainer), trainer.datamodule  # type: ignore[attr-defined]
-    for name, part in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
-        if isinstance(part, type):
+    for name, component in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
+        if isinstance(component, type):
             # Lightning calls `on_exception` of all parts, which a class raises another error from.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
             trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
             raise InvalidTypeError(
                 f"Expected `{name}` to be {'objects' if name == 'callbacks' else 'an object'}, but got the class "
-                f"`{part.__name__}`.",
-                hint=f"Use `{part.__name__}(...)`.",
+                f"`{component.__name__}`.",
+                hint=f"Use `{component.__name__}(...)`.",
                 argument=name,
             )
     check_lightning_namespace(data, *callbacks)
@@ -260,25 +262,25 @@ def check_module(module: L.LightningModule) -> None:
             argument=lazy[0],
         )
     try:
-        state, known = state_tensors(module), set(map(id, live.values()))
+        state, live_ids = state_tensors(module), set(map(id, live.values()))
     except TypeError as error:
         raise InvalidValueError(
             f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}.",
             hint="Give it `*args, **kwargs`.",
             argument="keep_vars",
         ) from error
-    copied = [name for name, value in state.items() if id(value) not in known]
-    learnt = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
-    if copied or learnt:
-        what = (
-            f"not to hold {format_code_names(copied)}, a copy,"
-            if copied
-            else f"to hold {format_code_names(learnt)}, which learns,"
+    copied_names = [name for name, value in state.items() if id(value) not in live_ids]
+    trainable_names = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
+    if copied_names or trainable_names:
+        expected_content = (
+            f"not to hold {format_code_names(copied_names)}, a copy,"
+            if copied_names
+            else f"to hold {format_code_names(trainable_names)}, which learns,"
         )
         raise InvalidValueError(
-            f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds.",
+            f"Expected `state_dict(keep_vars=True)` {expected_content} as clients send what it holds.",
             hint="Let it give the module's own tensors, by their names, and freeze the others.",
-            argument=(copied or learnt)[0],
+            argument=(copied_names or trainable_names)[0],
         )
 
 
@@ -316,14 +318,14 @@ def check_ranks(federation: Federation, ranks: int) -> None:
     if ranks == 1:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)
-    most = max(
+    max_cohorts = max(
         (-(-len(federation.participation.sample_on_time_clients(plan, round)[0]) // size) for round in rounds),
         default=ranks,
     )
-    if ranks > most:
+    if ranks > max_cohorts:
         raise InvalidValueError(
-            f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
-            f"{size} clients, but got {ranks}.",
+            f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {max_cohorts} "
+            f"of up to {size} clients, but got {ranks}.",
             hint="Set fewer devices"
             + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else "."),
             argument="devices",

@@ -141,7 +141,7 @@ class FederatedStrategy(RanksStrategy):
         warn_other_lightning()
         transforms = [*([] if compression is None else [compression]), *upload_transforms]
         check_settings(local_epochs, cohort_size, swarm, schedule, Pipeline(transforms))
-        drawn = Participation(participation, 0, swarm, schedule)
+        client_participation = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
         new_server = (
             schedule.server(lambda: current_round(self.federation.module.trainer))
@@ -152,7 +152,7 @@ class FederatedStrategy(RanksStrategy):
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
         stops = on_unusable_round == "stop"
         settings = FederationSettings(reductions or {}, local_epochs, cohort_size, keep_optimizer, stops, seed)
-        self.federation = Federation(settings, server, drawn)
+        self.federation = Federation(settings, server, client_participation)
         self.num_vectorized_clients = 1
         self.sequential_reason: Obstacle | None = None
         self.is_new_round: Callable[[Federation], Round] = Round
@@ -229,11 +229,11 @@ class FederatedStrategy(RanksStrategy):
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
-        stream, most = find_stream(trainer), trainer.max_steps
+        stream, max_steps = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)
         super().setup_optimizers(trainer)
-        trainer.fit_loop.epoch_loop.max_steps = most
+        trainer.fit_loop.epoch_loop.max_steps = max_steps
         if isinstance(trainer.train_dataloader, ClientLoader):
             trainer.fit_loop._combined_loader = None  # which has no rounds yet
 
@@ -328,10 +328,10 @@ class FederatedStrategy(RanksStrategy):
             result = federation.local_trainer.optimizer_step(step, active)
             if local_steps.is_manual is not None:
                 return result
-            (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
-            local_steps.record_step(own, optimizer)
+            (module_optimizer,) = federation.optimizers  # of a module that leaves its steps to Lightning
+            local_steps.record_step(module_optimizer, optimizer)
             if cohort.last_batch and not progress.client_groups:  # schedules by round step before the batch has ended
-                local_steps.end_schedules(own)
+                local_steps.end_schedules(module_optimizer)
             return result
 
     def on_exception(self, exception: BaseException) -> None:
@@ -364,20 +364,22 @@ class FederatedStrategy(RanksStrategy):
                 hint="Leave it out.",
                 argument="weights_only",
             )
-        read = super().load_checkpoint
-        checkpoint = read_checkpoint(lambda file: read(file.name, True), checkpoint_path)
+        load = super().load_checkpoint
+        checkpoint = read_checkpoint(lambda file: load(file.name, True), checkpoint_path)
         check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
-            here, rounds = (
+            fingerprint, rounds = (
                 federation_fingerprint(self.federation),
                 require_stream(self.federation.module.trainer).plan.rounds,
             )
-            check_checkpoint(checkpoint, self._hooks.state_key, here, rounds, checkpoint_path)
+            check_checkpoint(checkpoint, self._hooks.state_key, fingerprint, rounds, checkpoint_path)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        kept = checkpoint["callbacks"][self._hooks.state_key]
-        check_same_settings(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
+        federation_state = checkpoint["callbacks"][self._hooks.state_key]
+        check_same_settings(
+            federation_state.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path
+        )
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -68,31 +68,33 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
             argument="keep_optimizer",
             value=keep_optimizer,
         )
-    wanted = None if settings.cohort_size == "auto" else settings.cohort_size
-    size = choose_group_size(module) if wanted is None else wanted
+    requested_size = None if settings.cohort_size == "auto" else settings.cohort_size
+    size = choose_group_size(module) if requested_size is None else requested_size
     if size == 1:
-        reason: Obstacle | None = Obstacle(Reason.COHORT_SIZE) if wanted else Obstacle(Reason.PARAMETERS, (_LARGEST,))
+        reason: Obstacle | None = (
+            Obstacle(Reason.COHORT_SIZE) if requested_size else Obstacle(Reason.PARAMETERS, (_LARGEST,))
+        )
     elif keep_optimizer:
         reason = Obstacle(Reason.KEEP_OPTIMIZER)
     else:
         reason = find_vmap_obstacle(module, methods, optimizers, stream)
     padded = reason or find_padding_obstacle(module, methods, optimizers[0], stream)
     by_step = padded and (reason or find_step_obstacle(module, methods, optimizers[0], stream))
-    if wanted is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
+    if requested_size is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
         log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
-        if size > 1 and wanted is not None:
+        if size > 1 and requested_size is not None:
             raise InvalidValueError(
-                f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.',
+                f'Expected `cohort_size=1` or "auto" but got {requested_size}: {by_step}.',
                 hint="Leave `cohort_size` out.",
                 argument="cohort_size",
-                value=wanted,
+                value=requested_size,
             )
         if size > 1:
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
-    if wanted is None:
+    if requested_size is None:
         samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
         with isolate_rng():  # a data set may draw a transform
             batch = stream.samples.get(np.arange(1), "test")

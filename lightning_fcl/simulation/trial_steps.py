@@ -75,20 +75,22 @@ class TrialSteps:
         """Return two clients with their samples, and the part that these are of."""
         plan = self._federation.stream.plan
         rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
-        most = sorted(rows, key=lambda client: -len(rows[client]))[:2]
-        found = [(client, rows[client], "train") for client in most]
-        if not found and len(plan.test):  # the server of a deployment has no other samples
-            found = [(client, plan.test, "test") for client in plan.clients[:2]]
+        largest_clients = sorted(rows, key=lambda client: -len(rows[client]))[:2]
+        trial_clients = [(client, rows[client], "train") for client in largest_clients]
+        if not trial_clients and len(plan.test):  # the server of a deployment has no other samples
+            trial_clients = [(client, plan.test, "test") for client in plan.clients[:2]]
         # A single client stands for both, with its samples in another order.
-        return [*found[:1], *((client, own[::-1], part) for client, own, part in found[-1:])]
+        return [*trial_clients[:1], *((client, own[::-1], part) for client, own, part in trial_clients[-1:])]
 
     def why_not(self) -> str | None:
         """Return the reason why the module cannot train in a trial; None if it can."""
         if not self._clients:
             return "no client has samples"
         for kind in {type(part): None for part in self._module.modules()}:
-            own = functions_in(kind)
-            if name := outward(reached([own[hook] for hook in _STEP_HOOKS if hook in own], own)):
+            class_functions = functions_in(kind)
+            if name := outward(
+                reached([class_functions[hook] for hook in _STEP_HOOKS if hook in class_functions], class_functions)
+            ):
                 return f"`{kind.__name__}` uses `{name}` in training"
         return None
 
@@ -121,7 +123,7 @@ class TrialSteps:
         trainer: Any = self._trainer
         federation, progress = self._federation, self._progress
         assert isinstance(federation.local_trainer, SequentialTrainer)
-        kept = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
+        previous_settings = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
         local, cohort, cohorts = federation.local_trainer, progress.client_group, progress.client_groups
         trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
@@ -135,7 +137,7 @@ class TrialSteps:
                 driver.release(self._module)
             for method in self._methods:
                 method.client = None
-            trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = kept
+            trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = previous_settings
             federation.local_trainer, progress.client_group, progress.client_groups = local, cohort, cohorts
 
     def _read(self) -> list[list[Batch]]:
@@ -145,11 +147,11 @@ class TrialSteps:
             rows = [(np.resize(own, (_STEPS, size)), part) for _, own, part in self._clients]
             if not samples.is_random:
                 return [[samples.get(batch, part) for batch in own] for own, part in rows]
-            found = []
-            for own, part in rows:
-                with restored_reading(samples, own.flatten(), part):
-                    found.append([samples.get(batch, part) for batch in own])
-            return found
+            client_batches = []
+            for sample_indices, data_split in rows:
+                with restored_reading(samples, sample_indices.flatten(), data_split):
+                    client_batches.append([samples.get(batch, data_split) for batch in sample_indices])
+            return client_batches
 
     def _note_counts(self) -> Callable[[], None]:
         """Note Lightning's counters of steps; the function that is returned restores them."""
@@ -157,11 +159,11 @@ class TrialSteps:
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         counters = (optimizer.step, optimizer.zero_grad, loop.manual_optimization.optim_step_progress)
         counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
-        before = [dict(count) for count in counts]
+        count_copies = [dict(count) for count in counts]
 
         def restore() -> None:
-            for count, then in zip(counts, before, strict=True):
-                count.update(then)
+            for count, previous_count in zip(counts, count_copies, strict=True):
+                count.update(previous_count)
 
         return restore
 
@@ -170,8 +172,8 @@ class TrialSteps:
         federation, module, number = self._federation, self._module, self._progress.round_idx
         restore = self._note_counts()
         name = self._clients[row][0]
-        part = federation.stream.client_round(name, number)
-        clients = ClientRounds.from_rounds([part])
+        round_client = federation.stream.client_round(name, number)
+        clients = ClientRounds.from_rounds([round_client])
         index = np.arange(_STEPS * _SAMPLES).reshape(1, _STEPS, _SAMPLES)
         lengths = np.full((1, _STEPS), _SAMPLES)
         local, epochs = (
@@ -180,7 +182,9 @@ class TrialSteps:
         )
         cohort = ClientGroup(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
         seed_all(federation.seed, name, number)
-        memories = [m.prepare_client_state(make_client(m, module, {}, self._state, part)) for m in self._methods]
+        memories = [
+            m.prepare_client_state(make_client(m, module, {}, self._state, round_client)) for m in self._methods
+        ]
         federation.local_steps.start(federation.optimizers)
         self._loose.restore()
         cohort.received = [self._state]
@@ -195,7 +199,7 @@ class TrialSteps:
             for listener in self._callbacks:
                 if isinstance(listener, ClientEndListener):
                     with counters.client():
-                        listener.on_client_end(self._trainer, module, part)
+                        listener.on_client_end(self._trainer, module, round_client)
         finally:
             counters.end()
             leave(self._trainer)
@@ -211,13 +215,13 @@ class TrialSteps:
         if not self._federation.local_steps.is_first_batch:
             trainer.accumulate_grad_batches = number + 1
         self._call("on_train_batch_start", batch, number)
-        given = {"batch": batch}
+        step_arguments = {"batch": batch}
         if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
-            given["batch_idx"] = number
+            step_arguments["batch_idx"] = number
         if module.automatic_optimization:
-            output = loop.automatic_optimization.run(trainer.optimizers[0], number, given)  # type: ignore[arg-type]
+            output = loop.automatic_optimization.run(trainer.optimizers[0], number, step_arguments)  # type: ignore[arg-type]
         else:
-            output = loop.manual_optimization.run(given)  # type: ignore[arg-type]
+            output = loop.manual_optimization.run(step_arguments)  # type: ignore[arg-type]
         self._call("on_train_batch_end", output, batch, number)
 
     def _call(self, hook: str, *args: Any) -> None:
@@ -235,8 +239,8 @@ class TrialSteps:
     def _gathered(self) -> list[str]:
         of_class = functions_in(type(self._module))
         hooks = [name for name in _END_HOOKS if name in of_class]
-        changed = [change.name for change in self._loose.search.changes()]
-        if not (hooks and changed) or outward(reached([of_class[name] for name in hooks], of_class)):
+        changed_names = [change.name for change in self._loose.search.changes()]
+        if not (hooks and changed_names) or outward(reached([of_class[name] for name in hooks], of_class)):
             return []
         first = self._loose_state().search
         self.train(1)
@@ -248,13 +252,15 @@ class TrialSteps:
             first.restore(names)
             return self._ended(hooks)
 
-        own, other = ended(()), ended(None)
-        found = []
-        if own is not None and other is not None and not _same(own, other):
-            each = [(name, ended([name])) for name in dict.fromkeys(changed)]
-            found = [name for name, state in each if state is None or not _same(own, state)] or changed
+        own_state, other_state = ended(()), ended(None)
+        gathered_names = []
+        if own_state is not None and other_state is not None and not _same(own_state, other_state):
+            states_by_name = [(name, ended([name])) for name in dict.fromkeys(changed_names)]
+            gathered_names = [
+                name for name, state in states_by_name if state is None or not _same(own_state, state)
+            ] or changed_names
         self._loose.restore()
-        return found
+        return gathered_names
 
     def _loose_state(self) -> ModuleSnapshot:
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
@@ -263,7 +269,7 @@ class TrialSteps:
     def _ended(self, hooks: Sequence[str]) -> State | None:
         """Return the module's state after hooks at the end of a round, which it is restored from; None if they fail."""
         places = [values for part in self._module.modules() for values in _tensors_of(part)]
-        before = [dict(values) for values in places]
+        previous_dicts = [dict(values) for values in places]
         load_state_tensors(self._module, self._state)
         try:
             for hook in hooks:
@@ -272,9 +278,9 @@ class TrialSteps:
         except Exception:  # whatever a user's own code has to say
             return None
         finally:
-            for values, then in zip(places, before, strict=True):
+            for values, previous_values in zip(places, previous_dicts, strict=True):
                 values.clear()
-                values.update(then)
+                values.update(previous_values)
             load_state_tensors(self._module, self._state)
 
 

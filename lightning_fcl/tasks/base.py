@@ -42,8 +42,8 @@ class Task(Serializable, L.LightningModule):
         Networks of `lightning_fcl.models` and optimizers of `torch.optim` are made again from the hyperparameters, each
         checked before it is called; anything else is handed in as one of ``arguments``, such as ``model=MyNetwork()``.
         """
-        read = partial(torch.load, map_location=map_location, weights_only=True)
-        checkpoint = read_checkpoint(read, checkpoint_path)
+        load_file = partial(torch.load, map_location=map_location, weights_only=True)
+        checkpoint = read_checkpoint(load_file, checkpoint_path)
         hparams = checkpoint.get("hyper_parameters", {})
         if not isinstance(hparams, Mapping):
             raise InvalidValueError(
@@ -51,8 +51,8 @@ class Task(Serializable, L.LightningModule):
                 argument="hparams",
                 value=hparams,
             )
-        made = {key: build_from_config(value, key) for key, value in hparams.items() if key not in arguments}
-        task = cls(**validate_arguments(cls, {**made, **arguments}, cls.__name__))
+        hparam_values = {key: build_from_config(value, key) for key, value in hparams.items() if key not in arguments}
+        task = cls(**validate_arguments(cls, {**hparam_values, **arguments}, cls.__name__))
         task.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
         if strict if strict is not None else task.strict_loading:

@@ -86,20 +86,20 @@ class Classifier(NetworkTask):
                 hint="Use `scenario=FedViTScenario(...)`, or leave `task_incremental` out.",
                 argument="task_incremental",
             )
-        alone = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
-        if alone:
+        single_classes = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
+        if single_classes:
             raise InvalidValueError(
-                f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task "
-                "of its own, in which there is nothing to learn.",
+                f"Expected tasks of at least two classes for `task_incremental=True` but class {single_classes[0]} is "
+                "a task of its own, in which there is nothing to learn.",
                 hint="Use fewer `tasks` of `FedViTScenario`, so that each task has at least two classes.",
                 argument="tasks",
-                value=alone,
+                value=single_classes,
             )
-        together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
+        block_mask = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
             rows = torch.tensor(block)
-            together[rows[:, None], rows] = True
-        self._blocks = together
+            block_mask[rows[:, None], rows] = True
+        self._blocks = block_mask
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
         """The logits of the classes that a sample is told apart from, -inf for others: same shape as ``output``."""
@@ -216,8 +216,8 @@ class HARClassifier(Classifier):
         init: Literal["torch", "keras"] = "torch",
         model: nn.Module | None = None,
     ) -> None:
-        own = HARCNN(notation, dropout=dropout, init=init) if model is None else model
-        super().__init__(own, 6, optimizer)
+        network = HARCNN(notation, dropout=dropout, init=init) if model is None else model
+        super().__init__(network, 6, optimizer)
 
 
 class Regressor(NetworkTask):

@@ -69,11 +69,13 @@ class RidgeClassifier(RidgeTask):
         gamma: float = 0.0,
         groups: int = 5,
     ) -> None:
-        own = require_embedding_body(model).features
-        features = (own if random_features is None else random_features) + bias
+        embedding_size = require_embedding_body(model).features
+        features = (embedding_size if random_features is None else random_features) + bias
         super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples, rank, gamma, groups)
         self.model = model.eval()
-        self.random_features = None if random_features is None else RandomFeatures(own, random_features, seed)
+        self.random_features = (
+            None if random_features is None else RandomFeatures(embedding_size, random_features, seed)
+        )
         self.bias = bias
         self.num_classes = num_classes
         self.features = features

@@ -106,8 +106,8 @@ class RidgeTask(Task):
     def reductions(self) -> ReductionRules:
         """What travels: the sums and what is solved of them."""
         if self.share == "weights":
-            own = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "none")
-            return {"*": "fixed", **own, "readout.weight": "mean"}
+            local_rules = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "none")
+            return {"*": "fixed", **local_rules, "readout.weight": "mean"}
         regularised = {"regularised": "sum"} if self.gamma else {}
         return {"*": "fixed", **self.statistics.reductions, **regularised, "readout.weight": "download"}
 
@@ -126,12 +126,12 @@ class RidgeTask(Task):
     def accumulate_samples(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
         """Add samples, so many of each client after the other, to the clients' statistics; how many count for each."""
         samples = 0
-        for states, wanted in self.readout_pairs(x, y):
+        for states, targets in self.readout_pairs(x, y):
             samples += len(states)
-            parts = zip(*(torch.split(values, list(sizes), dim=1) for values in (states, wanted)), strict=True)
-            for row, (mine, said) in enumerate(parts):
-                if mine.numel():
-                    self.statistics.add(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
+            parts = zip(*(torch.split(values, list(sizes), dim=1) for values in (states, targets)), strict=True)
+            for row, (client_states, client_targets) in enumerate(parts):
+                if client_states.numel():
+                    self.statistics.add(a[row], b[row], client_states.flatten(0, 1), client_targets.flatten(0, 1))
         return [samples * size for size in sizes]
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -141,8 +141,8 @@ class RidgeTask(Task):
 
     def add_samples(self, x: Tensor, y: Tensor) -> None:
         """Add samples to the sums in the readout."""
-        for states, wanted in self.readout_pairs(x, y):
-            self.readout.partial_fit(states.flatten(0, 1), wanted.flatten(0, 1))
+        for states, targets in self.readout_pairs(x, y):
+            self.readout.partial_fit(states.flatten(0, 1), targets.flatten(0, 1))
 
     def add_global_step(self) -> None:
         """Move nothing, as no gradient is there: Lightning's checkpoints count optimizer steps."""
@@ -197,9 +197,9 @@ class RidgeTask(Task):
         solutions = self.readout.solve_path(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
         for batch in loader:
-            for states, wanted in self.readout_pairs(*move_batch(trainer, batch)):
+            for states, targets in self.readout_pairs(*move_batch(trainer, batch)):
                 outputs = states.double() @ solutions.flatten(0, 1).t()
-                right += self.targets.score(outputs.view(*outputs.shape[:-1], *solutions.shape[:2]), wanted)
+                right += self.targets.score(outputs.view(*outputs.shape[:-1], *solutions.shape[:2]), targets)
         best = int(right.argmax())
         self.readout.beta = self.betas[best]
         self.readout.weight.copy_(solutions[best])
@@ -207,8 +207,8 @@ class RidgeTask(Task):
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         metric = self.val_metric if stage == "val" else self.test_metric
         x, y = batch
-        for states, wanted in self.readout_pairs(x, y):
-            metric.update(*self.targets.to_predictions(self.readout(states), wanted))
+        for states, targets in self.readout_pairs(x, y):
+            metric.update(*self.targets.to_predictions(self.readout(states), targets))
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
@@ -304,8 +304,8 @@ class RidgeTrainer:
 
     def _begun(self, state: State, name: str) -> Tensor:
         """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
-        same = torch.equal(state["readout.tag"], self.module.readout.tag)
-        return state[name] if same else torch.zeros_like(state[name])
+        is_same_body = torch.equal(state["readout.tag"], self.module.readout.tag)
+        return state[name] if is_same_body else torch.zeros_like(state[name])
 
     def _stacked(self, rows: list[Tensor], name: str) -> Tensor:
         room = self._room.get(name)
@@ -328,30 +328,30 @@ class RidgeTrainer:
 
     def finish(self) -> LocalResult:
         module = self.module
-        for part, n in zip(self.client_rounds, self._n, strict=True):
-            if module.share != "weights" and n < module.min_samples and part.client_id not in self._warned:
-                self._warned.add(part.client_id)
+        for client_round, n in zip(self.client_rounds, self._n, strict=True):
+            if module.share != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
+                self._warned.add(client_round.client_id)
                 log.warning(
                     "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. "
                     "Wait for more, or use secure aggregation.",
-                    part.client_id,
+                    client_round.client_id,
                     n,
                     module.min_samples,
                 )
         a_name, b_name = module.statistics.names
-        changed = {
+        changed_state = {
             a_name: self._a,
             b_name: module.statistics.finish(self._b),
             "readout.n": torch.tensor(self._n, device=self._a.device),
         }
         if module.client_state_predicts:
-            beta, each = module.gamma or module.readout.beta, zip(self._a, self._b, strict=True)
-            changed["readout.weight"] = torch.stack([solve_local(a, b, beta) for a, b in each])
+            beta, client_statistics = module.gamma or module.readout.beta, zip(self._a, self._b, strict=True)
+            changed_state["readout.weight"] = torch.stack([solve_local(a, b, beta) for a, b in client_statistics])
         if module.gamma:
             for row in self._b:
                 add_to_diagonal(row, self._a.shape[-1], module.gamma)
-            changed["regularised"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
-        return LocalResult(stack_client_rows(module, len(self.client_rounds)) | changed, self.memories)
+            changed_state["regularised"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
+        return LocalResult(stack_client_rows(module, len(self.client_rounds)) | changed_state, self.memories)
 
 
 def solve_local(a: Tensor, b: Tensor, beta: float) -> Tensor:

@@ -145,15 +145,15 @@ class ConcatGroups(ConcatReduction):
 
     def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         sums, counts = (rows[name] for name in _MOMENTS)
-        held = torch.stack([value.to_dense() > 0 for value in counts])
-        places = (held.flatten(0, 1).cumsum(dim=0) - 1).view(held.shape)  # among the groups with a class
+        has_samples = torch.stack([value.to_dense() > 0 for value in counts])
+        places = (has_samples.flatten(0, 1).cumsum(dim=0) - 1).view(has_samples.shape)  # among the groups with a class
         shape = (max(1, int(places.max()) + 1), *sums[0].shape[1:])
-        together = sums[0].new_zeros(shape, layout=torch.strided), counts[0].new_zeros(shape[:2], layout=torch.strided)
-        for given in zip(held, places, sums, counts, strict=True):
-            groups, classes = given[0].nonzero(as_tuple=True)
-            for result, value in zip(together, given[2:], strict=True):
-                result[given[1][groups, classes], classes] = value.to_dense()[groups, classes]
-        return dict(zip(_MOMENTS, together, strict=True))
+        moments = sums[0].new_zeros(shape, layout=torch.strided), counts[0].new_zeros(shape[:2], layout=torch.strided)
+        for client_moments in zip(has_samples, places, sums, counts, strict=True):
+            groups, classes = client_moments[0].nonzero(as_tuple=True)
+            for result, value in zip(moments, client_moments[2:], strict=True):
+                result[client_moments[1][groups, classes], classes] = value.to_dense()[groups, classes]
+        return dict(zip(_MOMENTS, moments, strict=True))
 
 
 @dataclass(frozen=True)

@@ -116,27 +116,29 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
             )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
-    _, kept = _federation(checkpoint)
+    _, federation_state = _federation(checkpoint)
     if clients is not None:
-        _, own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), clients))
-        here = own["fingerprint"]
-        if any(here.get(name, value) != value for name, value in kept["fingerprint"].items()):
+        _, client_state = _federation(
+            read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), clients)
+        )
+        client_fingerprint = client_state["fingerprint"]
+        if any(client_fingerprint.get(name, value) != value for name, value in federation_state["fingerprint"].items()):
             raise InvalidValueError(
                 f"Expected `clients` of the published recipe, seed and data but {clients} is of others.",
                 hint="Leave `clients` out.",
                 argument="clients",
             )
-        kept["clients"] = dict(own["clients"])
-    state, over = checkpoint["state_dict"], list[Setting]()
+        federation_state["clients"] = dict(client_state["clients"])
+    state, overrides = checkpoint["state_dict"], list[Setting]()
     if classes is not None:  # its readout may have had more outputs than its data have classes
-        over.append(Setting("model.num_classes", max(len(state["readout.weight"]), len(entry.classes) + classes)))
-    parts = recipe_parts(entry.recipe, entry.full_name, over)
+        overrides.append(Setting("model.num_classes", max(len(state["readout.weight"]), len(entry.classes) + classes)))
+    parts = recipe_parts(entry.recipe, entry.full_name, overrides)
     state |= packaged_state(parts.model)
     if classes is not None:
         for name, value in parts.model.state_dict().items():
-            if (known := state[name]).shape != value.shape:  # zeros, as for classes that nobody has seen yet
+            if (published_value := state[name]).shape != value.shape:  # zeros, as for classes that nobody has seen yet
                 state[name] = torch.zeros_like(value)
-                state[name][tuple(map(slice, known.shape))] = known
+                state[name][tuple(map(slice, published_value.shape))] = published_value
     module = load_into_recipe(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
@@ -150,7 +152,7 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
     Args:
         first: Whether nothing was published by that name before: the difference of two sums may be a single client's.
     """
-    key, kept = _federation(checkpoint)
+    key, federation_state = _federation(checkpoint)
     methods = {method.state_key: method for method in recipe_parts.callbacks if isinstance(method, Method)}
     reductions = [*get_reductions(recipe_parts.model, recipe_parts.strategy.settings.rules).values()]
     reductions += [get_reduction(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
@@ -169,7 +171,7 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
     callbacks = {name: value for name, value in checkpoint["callbacks"].items() if name in methods}
     packaged = packaged_state(recipe_parts.model)
     state = {name: value for name, value in checkpoint["state_dict"].items() if name not in packaged}
-    return {**checkpoint, "state_dict": state, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
+    return {**checkpoint, "state_dict": state, "callbacks": {key: {**federation_state, "clients": {}}, **callbacks}}
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:

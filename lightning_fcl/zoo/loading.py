@@ -90,11 +90,11 @@ def create_model(
     at_least(1, num_classes=1 if num_classes is None else num_classes)
     if name in import_module("lightning_fcl.models").__all__:
         if pretrained:
-            known = list_models()
-            hint = did_you_mean(name.lower(), known)
+            model_names = list_models()
+            hint = did_you_mean(name.lower(), model_names)
             raise UnknownNameError(
                 f"Expected the name of published weights but {name} is a class of networks.",
-                hint=f"{hint} Use one of the published names: {', '.join(known)}.",
+                hint=f"{hint} Use one of the published names: {', '.join(model_names)}.",
                 argument="name",
                 value=name,
             )
@@ -173,9 +173,9 @@ def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: Model
 @torch.no_grad()
 def relative_output_difference(model: PretrainedModel, published: Mapping[str, Tensor]) -> float:
     """The largest difference from the published outputs of the published input, by the largest of these."""
-    found = features_or_outputs(model, published["input"]).double()
-    wanted = published["output"].double()
-    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+    actual_output = features_or_outputs(model, published["input"]).double()
+    expected_output = published["output"].double()
+    return float((actual_output - expected_output).abs().max() / expected_output.abs().max().clamp(min=1e-12))
 
 
 def features_or_outputs(model: PretrainedModel, x: Tensor) -> Tensor:
@@ -194,10 +194,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _with_head(network: Serializable, num_classes: int) -> nn.Module:
     """The network, or where it has another number of outputs, one with a new head and the same state before it."""
-    wanted = _resized(network.init_config, num_classes)
-    if wanted == network.init_config:
+    resized_config = _resized(network.init_config, num_classes)
+    if resized_config == network.init_config:
         return network
-    other: nn.Module = build_from_config(wanted, "model")
+    other: nn.Module = build_from_config(resized_config, "model")
     state, published = other.state_dict(), network.state_dict()
     other.load_state_dict({k: published[k] if published[k].shape == v.shape else v for k, v in state.items()})
     return other

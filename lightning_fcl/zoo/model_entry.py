@@ -103,16 +103,24 @@ def check_name(name: str) -> None:
 def read_entry(config: Path) -> ModelEntry:
     """What a configuration file says; nothing that it names is imported."""
     content = read_yaml(config)
-    told = content if isinstance(content, dict) else {}
-    network, recipe, measured = told.pop("network", None), told.pop("recipe", {}), told.pop("measurement", None)
+    entry_fields = content if isinstance(content, dict) else {}
+    network, recipe, measurement_fields = (
+        entry_fields.pop("network", None),
+        entry_fields.pop("recipe", {}),
+        entry_fields.pop("measurement", None),
+    )
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise InvalidValueError(
             f"Expected {config} to describe a network and a recipe by name but it does not.",
             hint=REDOWNLOAD_HINT,
             value=config,
         )
-    measurement = None if measured is None else parse_dataclass(Measurement, measured, f"the measurement of {config}")
-    return parse_dataclass(ModelEntry, told, config, network=network, recipe=recipe, measurement=measurement)
+    measurement = (
+        None
+        if measurement_fields is None
+        else parse_dataclass(Measurement, measurement_fields, f"the measurement of {config}")
+    )
+    return parse_dataclass(ModelEntry, entry_fields, config, network=network, recipe=recipe, measurement=measurement)
 
 
 def read_folder(folder: Path) -> ModelEntry:

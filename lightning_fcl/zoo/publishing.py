@@ -142,8 +142,8 @@ def publish(
     recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
     recipe |= packaged_recipe(run, results)
     shape = list(stream.get_samples(stream.plan.test[:1])[0].shape[1:])
-    wanted = {*results["expected"], *_TOLD, *_table_row(recipe)}
-    metrics = {key: value for key, value in results["metrics"].items() if key in wanted}
+    metric_names = {*results["expected"], *_TOLD, *_table_row(recipe)}
+    metrics = {key: value for key, value in results["metrics"].items() if key in metric_names}
     entry = ModelEntry(
         name=name,
         version=1,
@@ -160,12 +160,12 @@ def publish(
         made_with={**results["versions"], "machine": results["machine"]},
     )
     model = PretrainedModel(network, entry)
-    either = (
+    should_compare_precisions = (
         half_precision is None
         and classes
         and any(v.dtype == torch.float32 for v in _tensors(network, half=False).values())
     )
-    models = {halved: model for halved in ([False, True] if either else [bool(half_precision)])}
+    models = {halved: model for halved in ([False, True] if should_compare_precisions else [bool(half_precision)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
         models[True] = load_weights(make_network(entry), _tensors(network, half=True), entry)
     if backbone is not None:  # its features have been made for the run
@@ -180,15 +180,15 @@ def publish(
     metrics = {"test_accuracy": accuracy[half_precision], **entry.metrics} if accuracy else entry.metrics
     entry = replace(entry, metrics=metrics, stored="float16" if half_precision else "float32")
     temporary = None if head is None else TemporaryFolder("push")
-    place = Path(destination) if temporary is None else temporary.path
-    with disk_error_context(place):
-        place.mkdir(parents=True, exist_ok=True)
-        with file_lock(place / LOCK):
-            versions = [one.version for one in read_registry(place / REGISTRY) if one.name == name]
+    registry_folder = Path(destination) if temporary is None else temporary.path
+    with disk_error_context(registry_folder):
+        registry_folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(registry_folder / LOCK):
+            versions = [one.version for one in read_registry(registry_folder / REGISTRY) if one.name == name]
             versions += [head.entry.version] if head is not None and head.entry is not None else []
-            later = make_continuation(checkpoint, parts, first=not versions)
+            continuation = make_continuation(checkpoint, parts, first=not versions)
             entry = replace(entry, version=max(versions, default=0) + 1)
-            folder = _write(models[half_precision].network, entry, later, place)
+            folder = _write(models[half_precision].network, entry, continuation, registry_folder)
     return folder if head is None else upload(folder, head, about or name)
 
 
@@ -309,13 +309,13 @@ def _rows(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]) -> 
     for name in dict.fromkeys([*entry.metrics, *spread]):
         if name.startswith("paper/"):
             continue
-        own, paper = (
+        network_value, paper = (
             "" if value is None else metric_number(name, value)
             for value in (entry.metrics.get(name), entry.metrics.get(f"paper/{name}"))
         )
         mean, std, number = spread.get(name, (0.0, 0.0, 0))
-        over = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})" if number else ""
-        rows.append([metric_title(name), own, over, paper])
+        seed_summary = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})" if number else ""
+        rows.append([metric_title(name), network_value, seed_summary, paper])
     return rows
 
 

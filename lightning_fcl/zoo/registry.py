@@ -84,8 +84,8 @@ def get_repo_head(name: str) -> RepoHead:
         api = hub.HfApi()
         api.create_repo(repository, exist_ok=True)
         info = api.model_info(repository)
-        held = CONFIG in [file.rfilename for file in info.siblings or []]
-        path = Path(hub.hf_hub_download(repository, CONFIG, revision=info.sha)) if held else None
+        has_entry = CONFIG in [file.rfilename for file in info.siblings or []]
+        path = Path(hub.hf_hub_download(repository, CONFIG, revision=info.sha)) if has_entry else None
     return RepoHead(repository, info.sha, read_entry(path) if path else None)
 
 
@@ -165,27 +165,30 @@ class RegistryEntry:
         return folder
 
     def _bring(self, wanted: Collection[str]) -> Path:
-        own, cached = safe_join(self.registry_folder, self.folder), safe_join(cache_folder() / "zoo", self.digest)
-        for place in [own] if self.url else [own, cached]:
-            if (place / CHECKSUMS_FILE).is_file():
-                check_digest(place / CHECKSUMS_FILE, self.digest)
-                files = {name: digest for name, digest in read_files(place).items() if name in wanted}
-                if all((place / name).is_file() for name in files):
+        entry_folder, cached_folder = (
+            safe_join(self.registry_folder, self.folder),
+            safe_join(cache_folder() / "zoo", self.digest),
+        )
+        for candidate in [entry_folder] if self.url else [entry_folder, cached_folder]:
+            if (candidate / CHECKSUMS_FILE).is_file():
+                check_digest(candidate / CHECKSUMS_FILE, self.digest)
+                files = {name: digest for name, digest in read_files(candidate).items() if name in wanted}
+                if all((candidate / name).is_file() for name in files):
                     for name, digest in files.items():
-                        check_digest(place / name, digest)
-                    return place
+                        check_digest(candidate / name, digest)
+                    return candidate
         if not self.url:
             raise MissingFileError(
-                f"Expected the files of {self.folder} in {own} but this installation does not have them: they are too "
-                "large to travel with the package, or their data's licence does not let them.",
+                f"Expected the files of {self.folder} in {entry_folder} but this installation does not have them: they "
+                "are too large to travel with the package, or their data's licence does not let them.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
                 value=self.folder,
             )
-        download(f"{self.url}/{self.folder}/{CHECKSUMS_FILE}", cached / CHECKSUMS_FILE, self.digest)
-        for name, digest in read_files(cached).items():
+        download(f"{self.url}/{self.folder}/{CHECKSUMS_FILE}", cached_folder / CHECKSUMS_FILE, self.digest)
+        for name, digest in read_files(cached_folder).items():
             if name in wanted:
-                download(f"{self.url}/{self.folder}/{name}", safe_join(cached, name), digest)
-        return cached
+                download(f"{self.url}/{self.folder}/{name}", safe_join(cached_folder, name), digest)
+        return cached_folder
 
     def _entry(self, folder: Path) -> ModelEntry:
         entry = read_entry(folder / CONFIG)
@@ -221,7 +224,7 @@ def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
     """The newest version of each name, in alphabetical order; the first registry that has it counts."""
     newest: dict[str, RegistryEntry] = {}
     for registry in registries():
-        newest = {one.name: one for one in sorted(registry, key=lambda one: one.version)} | newest
+        newest = {entry.name: entry for entry in sorted(registry, key=lambda entry: entry.version)} | newest
     return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
@@ -237,8 +240,8 @@ def get_entry(name: str) -> RegistryEntry:
     """The newest version of a name, or that which the name tells."""
     base, _, version = name.partition("@")
     for registry in registries():
-        if own := [one for one in registry if one.name == base and version in ("", str(one.version))]:
-            return max(own, key=lambda one: one.version)
+        if matches := [entry for entry in registry if entry.name == base and version in ("", str(entry.version))]:
+            return max(matches, key=lambda entry: entry.version)
     hint = did_you_mean(base, list_models())
     raise UnknownNameError(
         f"Expected the name of a published model but got {name!r}.",
@@ -253,18 +256,18 @@ def registries() -> Iterator[list[RegistryEntry]]:
 
     Files of the package's that do not travel with it are looked for at the setting's URL.
     """
-    place = os.environ.get("LIGHTNING_FCL_ZOO", "")
-    remote = _URL.fullmatch(place)
+    location = os.environ.get("LIGHTNING_FCL_ZOO", "")
+    remote = _URL.fullmatch(location)
     url = remote["url"] if remote else ""
     if remote and remote["digest"]:
         digest = remote["digest"].lower()
         file = download(f"{url}/{REGISTRY}", safe_join(cache_folder() / "zoo", digest, REGISTRY), digest)
         yield read_registry(file, url)
-    elif place and not remote:
-        file = Path(place).expanduser() / REGISTRY
+    elif location and not remote:
+        file = Path(location).expanduser() / REGISTRY
         if not file.is_file():
             raise MissingFileError(
-                f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
+                f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {location}."
             )
         yield read_registry(file)
     yield read_registry(package_folder() / REGISTRY, url)

@@ -72,18 +72,18 @@ def verify(name: str | Path) -> VerificationResult:
     model = load_folder(folder, check=False)
     entry = model.entry
     difference = relative_output_difference(model, read_tensors(folder / CHECK)) if (folder / CHECK).is_file() else 0.0
-    card, measured, why = entry.metrics.get("test_accuracy"), None, ""
+    card, measured_accuracy, reason = entry.metrics.get("test_accuracy"), None, ""
     if card is None:
-        why = "it names no classes"
+        reason = "it names no classes"
     else:
         try:
             stream = recipe_parts(entry.recipe, entry.full_name).datamodule
             stream.setup_with_images()
-            measured = test_accuracy(model, stream)
+            measured_accuracy = test_accuracy(model, stream)
         except (FileNotFoundError, UnknownRecipeError) as error:
-            why = str(error)
-    right = difference <= TOLERANCE and (measured is None or abs(measured - (card or 0)) <= SHARE)
-    return VerificationResult(entry.full_name, right, card, measured, difference, why)
+            reason = str(error)
+    right = difference <= TOLERANCE and (measured_accuracy is None or abs(measured_accuracy - (card or 0)) <= SHARE)
+    return VerificationResult(entry.full_name, right, card, measured_accuracy, difference, reason)
 
 
 @torch.no_grad()
@@ -107,8 +107,8 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for candidate in _candidates(results["recipe"] or {"paper": "", "row": ""}):
-        same = resolve_recipe(candidate.with_values({"seed_everything": results["seed"]}))
-        if _on_any_processes(_plain(same)) == plain:
+        candidate_config = resolve_recipe(candidate.with_values({"seed_everything": results["seed"]}))
+        if _on_any_processes(_plain(candidate_config)) == plain:
             return _recipe_mark(candidate)
     return {}
 

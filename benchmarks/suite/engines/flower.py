@@ -24,8 +24,8 @@ def refuses(workload):
 def _workload(name, quick, device):
     """The data of an actor, made once."""
     torch.set_num_threads(1)
-    made = workloads.make(name, quick)
-    return made.to(device) if device != "cpu" else made
+    workload = workloads.make(name, quick)
+    return workload.to(device) if device != "cpu" else workload
 
 
 def _client(name, quick, device):
@@ -69,8 +69,8 @@ def run(workload, rounds, marks, out, device="cpu"):
             return ArrayRecord(self.state), metrics
 
     # Else the first round takes those nodes that happen to be there already.
-    everybody = {"min_train_nodes": workload.clients, "min_available_nodes": workload.clients}
-    strategy = Server(fraction_evaluate=0.0, **everybody)
+    node_counts = {"min_train_nodes": workload.clients, "min_available_nodes": workload.clients}
+    strategy = Server(fraction_evaluate=0.0, **node_counts)
     server = ServerApp()
 
     @server.main()

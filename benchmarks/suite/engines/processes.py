@@ -22,9 +22,9 @@ def _work(workload, server, sums, totals, number, barrier, rounds):
     torch.set_num_threads(1)
     share, loads = [[] for _ in range(PROCESSES)], [0] * PROCESSES
     for client in sorted(range(workload.clients), key=lambda c: -workload.sizes[c]):
-        least = loads.index(min(loads))
-        share[least].append(client)
-        loads[least] += workload.sizes[client]
+        process_idx = loads.index(min(loads))
+        share[process_idx].append(client)
+        loads[process_idx] += workload.sizes[client]
     for _ in range(rounds):
         barrier.wait(PATIENCE)  # the server's state is there
         for value in sums.values():

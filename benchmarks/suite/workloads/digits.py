@@ -12,7 +12,7 @@ def make(clients, width=32, drawn=None, quick=False):
     """So many clients; of more than 119 some have digits that others have, too."""
     clients, drawn = (12, drawn and 4) if quick else (clients, drawn)
     x, y = load_digits(return_X_y=True)
-    chosen = np.resize(np.random.default_rng(0).permutation(len(y)), 15 * clients)
-    x, y = torch.tensor(x / 16, dtype=torch.float32)[chosen], torch.tensor(y[chosen])
+    sample_indices = np.resize(np.random.default_rng(0).permutation(len(y)), 15 * clients)
+    x, y = torch.tensor(x / 16, dtype=torch.float32)[sample_indices], torch.tensor(y[sample_indices])
     torch.manual_seed(0)
     return Gradient(x, y, [15] * clients, MLP([64, width, 10]), 10, 15, drawn)

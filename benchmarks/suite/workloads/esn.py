@@ -34,9 +34,9 @@ class Sums(Gradient):
         """A client's sums; each counts as one."""
         x, y = self.samples(client)
         states = self.model(x)
-        wanted = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
+        targets = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
         states = states.double().flatten(0, 1)
-        return {"A": wanted.T @ states, "B": states.T @ states, "weight": torch.zeros_like(server["weight"])}, 1
+        return {"A": targets.T @ states, "B": states.T @ states, "weight": torch.zeros_like(server["weight"])}, 1
 
     def end(self, server, mean, total):
         """All that has been added up, and its readout."""

@@ -77,11 +77,11 @@ def verify(name: str, root: str | Path | None = None) -> str:
         >>> verify("digits")  # doctest: +ELLIPSIS
         'digits: bundled with scikit-learn ...; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
     """
-    layout, place = _source(name).find(root)
+    layout, path = _source(name).find(root)
     data = load_dataset(name, root)
     shape = " x ".join(str(size) for size in data.x.shape[1:])
     clients = "no natural clients" if data.client_ids is None else f"{len(np.unique(data.client_ids))} clients"
-    return f"{name}: {layout} {place}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
+    return f"{name}: {layout} {path}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
 
 
 def download(name: str, root: str | Path | None = None) -> Path:
@@ -99,10 +99,10 @@ def download(name: str, root: str | Path | None = None) -> Path:
 
 def _source(name: str) -> Source:
     if name not in SOURCES:
-        known = ", ".join(f"`{entry}`" for entry in SOURCES)
+        source_names = ", ".join(f"`{entry}`" for entry in SOURCES)
         hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or "Use one of these names."
         raise UnknownNameError(
-            f"Expected the name of a data set, one of {known}, but got {name!r}.",
+            f"Expected the name of a data set, one of {source_names}, but got {name!r}.",
             hint=hint,
             argument="name",
             value=name,

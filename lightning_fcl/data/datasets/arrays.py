@@ -74,10 +74,10 @@ class ArrayDataset:
                 continue
             is_text = kind == "integers or text"
             fits = column.dtype.kind in "iuU" if is_text else column.dtype == kind
-            each = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
-            if not fits or (each and column.shape != (size,)):
+            length_note = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
+            if not fits or (length_note and column.shape != (size,)):
                 raise InvalidValueError(
-                    f"Expected `{name}` to hold {kind}{each} but got {column.dtype} of shape {column.shape}.",
+                    f"Expected `{name}` to hold {kind}{length_note} but got {column.dtype} of shape {column.shape}.",
                     hint="Pass one entry for each sample."
                     if fits
                     else f"Convert it, as `{name}.astype({'str' if is_text else repr(kind)})` does.",
@@ -110,8 +110,8 @@ class ArrayDataset:
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
         """Samples as models take them, float32: pixels normalised, all others as they are."""
-        chosen: NDArray[Any] = self.x[indices]
-        return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
+        values: NDArray[Any] = self.x[indices]
+        return values if self.mean is None or self.std is None else (values - self.mean) / self.std
 
 
 def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
@@ -224,8 +224,8 @@ class Measurement:
                 argument="rate",
                 value=rate,
             )
-        given = [units] * len(self.units) if isinstance(units, str) else units
-        if given is not None and tuple(given) != self.units:
+        channel_units = [units] * len(self.units) if isinstance(units, str) else units
+        if channel_units is not None and tuple(channel_units) != self.units:
             raise InvalidValueError(
                 f"Expected `units` to be {', '.join(self.units)} but got {units}.",
                 hint="Convert the values.",
@@ -242,23 +242,25 @@ class Measurement:
             )
         channel = self.axes.index("channel") + 1
         for number, (name, unit) in enumerate(zip(self.channels, self.units, strict=True)):
-            of = np.take(values, number, axis=channel)
+            channel_values = np.take(values, number, axis=channel)
             low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
-            ends = of.min(), of.max()
-            if beyond := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
+            ends = channel_values.min(), channel_values.max()
+            if outliers := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
                 raise InvalidValueError(
                     f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
-                    f"{beyond[-1]}.",
+                    f"{outliers[-1]}.",
                     hint=f"Convert `{name}` to {unit or 'the scale of the training data'}.",
                     argument="x",
-                    value=beyond[-1],
+                    value=outliers[-1],
                 )
         if self.scaled_over == "data":
-            along = [-1 if axis == "channel" else 1 for axis in self.axes]
-            return normalize_array(values, np.array(self.mean).reshape(along), np.array(self.std).reshape(along))
-        others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
+            scale_shape = [-1 if axis == "channel" else 1 for axis in self.axes]
+            return normalize_array(
+                values, np.array(self.mean).reshape(scale_shape), np.array(self.std).reshape(scale_shape)
+            )
+        reduced_axes = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
         if self.scaled_over == "sample":
-            return standardize(values.astype(np.float64), others)
+            return standardize(values.astype(np.float64), reduced_axes)
         if len(values) < 2:
             raise InvalidValueError(
                 "Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
@@ -266,18 +268,18 @@ class Measurement:
                 hint="Pass all samples of the person together.",
                 argument="x",
             )
-        return standardize(values.astype(np.float32), (0, *others))
+        return standardize(values.astype(np.float32), (0, *reduced_axes))
 
     def describe(self) -> str:
         size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
         names = ", ".join(
             f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
         )
-        of = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
-        at = f" at {self.rate:g} Hz" if self.rate else ""
+        scope_names = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
+        rate_text = f" at {self.rate:g} Hz" if self.rate else ""
         whole = not any(self.mean or (1,)) and self.std == self.high
-        scale = "to 0 to 1" if whole else f"by the mean and deviation of {of[self.scaled_over]}"
-        return f"{size}{at}: {names}; scaled {scale}"
+        scale = "to 0 to 1" if whole else f"by the mean and deviation of {scope_names[self.scaled_over]}"
+        return f"{size}{rate_text}: {names}; scaled {scale}"
 
 
 def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:

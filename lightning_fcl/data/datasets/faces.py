@@ -51,8 +51,8 @@ def load_orl(
         # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
         scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
         height, width = (max(1, round(scale * wanted)) for wanted in size)
-        top, left = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
-        pixels = pixels[:, top : top + height, left : left + width]
+        first_row, first_column = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
+        pixels = pixels[:, first_row : first_row + height, first_column : first_column + width]
     return face_dataset(pixels, y, [f"s{person}" for person in people], size, normalize)
 
 
@@ -100,20 +100,20 @@ def load_lfw(
                 argument="min_faces",
                 value=min_faces,
             )
-        wanted = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
-        arrays = read_npz(path, wanted)
+        spec = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
+        arrays = read_npz(path, spec)
         owner = arrays["names"][check_int_range(arrays["y"], len(arrays["names"]) - 1, f"`y` of {path}")]
-        names, kept = _with_enough(owner, min_faces, path)
-        images = arrays["X"][kept]
+        names, is_eligible = _with_enough(owner, min_faces, path)
+        images = arrays["X"][is_eligible]
     else:
         people = {
             one.name: numbered_paths(one, rf"{re.escape(one.name)}_(\d{{4}})\.jpg") for one in sorted(path.glob("*/"))
         }
         paths = [image for own in people.values() for image in own]
         owner = np.repeat(list(people), list(map(len, people.values())))
-        names, kept = _with_enough(owner, min_faces, path)
-        images = (read_image(paths[n], "JPEG", "L", _LFW_SHAPE)[_FACE] for n in np.flatnonzero(kept))
-    return face_dataset(images, np.searchsorted(names, owner[kept]), names.tolist(), size, normalize)
+        names, is_eligible = _with_enough(owner, min_faces, path)
+        images = (read_image(paths[n], "JPEG", "L", _LFW_SHAPE)[_FACE] for n in np.flatnonzero(is_eligible))
+    return face_dataset(images, np.searchsorted(names, owner[is_eligible]), names.tolist(), size, normalize)
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
@@ -127,5 +127,5 @@ def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[N
             argument="min_faces",
             value=min_faces,
         )
-    chosen = names[counts >= min_faces]
-    return chosen, np.isin(owner, chosen)
+    eligible_names = names[counts >= min_faces]
+    return eligible_names, np.isin(owner, eligible_names)

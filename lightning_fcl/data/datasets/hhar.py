@@ -91,14 +91,14 @@ def load_hhar(
     layout, path = _HHAR.find(root)
     if layout == "phone windows":
         options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
-        for name, (got, wanted) in options.items():
-            if got != wanted:
+        for name, (value, default) in options.items():
+            if value != default:
                 raise InvalidValueError(
-                    f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
+                    f"Expected `{name}` to be {default!r} but got {value!r}: {path} holds windows of one phone's "
                     "accelerometer that are scaled per user already.",
                     hint=f"Leave `{name}` out, or use the publishers' CSV files.",
                     argument=name,
-                    value=got,
+                    value=value,
                 )
         chunk = _WINDOW if chunk is None else chunk
         arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, _HHAR.remedy), _WINDOW // chunk
@@ -112,10 +112,12 @@ def load_hhar(
                 measurement=series_measurement(chunk, "user", _MEASURED["accelerometer"], None),
             )
     chunk = 200 if chunk is None else chunk
-    less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
+    length_note = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
     remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
     recordings = _recordings(path, models, features)
-    data = chunk_recordings(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
+    data = chunk_recordings(
+        recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{length_note}", remedy
+    )
     sensors = [axis for name in _SENSORS for axis in _MEASURED[name]] if features == "raw" else []
     return replace(data, measurement=series_measurement(chunk, normalize, sensors, _RATE))
 
@@ -133,9 +135,9 @@ def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     windows = np.lib.stride_tricks.sliding_window_view(x, _SLIDING, axis=0)[:: _SLIDING // 2]
     reduced = [reduce(windows, axis=2) for reduce in (np.mean, np.std, np.min, np.max)]
     newest = np.arange(len(x) - _SLIDING + 1) // (_SLIDING // 2)
-    kept = x[_SLIDING - 1 :]
-    magnitude = np.linalg.norm(kept.reshape(-1, 2, 3), axis=2)
-    return np.concatenate([kept, magnitude, *(values[newest] for values in reduced)], axis=1).astype(np.float32)
+    signals = x[_SLIDING - 1 :]
+    magnitude = np.linalg.norm(signals.reshape(-1, 2, 3), axis=2)
+    return np.concatenate([signals, magnitude, *(values[newest] for values in reduced)], axis=1).astype(np.float32)
 
 
 def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[Recording]:
@@ -147,10 +149,10 @@ def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[
     for owner in sorted(acc | gyro, key=lambda owner: (owner[0], models.index(owner[1]), owner[2])):
         user, model, device = owner
         sensors = acc.pop(owner, None), gyro.pop(owner, None)
-        found = _on_one_grid(sensors[0], sensors[1]) if sensors[0] and sensors[1] else []
+        stretches = _on_one_grid(sensors[0], sensors[1]) if sensors[0] and sensors[1] else []
         if features == "statistics":
-            found = [(window_statistics(part), label) for part, label in found]
-        yield Recording(user, found, f"user {user} with {device}", models.index(model))
+            stretches = [(window_statistics(part), label) for part, label in stretches]
+        yield Recording(user, stretches, f"user {user} with {device}", models.index(model))
 
 
 def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
@@ -163,39 +165,39 @@ def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
         with pd.read_csv(file, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
-    found = {}
+    series_by_owner = {}
     for owner, pieces in parts.items():
         time, xyz, label = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
         pieces.clear()  # which would take as much memory again
         time, first = np.unique(time, return_index=True)  # in the order of time; of the same time, the first counts
-        found[owner] = time, xyz[first], label[first]
-    return found
+        series_by_owner[owner] = time, xyz[first], label[first]
+    return series_by_owner
 
 
 def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, list[_Series]]) -> None:
     """Sort the labelled rows of some models by their owners."""
     # A category is looked up once, not once a row.
-    known = {"null": -1, **{name: label for label, name in enumerate(_CLASSES)}}
-    for column, names in (("gt", known), ("User", _USERS), ("Model", _MODELS)):
+    label_numbers = {"null": -1, **{name: label for label, name in enumerate(_CLASSES)}}
+    for column, names in (("gt", label_numbers), ("User", _USERS), ("Model", _MODELS)):
         unknown = sorted(set(table[column].cat.categories) - set(names))
         if unknown:
             raise ValueError(f"{unknown[0]!r} as `{column}`, which is none of {', '.join(names)}")
-    kept = table[(table["gt"] != "null") & table["Model"].isin(models)]
-    for owner, rows in kept.groupby(["User", "Model", "Device"], observed=True, sort=False):
+    labeled_rows = table[(table["gt"] != "null") & table["Model"].isin(models)]
+    for owner, rows in labeled_rows.groupby(["User", "Model", "Device"], observed=True, sort=False):
         xyz = rows[["x", "y", "z"]].to_numpy(np.float32)
         if not np.isfinite(xyz).all():
             raise ValueError(f"{xyz[~np.isfinite(xyz).all(axis=1)][0]} as x, y, z of user {owner[0]} with {owner[2]}")
-        label = rows["gt"].astype(str).map(known).to_numpy(np.int64)
+        label = rows["gt"].astype(str).map(label_numbers).to_numpy(np.int64)
         parts.setdefault(owner, []).append((rows["Creation_Time"].to_numpy(np.int64), xyz, label))
 
 
 def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
     """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
-    found = []
-    runs, others = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
+    stretches = []
+    acc_runs, gyro_runs = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0
-    while i < len(runs) and j < len(others):
-        (a, b), (c, d) = runs[i], others[j]
+    while i < len(acc_runs) and j < len(gyro_runs):
+        (a, b), (c, d) = acc_runs[i], gyro_runs[j]
         start, stop = max(acc[0][a], gyro[0][c]), min(acc[0][b - 1], gyro[0][d - 1])
         if start <= stop and acc[2][a] == gyro[2][c]:
             # From 0, as nanoseconds since 1970 do not fit into a float.
@@ -205,9 +207,9 @@ def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32],
                 for (time, xyz, _), first, last in ((acc, a, b), (gyro, c, d))
                 for axis in range(3)
             ]
-            found.append((np.stack(columns, axis=1).astype(np.float32), int(acc[2][a])))
+            stretches.append((np.stack(columns, axis=1).astype(np.float32), int(acc[2][a])))
         if acc[0][b - 1] < gyro[0][d - 1]:
             i += 1
         else:
             j += 1
-    return found
+    return stretches

@@ -62,9 +62,9 @@ def read_image(
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
-    what = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
+    description = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
     with (
-        as_file_error(path, what),
+        as_file_error(path, description),
         open_file(path) if content is None else io.BytesIO(content) as file,
         Image.open(file, formats=formats) as image,
     ):
@@ -111,9 +111,11 @@ def face_dataset(
         centred: NDArray[Any] = pixels - pixels.mean(dtype=np.float64)
         x.append((centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32))
     stack = np.stack(x)[:, np.newaxis]
-    over: ScalingScope = "data" if normalize == "none" else "sample"
+    scope: ScalingScope = "data" if normalize == "none" else "sample"
     scale = {"mean": [0.0], "std": [255.0]} if normalize == "none" else {}
-    measurement = Measurement.from_sensors([("grey", "of 255", 0.0, 255.0)], stack.shape[1:], AXES, None, over, **scale)
+    measurement = Measurement.from_sensors(
+        [("grey", "of 255", 0.0, 255.0)], stack.shape[1:], AXES, None, scope, **scale
+    )
     return ArrayDataset(stack, y.astype(np.int64), None, tuple(classes), measurement=measurement)
 
 
@@ -132,18 +134,18 @@ def resize_all_once(
 
     Each image has one of ``names``, by which others of the same files are told apart.
     """
-    told = hashlib.sha256("\n".join(names).encode())
+    digest = hashlib.sha256("\n".join(names).encode())
     for path in files:
         with as_file_error(path, "to be a file of images"):
-            found = path.stat()
-        told.update(f"\n{path.absolute()} {found.st_size} {found.st_mtime_ns}".encode())
-    kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
-    if kept.is_file() and kept.stat().st_size == math.prod(shape):
-        return np.fromfile(regular_file(kept), np.uint8).reshape(shape)
+            file_stat = path.stat()
+        digest.update(f"\n{path.absolute()} {file_stat.st_size} {file_stat.st_mtime_ns}".encode())
+    cache_path, shape = cache_folder() / "images" / f"{digest.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
+    if cache_path.is_file() and cache_path.stat().st_size == math.prod(shape):
+        return np.fromfile(regular_file(cache_path), np.uint8).reshape(shape)
     pixels = resize_all(images, len(names), size)
     with suppress(OSError):  # the next time it takes as long
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, pixels.tobytes())
+        cache_path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cache_path, pixels.tobytes())
     return pixels
 
 
@@ -162,9 +164,9 @@ def photo_dataset(
     that is constant is only centred.
     """
     if normalize == "channel":
-        of = pixels if test is None or test.all() else pixels[~test]
-        number, total = of.size // 3, of.sum(axis=(0, 2, 3), dtype=np.int64)
-        squares = np.einsum("nchw,nchw->c", of, of, dtype=np.int64)
+        train_pixels = pixels if test is None or test.all() else pixels[~test]
+        number, total = train_pixels.size // 3, train_pixels.sum(axis=(0, 2, 3), dtype=np.int64)
+        squares = np.einsum("nchw,nchw->c", train_pixels, train_pixels, dtype=np.int64)
         # n^2 var = n sum(x^2) - (sum x)^2, exactly: whole numbers of Python have no largest one.
         variance = [(number * int(s) - int(t) ** 2) / number**2 for s, t in zip(squares, total, strict=True)]
         mean, std = total / number, np.where(np.sqrt(variance) > 0, np.sqrt(variance), 255.0)
@@ -173,7 +175,9 @@ def photo_dataset(
     else:
         mean, std = np.zeros(3), np.full(3, 255.0)
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
-    told = {name: values.ravel().tolist() for name, values in scale.items()}
+    scale_values = {name: values.ravel().tolist() for name, values in scale.items()}
     colours = [(name, "of 255", 0.0, 255.0) for name in ("red", "green", "blue")]
-    measurement = Measurement.from_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
+    measurement = Measurement.from_sensors(
+        colours, pixels.shape[1:], AXES, mean=scale_values["mean"], std=scale_values["std"]
+    )
     return ArrayDataset(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)

@@ -59,8 +59,8 @@ def read_images(
     for name, digest in MD5.items():
         path = folder / name
         with as_file_error(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
-            found = hashlib.file_digest(file, "md5").hexdigest()
-            check(found == digest, f"one of MD5 {found}")
+            actual_digest = hashlib.file_digest(file, "md5").hexdigest()
+            check(actual_digest == digest, f"one of MD5 {actual_digest}")
         contents.append(read_restricted_pickle(path, _CIFAR100.remedy))
     meta, *parts = contents
     # A row of the file holds all of red, then green, then blue.
@@ -134,13 +134,13 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
     wnids = sorted(set(read_lines(folder / "wnids.txt", _TINY_IMAGENET.remedy)))
     folders = [safe_join(folder / "train", wnid, "images") for wnid in wnids]
     train = [numbered_paths(one, r"n\d+_(\d+)\.JPEG") for one in folders]
-    most = max(len(images) for images in train)
-    for one, images in zip(folders, train, strict=True):
-        if not images or len(images) < most:
+    num_images = max(len(images) for images in train)
+    for image_folder, images in zip(folders, train, strict=True):
+        if not images or len(images) < num_images:
             raise InvalidValueError(
-                f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
-                f"archive is not wholly unpacked. {_TINY_IMAGENET.remedy}",
-                value=one,
+                f"Expected {image_folder} to hold {num_images or 500} images, as the other classes do, but got "
+                f"{len(images)}: the archive is not wholly unpacked. {_TINY_IMAGENET.remedy}",
+                value=image_folder,
             )
     path = folder / "val" / "val_annotations.txt"
     lines = read_lines(path, _TINY_IMAGENET.remedy)
@@ -150,8 +150,13 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
         labels = [wnids.index(row[1]) for row in rows]
     paths = [*(path for images in train for path in images), *test]
     pixels = resize_all((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
-    y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
-    return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
+    y = np.concatenate([np.repeat(np.arange(len(wnids)), num_images), labels])
+    return (
+        pixels,
+        y,
+        np.arange(len(paths)) >= num_images * len(wnids),
+        first_names(wnids, read_words(folder / "words.txt")),
+    )
 
 
 def read_words(path: Path) -> dict[str, str]:
@@ -169,10 +174,13 @@ def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ..
 
 
 def _tiny_from_npz(path: Path, size: int) -> _Photographs:
-    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {"wnids": ("U", ("classes",)), "names": ("U", ("classes",))}
-    for part in ("train", "val"):
-        wanted |= {f"X_{part}": ("pixels", (f"{part} images", 32, 32, 3)), f"y_{part}": ("iu", (f"{part} images",))}
-    arrays = read_npz(path, wanted, _TINY_IMAGENET.remedy)
+    spec: dict[str, tuple[str, tuple[int | str, ...]]] = {"wnids": ("U", ("classes",)), "names": ("U", ("classes",))}
+    for split_name in ("train", "val"):
+        spec |= {
+            f"X_{split_name}": ("pixels", (f"{split_name} images", 32, 32, 3)),
+            f"y_{split_name}": ("iu", (f"{split_name} images",)),
+        }
+    arrays = read_npz(path, spec, _TINY_IMAGENET.remedy)
     wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
     y = np.concatenate([arrays["y_train"], arrays["y_val"]])
     y = check_int_range(y, len(wnids) - 1, f"labels of {path}", _TINY_IMAGENET.remedy)
@@ -205,20 +213,20 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
     each class of Zuo et al. 2024, these are the official test set.
     """
     at_least(1, size=size)
-    layout, place = _MINI_IMAGENET.find(root)
+    layout, source_path = _MINI_IMAGENET.find(root)
     test = None
     if layout == "npz file":
-        files, (wnids, test, images) = [place], _mini_from_npz(place)
+        files, (wnids, test, images) = [source_path], _mini_from_npz(source_path)
     else:
         if layout == "new lists and images":
-            train, tests = (_listed(place / name) for name in _NEW)
+            train, tests = (_listed(source_path / name) for name in _NEW)
             rows, test = [*train, *tests], np.repeat([False, True], [len(train), len(tests)])
         elif layout == "lists and images":
-            rows = [row for name in _LISTS for row in _listed(place / name)]
+            rows = [row for name in _LISTS for row in _listed(source_path / name)]
         else:  # for each class one, perhaps below those of the parts
-            found = sorted([*place.glob("n*/*.*"), *place.glob("*/n*/*.*")])
-            own = [path for path in found if re.fullmatch(r"n\d{8}", path.parent.name)]
-            rows = [(path, path.parent.name) for path in own if path.suffix.lower() in (".jpg", ".jpeg")]
+            image_paths = sorted([*source_path.glob("n*/*.*"), *source_path.glob("*/n*/*.*")])
+            class_paths = [path for path in image_paths if re.fullmatch(r"n\d{8}", path.parent.name)]
+            rows = [(path, path.parent.name) for path in class_paths if path.suffix.lower() in (".jpg", ".jpeg")]
         files, wnids = [path for path, _ in rows], [wnid for _, wnid in rows]
         images = (read_image(path, "JPEG", "RGB") for path in files)
     pixels = resize_all_once(files, images, wnids, size)
@@ -234,7 +242,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
 
 def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
     """The classes of the images, which are tests, and the images themselves."""
-    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    spec: dict[str, tuple[str, tuple[int | str, ...]]] = {
         "webp": ("pixels", ("bytes",)),
         "offsets": ("iu", ("bounds",)),
         "y": ("iu", ("images",)),
@@ -242,7 +250,7 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
         "files": ("U", ("images",)),
         "wnids": ("U", ("classes",)),
     }
-    arrays = read_npz(path, wanted, _REMEDY)
+    arrays = read_npz(path, spec, _REMEDY)
     webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
     bounds = [0, *offsets[1:-1].tolist(), len(webp)]
     if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
@@ -323,18 +331,20 @@ def load_core50(
 
 
 def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
-    found: dict[tuple[int, int], list[Path]] = {}
+    frame_paths: dict[tuple[int, int], list[Path]] = {}
     for session in range(1, _SESSIONS + 1):
         for thing in range(1, len(_OBJECTS) + 1):
             pattern = rf"C_{session:02d}_{thing:02d}_(\d{{3}})\.png"
             if frames := numbered_paths(folder / f"s{session}" / f"o{thing}", pattern):
-                found[session, thing] = frames
-    for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
-        if (session, thing) not in found:
+                frame_paths[session, thing] = frames
+    for session, thing in (
+        product(*(sorted(set(column)) for column in zip(*frame_paths, strict=True))) if frame_paths else [(1, 1)]
+    ):
+        if (session, thing) not in frame_paths:
             raise MissingValueError(
                 f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
                 f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
                 f"{_CORE50.remedy}",
                 value=folder / f"s{session}" / f"o{thing}",
             )
-    return found
+    return frame_paths

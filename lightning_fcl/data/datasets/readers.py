@@ -53,23 +53,23 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT)
         ZipFile(packed) as archive,
     ):
         check_members(archive, os.fstat(packed.fileno()).st_size)
-        found: dict[str, ZipInfo] = {}
+        members: dict[str, ZipInfo] = {}
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
-            check(name not in found, f"two members of the name {name!r}")
-            found[name] = member
+            check(name not in members, f"two members of the name {name!r}")
+            members[name] = member
         for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
             check(not member.comment, f"a comment to {member.filename}, which may be other members")
             archive.open(member).close()
         arrays: dict[str, NDArray[Any]] = {}
-        for name in (name for name in names if name in found):
-            with archive.open(member := found[name]) as file:
+        for name in (name for name in names if name in members):
+            with archive.open(member := members[name]) as file:
                 shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
                 size = math.prod(shape) * dtype.itemsize
                 fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
-                there = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
+                description = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
                 check(not dtype.hasobject, f"objects in {member.filename}, in place of numbers or text")
-                check(fits, there)
+                check(fits, description)
                 file.seek(0)
                 arrays[name] = npy.read_array(file, allow_pickle=False)
                 file.read()  # the checksum is compared at the end
@@ -96,16 +96,16 @@ def check_arrays(
     """Refuse arrays of other kinds and shapes than those that are wanted."""
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in spec.items():
-        found, dtype = arrays[name].shape, arrays[name].dtype
-        shape = (*shape[:-1], *found[len(shape) - 1 :]) if shape[-1:] == (ANY_SIZE,) else shape
-        for size, actual in zip(shape, found, strict=False):
+        actual_shape, dtype = arrays[name].shape, arrays[name].dtype
+        shape = (*shape[:-1], *actual_shape[len(shape) - 1 :]) if shape[-1:] == (ANY_SIZE,) else shape
+        for size, actual in zip(shape, actual_shape, strict=False):
             sizes.setdefault(size, size if isinstance(size, int) else actual)
         problem = ""
         is_long = dtype.kind == "f" and dtype.itemsize > 8
         is_kind = dtype.kind in kinds.replace("pixels", "u") and not is_long
-        if found != tuple(sizes.get(size, -1) for size in shape) or not is_kind:
+        if actual_shape != tuple(sizes.get(size, -1) for size in shape) or not is_kind:
             expected = tuple(sizes.get(size, size) for size in shape)
-            problem = f"{_CONTENTS[kinds]} of shape {expected} but got {dtype} of shape {found}"
+            problem = f"{_CONTENTS[kinds]} of shape {expected} but got {dtype} of shape {actual_shape}"
         elif kinds == "pixels" and (dtype != np.uint8 or not len(arrays[name])):
             problem = f"uint8 images but got {len(arrays[name])} of {dtype}"
         if problem:
@@ -125,11 +125,11 @@ def check_subset(name: str, values: Sequence[str], allowed: Iterable[str]) -> No
 
 def check_int_range(values: NDArray[Any], high: int, name: str, remedy: str = REDOWNLOAD_HINT) -> NDArray[np.int64]:
     """Whole numbers, int64, if they are between 0 and a number."""
-    for place in np.flatnonzero((values < 0) | (values > high)):
+    for row in np.flatnonzero((values < 0) | (values > high)):
         raise InvalidValueError(
-            f"Expected {name} to be between 0 and {high} but got {values[place]} in sample {place}. {remedy}",
+            f"Expected {name} to be between 0 and {high} but got {values[row]} in sample {row}. {remedy}",
             argument=name,
-            value=int(values[place]),
+            value=int(values[row]),
         )
     return values.astype(np.int64)
 
@@ -138,16 +138,16 @@ def read_lines(path: Path, remedy: str) -> list[str]:
     """The lines of a text file that are not empty, without white space at their ends."""
     with as_file_error(path, "to be a text file", remedy):
         check_size(MAX_TEXT_LENGTH * path.stat().st_size)
-        found = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
-    if not found:
+        lines = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
+    if not lines:
         raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}", value=path)
-    return found
+    return lines
 
 
 def numbered_paths(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
-    found = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
-    return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]
+    matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
+    return [path for _, path in sorted((int(match[1]), path) for path, match in matches.items() if match)]
 
 
 # Pickles of arrays that may call nothing.
@@ -194,12 +194,12 @@ def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
         check(size := os.fstat(file.fileno()).st_size, "an empty file")
         # Of a file that is mapped no more can be asked for than is there.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for number, (opcode, value, place) in enumerate(pickletools.genops(cast(IO[bytes], content))):
+            for number, (opcode, value, position) in enumerate(pickletools.genops(cast(IO[bytes], content))):
                 if not number % 1000:
                     check_size(size + _OBJECT * number, size)
                 # Memories are numbered one by one, and the unpickler makes room for all up to the highest.
-                if opcode.name.endswith("PUT") and (value or 0) > (place or 0):
-                    raise ValueError(f"a memory of number {value} at byte {place}")
+                if opcode.name.endswith("PUT") and (value or 0) > (position or 0):
+                    raise ValueError(f"a memory of number {value} at byte {position}")
             content.seek(0)
             return _Unpickler(content, encoding="latin1").load()
 

@@ -85,13 +85,13 @@ def load_ucihar(
         blocks = x.reshape(len(x), -1, axes, _STEPS)
         mean, std = (np.repeat(part.ravel(), axes) for part in mean_and_std(blocks, (0, 2, 3)))
         x = normalize_array(x, mean[:, None], std[:, None])
-    measured = [
+    channel_specs = [
         (f"{name} {axis}", unit, -most, most) for name in sensors for _, unit, most in [SENSORS[name]] for axis in "xyz"
     ]
     shape, order = (channels, _STEPS), ("channel", "time")
     if time_first:
         x, shape, order = np.ascontiguousarray(x.transpose(0, 2, 1)), shape[::-1], order[::-1]
-    measurement = Measurement.from_sensors(measured, shape, order, _HERTZ, mean=mean.tolist(), std=std.tolist())
+    measurement = Measurement.from_sensors(channel_specs, shape, order, _HERTZ, mean=mean.tolist(), std=std.tolist())
     return replace(raw, x=x, measurement=measurement)
 
 
@@ -126,14 +126,14 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
     with as_file_error(folder / "activity_labels.txt", "to name WALKING to LAYING", _UCI_HAR.remedy):
         check(names == [name.upper() for name in _ACTIVITIES], ", ".join(names))
     x, y, subject, test = [], [], [], []
-    for part in ("train", "test"):
-        labels = _rows(folder / part / f"y_{part}.txt", 1, among=range(1, len(_ACTIVITIES) + 1))
+    for split_name in ("train", "test"):
+        labels = _rows(folder / split_name / f"y_{split_name}.txt", 1, among=range(1, len(_ACTIVITIES) + 1))
         axes = [f"{SENSORS[name][0]}_{axis}" for name in sensors for axis in "xyz"]
-        places = [folder / part / "Inertial Signals" / f"{axis}_{part}.txt" for axis in axes]
+        places = [folder / split_name / "Inertial Signals" / f"{axis}_{split_name}.txt" for axis in axes]
         x.append(np.stack([_rows(place, _STEPS, len(labels)) for place in places], axis=1))
         y.append(labels[:, 0].astype(np.int64) - 1)
-        subject.append(_rows(folder / part / f"subject_{part}.txt", 1, len(labels))[:, 0].astype(np.int64))
-        test.append(np.full(len(labels), part == "test"))
+        subject.append(_rows(folder / split_name / f"subject_{split_name}.txt", 1, len(labels))[:, 0].astype(np.int64))
+        test.append(np.full(len(labels), split_name == "test"))
     return ArrayDataset(
         np.concatenate(x), np.concatenate(y), np.concatenate(subject), _ACTIVITIES, official_test=np.concatenate(test)
     )
@@ -230,10 +230,10 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
     if layout == "wrist windows":
         arrays = read_windows(folder, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, _WESAD.remedy)
         x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
-        for one in np.unique(subject).tolist():
-            own = np.flatnonzero(subject == one)
-            own = own[np.argsort(start[own], kind="stable")]
-            yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
+        for subject_id in np.unique(subject).tolist():
+            rows = np.flatnonzero(subject == subject_id)
+            rows = rows[np.argsort(start[rows], kind="stable")]
+            yield Recording(subject_id, list(zip(x[rows], y[rows].tolist(), strict=True)), f"subject {subject_id}")
         return
     widths = _CHEST if device == "chest" else _WRIST
     for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
@@ -271,11 +271,11 @@ def _at_32_hz(
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
     """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), and the label at each time."""
     seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
-    told = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
-    check(max(seconds.values()) - min(seconds.values()) <= 1, f"{told}, as if truncated")
+    durations = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
+    check(max(seconds.values()) - min(seconds.values()) <= 1, f"{durations}, as if truncated")
     acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
     pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
     columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]
-    at = np.arange(min(map(len, columns))) * rate // 32
-    at = at[at < len(label)]
-    return np.concatenate([column[: len(at)] for column in columns], axis=1), label[at]
+    label_rows = np.arange(min(map(len, columns))) * rate // 32
+    label_rows = label_rows[label_rows < len(label)]
+    return np.concatenate([column[: len(label_rows)] for column in columns], axis=1), label[label_rows]

@@ -44,20 +44,22 @@ def chunk_recordings(
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
     owners: list[tuple[str | int, int | None]] = []
-    most = 0
+    max_steps = 0
     for recording in recordings:
-        most = max([most, *(len(part) for part, _ in recording.stretches)])
-        cut = [part[: len(part) // chunk * chunk].reshape(-1, chunk, part.shape[1]) for part, _ in recording.stretches]
-        if not sum(map(len, cut)):
+        max_steps = max([max_steps, *(len(part) for part, _ in recording.stretches)])
+        stretch_chunks = [
+            part[: len(part) // chunk * chunk].reshape(-1, chunk, part.shape[1]) for part, _ in recording.stretches
+        ]
+        if not sum(map(len, stretch_chunks)):
             warnings.warn(f"There is no chunk of {chunk} steps of {recording.name} in {path}.", stacklevel=3)
             continue
-        own = np.concatenate(cut)
-        x.append(standardize(own, (0, 1)) if normalize == "user" else own)
-        y += [label for (_, label), chunks in zip(recording.stretches, cut, strict=True) for _ in chunks]
+        samples = np.concatenate(stretch_chunks)
+        x.append(standardize(samples, (0, 1)) if normalize == "user" else samples)
+        y += [label for (_, label), chunks in zip(recording.stretches, stretch_chunks, strict=True) for _ in chunks]
         owners.append((recording.client_id, recording.group))
     if not x:
         raise InvalidValueError(
-            f"Expected `chunk` to be at most {most}, the time steps of the longest {longest} in {path}, but got "
+            f"Expected `chunk` to be at most {max_steps}, the time steps of the longest {longest} in {path}, but got "
             f"{chunk}. {remedy}",
             argument="chunk",
             value=chunk,
@@ -93,8 +95,8 @@ def read_windows(
             argument="chunk",
             value=chunk,
         )
-    wanted = {name: (kinds, ("n",)) for name, kinds in {"y": "iu", **columns}.items()}
-    arrays = read_npz(path, {"X": ("f", ("n", *shape)), **wanted}, remedy)
+    column_specs = {name: (kinds, ("n",)) for name, kinds in {"y": "iu", **columns}.items()}
+    arrays = read_npz(path, {"X": ("f", ("n", *shape)), **column_specs}, remedy)
     return {**arrays, "X": arrays["X"].transpose(0, 2, 1).astype(np.float32)}
 
 

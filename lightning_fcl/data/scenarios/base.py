@@ -135,12 +135,12 @@ class Plan:
     def fingerprint(self) -> str:
         """A short name of the plan: the same plan has the same one, on every machine. Every checkpoint has it."""
         digest = hashlib.sha256()
-        said: dict[int, bytes] = {}  # of rounds that share their samples
+        round_bytes: dict[int, bytes] = {}  # of rounds that share their samples
         for current in self.train:
-            if id(current) not in said:
+            if id(current) not in round_bytes:
                 parts = ((client.encode(), rows.astype("<i8").tobytes()) for client, rows in current.items())
-                said = {id(current): b"".join(chain.from_iterable(parts))}
-            digest.update(said[id(current)])
+                round_bytes = {id(current): b"".join(chain.from_iterable(parts))}
+            digest.update(round_bytes[id(current)])
         return digest.hexdigest()[:16]
 
     def num_client_samples(self, client: str) -> int:
@@ -152,8 +152,8 @@ class Plan:
     def client_indices(self, client: str) -> IntArray:
         """The different samples that a client sees in all rounds, ascending."""
         # Rounds of one experience share their arrays: each is looked at once.
-        seen = {id(current[client]): current[client] for current in self.train if client in current}
-        return np.unique(np.concatenate([EMPTY, *seen.values()]))
+        rows_by_id = {id(current[client]): current[client] for current in self.train if client in current}
+        return np.unique(np.concatenate([EMPTY, *rows_by_id.values()]))
 
     @cached_property
     def _samples(self) -> dict[str, int]:
@@ -241,11 +241,13 @@ def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> 
             argument="fraction",
             value=fraction,
         )
-    part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
-    chosen = np.sort(np.concatenate(part)) if part else EMPTY
+    class_rows = [
+        rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)
+    ]
+    subset = np.sort(np.concatenate(class_rows)) if class_rows else EMPTY
     rest = np.ones(len(y), dtype=np.bool_)
-    rest[chosen] = False
-    return np.flatnonzero(rest), chosen
+    rest[subset] = False
+    return np.flatnonzero(rest), subset
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -255,8 +257,8 @@ def nearest_divisor(number: int, wanted: int) -> int:
         >>> nearest_divisor(10, 3)
         2
     """
-    divisors = [one for one in range(1, number + 1) if number % one == 0]
-    return min(divisors, key=lambda one: abs(one - wanted), default=1)
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return min(divisors, key=lambda divisor: abs(divisor - wanted), default=1)
 
 
 def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
@@ -300,8 +302,8 @@ def order_to_indices(
         raise InvalidTypeError(
             f'Expected `{argument}` to be a list of names or numbers but got "{order}".', argument=argument
         )
-    place = {name: number for number, name in enumerate(names)}
-    by_name = [place.get(str(entry), -1) for entry in order]
+    index_by_name = {name: number for number, name in enumerate(names)}
+    by_name = [index_by_name.get(str(entry), -1) for entry in order]
     by_position = [
         number if isinstance(entry, str) else _position(entry, names)
         for entry, number in zip(order, by_name, strict=True)
@@ -321,9 +323,11 @@ def order_to_indices(
         )
     if not possible and -1 in by_position:
         entry = order[by_position.index(-1)]
-        known = f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}," if names else "whole numbers"
+        allowed_entries = (
+            f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}," if names else "whole numbers"
+        )
         raise UnknownNameError(
-            f"Expected `{argument}` to contain {known} but got {entry}.",
+            f"Expected `{argument}` to contain {allowed_entries} but got {entry}.",
             hint=did_you_mean(entry, names),
             argument=argument,
             value=entry,
@@ -345,16 +349,16 @@ def _position(entry: object, names: Sequence[str]) -> int:
 
 def from_name(argument: str, value: T | str, classes: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
-    known = {kind.__name__: kind for kind in classes}
+    kinds = {kind.__name__: kind for kind in classes}
     if not isinstance(value, str):
         return value
-    wanted = value.replace("-", "").lower()
-    for full, kind in known.items():
-        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
+    normalized_name = value.replace("-", "").lower()
+    for full, kind in kinds.items():
+        if normalized_name in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
     raise UnknownNameError(
-        f'Expected `{argument}` to be an object of {", ".join(known)}, or one of these names, but got "{value}".',
-        hint=did_you_mean(value, known),
+        f'Expected `{argument}` to be an object of {", ".join(kinds)}, or one of these names, but got "{value}".',
+        hint=did_you_mean(value, kinds),
         argument=argument,
         value=value,
     )

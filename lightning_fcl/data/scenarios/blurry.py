@@ -56,16 +56,16 @@ class Blurry(Scenario):
         time = np.zeros(int(pool.y.max()) + 1, dtype=np.int64)  # of each class
         for experience, labels in enumerate(np.split(rng.permutation(classes), ends)):
             time[labels] = experience
-        alone = rng.choice(classes, round(self.disjoint * len(classes)), replace=False)
-        blurred = rng.permutation(everyone[~np.isin(pool.y[everyone], alone)])
+        disjoint_classes = rng.choice(classes, round(self.disjoint * len(classes)), replace=False)
+        blurred = rng.permutation(everyone[~np.isin(pool.y[everyone], disjoint_classes)])
         blurred = blurred[: round(self.blur * len(blurred))]
         experience_of = time[pool.y]
         experience_of[blurred] = rng.integers(self.experiences, size=len(blurred))
         numbers = range(self.experiences)
         parts = {client: [rows[experience_of[rows] == e] for e in numbers] for client, rows in pool.clients.items()}
         tasks = [tuple(np.unique(pool.y[everyone[experience_of[everyone] == e]]).tolist()) for e in numbers]
-        like = ClassIncremental(rounds_per_experience=self.rounds_per_experience)
-        return make_plan(like, pool, parts, dict.fromkeys(parts, tasks), np.asarray(pool.y), True, rng)
+        template = ClassIncremental(rounds_per_experience=self.rounds_per_experience)
+        return make_plan(template, pool, parts, dict.fromkeys(parts, tasks), np.asarray(pool.y), True, rng)
 
 
 @dataclass(frozen=True)
@@ -145,16 +145,16 @@ class Online(Scenario):
                 value=plan.history,
             )
         train: list[dict[str, IntArray]] = [{} for _ in plan.train]
-        for place, client in enumerate(plan.clients):
+        for client_idx, client in enumerate(plan.clients):
             for experience, numbers in _runs(plan.experiences[client]):
                 rounds = [round for round in numbers if client in plan.train[round]]
                 if not rounds:
                     continue
                 rows = np.unique(np.concatenate([plan.train[round][client] for round in rounds]))
-                rows = np.random.default_rng([seed, 9, place, experience]).permutation(rows)
-                for round, part in zip(rounds, np.array_split(rows, len(rounds)), strict=True):
-                    if len(part):
-                        train[round][client] = np.sort(part)
+                rows = np.random.default_rng([seed, 9, client_idx, experience]).permutation(rows)
+                for round_idx, round_rows in zip(rounds, np.array_split(rows, len(rounds)), strict=True):
+                    if len(round_rows):
+                        train[round_idx][client] = np.sort(round_rows)
         return _without_empty_rounds(plan, train, plan.experiences)
 
 
@@ -199,18 +199,18 @@ class Staggered(Scenario):
         plan = _inner(self.of).plan(pool, seed)
         train: list[dict[str, IntArray]] = [{} for _ in range(plan.rounds + self.delay)]
         experiences = {}
-        for place, client in enumerate(plan.clients):
+        for client_idx, client in enumerate(plan.clients):
             runs = list(_runs(plan.experiences[client]))
-            draws = np.random.default_rng([seed, 10, place]).integers(self.delay, size=len(runs), endpoint=True)
+            draws = np.random.default_rng([seed, 10, client_idx]).integers(self.delay, size=len(runs), endpoint=True)
             numbers = np.full(len(train), runs[0][0])
             rows = [EMPTY] * len(train)
             for (experience, rounds), late in zip(runs, np.sort(draws).tolist(), strict=True):
-                own = [plan.train[round].get(client, EMPTY) for round in rounds]
+                task_rows = [plan.train[round].get(client, EMPTY) for round in rounds]
                 begin, end = rounds[0] + late, rounds[-1] + late + 1
                 numbers[begin:] = experience
-                rows[begin:end] = own
-                alike = all(one is own[0] or np.array_equal(one, own[0]) for one in own)
-                rows[end:] = [own[0] if alike else EMPTY] * (len(train) - end)
+                rows[begin:end] = task_rows
+                has_same_rows = all(one is task_rows[0] or np.array_equal(one, task_rows[0]) for one in task_rows)
+                rows[end:] = [task_rows[0] if has_same_rows else EMPTY] * (len(train) - end)
             experiences[client] = tuple(numbers.tolist())
             for current, own_rows in zip(train, rows, strict=True):
                 if len(own_rows):
@@ -238,8 +238,11 @@ def _inner(of: Scenario | str | None) -> Scenario:
 
 def _take_over(scenario: Online | Staggered) -> None:
     """Let a scenario draw what the one inside draws itself."""
-    of = _inner(scenario.of)
-    for name, value in {"provides_split": of.provides_split, "provides_clients": of.provides_clients}.items():
+    inner_scenario = _inner(scenario.of)
+    for name, value in {
+        "provides_split": inner_scenario.provides_split,
+        "provides_clients": inner_scenario.provides_clients,
+    }.items():
         object.__setattr__(scenario, name, value)  # of a frozen dataclass
 
 
@@ -252,6 +255,6 @@ def _runs(experiences: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 def _without_empty_rounds(
     plan: Plan, train: Sequence[dict[str, IntArray]], experiences: Mapping[str, tuple[int, ...]]
 ) -> Plan:
-    kept = [round for round, current in enumerate(train) if current]
-    numbers = {client: tuple(own[round] for round in kept) for client, own in experiences.items()}
-    return replace(plan, train=tuple(train[round] for round in kept), experiences=numbers)
+    round_indices = [round for round, current in enumerate(train) if current]
+    numbers = {client: tuple(own[round] for round in round_indices) for client, own in experiences.items()}
+    return replace(plan, train=tuple(train[round] for round in round_indices), experiences=numbers)

@@ -180,7 +180,7 @@ class Stationary(Scenario):
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
     """The classes of each experience, as Avalanche cuts them, in an order or one it draws."""
     classes = np.unique(y)
-    even = isinstance(experiences, int)
+    is_even = isinstance(experiences, int)
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
@@ -197,7 +197,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     # Avalanche wants classes 0..C-1, and looks at every sample: one of each class is enough to decide over them.
     numbers = torch.arange(len(classes))
     data = TensorDataset(numbers, numbers)
-    given = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
+    fixed_order = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
     with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
@@ -206,8 +206,8 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
             n_experiences=len(sizes),
             task_labels=False,
             seed=seed,
-            fixed_class_order=given,
-            per_exp_classes=None if even else dict(enumerate(sizes)),
+            fixed_class_order=fixed_order,
+            per_exp_classes=None if is_even else dict(enumerate(sizes)),
         )
     return [
         tuple(sorted(classes[list(experience.classes_in_this_experience)].tolist()))
@@ -219,8 +219,8 @@ def _suggest_experiences(classes: int, wanted: int) -> str:
     """Return the fix for a number of experiences that does not divide the number of classes."""
     nearest = nearest_divisor(classes, wanted)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(wanted, 1), classes))]
-    each = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
-    return f"Use a divisor, such as `experiences={nearest}`{each}."
+    sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
+    return f"Use a divisor, such as `experiences={nearest}`{sizes_hint}."
 
 
 def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
@@ -229,9 +229,9 @@ def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, li
     for number, group in enumerate(groups):
         experience[list(group)] = number
     sizes = np.fromiter(map(len, pool.clients.values()), dtype=np.int64, count=len(pool.clients))
-    part = np.arange(len(sizes)).repeat(sizes) * len(groups) + experience[pool.y[everyone]]
-    rows = everyone[np.lexsort((everyone, part))]
-    ends = np.bincount(part, minlength=len(sizes) * len(groups)).cumsum().tolist()
+    part_indices = np.arange(len(sizes)).repeat(sizes) * len(groups) + experience[pool.y[everyone]]
+    rows = everyone[np.lexsort((everyone, part_indices))]
+    ends = np.bincount(part_indices, minlength=len(sizes) * len(groups)).cumsum().tolist()
     pieces = [rows[first:end] for first, end in zip([0, *ends], ends, strict=False)]
     return {client: pieces[n * len(groups) : (n + 1) * len(groups)] for n, client in enumerate(pool.clients)}
 
@@ -246,31 +246,34 @@ def make_plan(
     rng: np.random.Generator,
 ) -> Plan:
     """The plan of each client's samples of each of its experiences, in the rounds that a scenario gives these."""
-    each, number = scenario.rounds_per_experience, scenario.samples_per_round
+    num_rounds, number = scenario.rounds_per_experience, scenario.samples_per_round
     if number is not None:
         client_parts = {client: [rng.permutation(samples) for samples in own] for client, own in client_parts.items()}
     train: list[dict[str, IntArray]] = []
     for experience in range(max(len(own) for own in client_parts.values())):
-        there = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
-        there = {client: samples for client, samples in there.items() if len(samples)}
+        client_samples = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
+        client_samples = {client: samples for client, samples in client_samples.items() if len(samples)}
         if number is None:  # all samples in each round, which share them
-            train += [{client: _ascending(samples) for client, samples in there.items()}] * each
+            train += [{client: _ascending(samples) for client, samples in client_samples.items()}] * num_rounds
             continue
-        for client, samples in there.items():
-            if len(samples) < each * number:
+        for client, samples in client_samples.items():
+            if len(samples) < num_rounds * number:
                 raise InvalidValueError(
-                    f"Expected `samples_per_round` to leave enough samples for {each} rounds of experience "
+                    f"Expected `samples_per_round` to leave enough samples for {num_rounds} rounds of experience "
                     f"{experience} of client {client}, which has {len(samples)}, but got {number}.",
                     hint="Lower `samples_per_round` or `rounds_per_experience`, or use fewer clients.",
                     argument="samples_per_round",
                     value=number,
                 )
-        pieces = {client: samples[: each * number].reshape(each, number) for client, samples in there.items()}
-        train += [{client: _ascending(own[round]) for client, own in pieces.items()} for round in range(each)]
+        pieces = {
+            client: samples[: num_rounds * number].reshape(num_rounds, number)
+            for client, samples in client_samples.items()
+        }
+        train += [{client: _ascending(own[round]) for client, own in pieces.items()} for round in range(num_rounds)]
     shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
     return Plan(
         train=with_history(train, scenario.history),
-        experiences=dict.fromkeys(client_parts, tuple(r // each for r in range(len(train)))),
+        experiences=dict.fromkeys(client_parts, tuple(r // num_rounds for r in range(len(train)))),
         tasks={client: shared[id(own)] for client, own in tasks.items()},
         groups=groups,
         test=pool.test,

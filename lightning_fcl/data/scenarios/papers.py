@@ -61,9 +61,9 @@ class FLwFScenario(Scenario):
             for client, own in (self.tasks or {}).items()
         } or {"client1": [[1], [2]], "generalized": [classes]}
         rng = np.random.default_rng([seed, 2])
-        left = {c: rng.permutation(np.flatnonzero(pool.y == c)) for c in classes}
-        test = self._draw(left, classes, self.test_per_class)
-        pretrain = self._draw(left, classes, self.pretrain_per_class)
+        remaining_rows = {c: rng.permutation(np.flatnonzero(pool.y == c)) for c in classes}
+        test = self._draw(remaining_rows, classes, self.test_per_class)
+        pretrain = self._draw(remaining_rows, classes, self.pretrain_per_class)
         train: list[dict[str, IntArray]] = []
         experiences: dict[str, list[int]] = {client: [] for client in tasks}
         for r in range(self.rounds):
@@ -81,7 +81,7 @@ class FLwFScenario(Scenario):
                         f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.",
                         argument="samples_per_round",
                     )
-                current[client] = self._draw(left, labels, self.samples_per_round // len(labels))
+                current[client] = self._draw(remaining_rows, labels, self.samples_per_round // len(labels))
             train.append(current)
         return Plan(
             train=with_history(train, self.history),
@@ -94,7 +94,7 @@ class FLwFScenario(Scenario):
         )
 
     def _draw(self, left: dict[int, IntArray], labels: Sequence[int], number: int) -> IntArray:
-        drawn = [EMPTY]
+        drawn_rows = [EMPTY]
         for label in labels:
             rows = left.get(label, EMPTY)
             if len(rows) < number:
@@ -105,9 +105,9 @@ class FLwFScenario(Scenario):
                     argument="rounds",
                     value=self.rounds,
                 )
-            drawn.append(rows[:number])
+            drawn_rows.append(rows[:number])
             left[label] = rows[number:]
-        return np.sort(np.concatenate(drawn))
+        return np.sort(np.concatenate(drawn_rows))
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,17 @@ class ODFCLScenario(Scenario):
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng, y = np.random.default_rng([seed, 3]), pool.y
         sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
-        drawn, parts = _draw_people(y, self.people, sizes, rng)
+        learned_classes, parts = _draw_people(y, self.people, sizes, rng)
         shares, tasks = self._shares(parts["train"])
         joint = with_history(
             [{node: own[e] for node, own in shares.items()} for e in range(self.sessions + 1)], self.history
         )
         rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, self.sessions + 1)]
         current = tuple(e for e in range(1, self.sessions + 1) for _ in range(self.rounds_per_session))
-        others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
-        order = np.concatenate([drawn, others])
+        pretrain_classes = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), learned_classes))
+        order = np.concatenate([learned_classes, pretrain_classes])
         numbers = np.argsort(order)[y]
-        pretrain = [rng.permutation(np.flatnonzero(y == c))[: self.pretrain_per_class] for c in others]
+        pretrain = [rng.permutation(np.flatnonzero(y == c))[: self.pretrain_per_class] for c in pretrain_classes]
         return Plan(
             train=tuple(rounds[e - 1] for e in current),
             experiences=dict.fromkeys(shares, current),
@@ -191,23 +191,27 @@ class ODFCLScenario(Scenario):
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
         """Every node's samples and classes of the base session and of each session."""
-        base, nodes, each = self.base, self.nodes, (self.people - self.base) // self.sessions
+        base, nodes, classes_per_session = self.base, self.nodes, (self.people - self.base) // self.sessions
         shares = {
             f"node{n + 1}": [np.sort(np.concatenate([samples[n::nodes] for samples in train[:base]]))]
             for n in range(nodes)
         }
         tasks = {node: [tuple(range(base))] for node in shares}
-        for first in range(base, self.people, each):
+        for first in range(base, self.people, classes_per_session):
             hands: list[list[IntArray]] = [[EMPTY] for _ in shares]
             groups: list[list[int]] = [[] for _ in shares]
-            for index, samples in enumerate(train[first : first + each]):
-                sharing = [n for n in range(nodes) if (index % nodes == n if nodes <= each else n % each == index)]
-                for place, n in enumerate(sharing):
-                    hands[n].append(samples[place :: len(sharing)])
+            for index, samples in enumerate(train[first : first + classes_per_session]):
+                sharing = [
+                    n
+                    for n in range(nodes)
+                    if (index % nodes == n if nodes <= classes_per_session else n % classes_per_session == index)
+                ]
+                for offset, n in enumerate(sharing):
+                    hands[n].append(samples[offset :: len(sharing)])
                     groups[n].append(first + index)
-            for node, hand, own in zip(shares, hands, groups, strict=True):
+            for node, hand, node_groups in zip(shares, hands, groups, strict=True):
                 shares[node].append(np.sort(np.concatenate(hand)))
-                tasks[node].append(tuple(own))
+                tasks[node].append(tuple(node_groups))
         return shares, tasks
 
 
@@ -226,14 +230,14 @@ def _draw_people(
             argument="people",
             value=people,
         )
-    drawn = rng.permutation(enough)[:people]
+    learned_classes = rng.permutation(enough)[:people]
     parts: dict[str, list[IntArray]] = {"train": [], "test": [], "validation": []}
-    for c in drawn:
-        own = rng.permutation(np.flatnonzero(y == c))
-        parts["test"].append(own[:test])
-        parts["validation"].append(own[test : test + validation])
-        parts["train"].append(own[test + validation : test + train])
-    return drawn, parts
+    for c in learned_classes:
+        class_rows = rng.permutation(np.flatnonzero(y == c))
+        parts["test"].append(class_rows[:test])
+        parts["validation"].append(class_rows[test : test + validation])
+        parts["train"].append(class_rows[test + validation : test + train])
+    return learned_classes, parts
 
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -288,9 +292,9 @@ class FedViTScenario(Scenario):
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
         size = len(blocks[0])
-        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
-        between(min(2, size), size, classes_per_client=fewest)
-        between(fewest, size, classes_per_client=most)
+        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.share
+        between(min(2, size), size, classes_per_client=min_classes)
+        between(min_classes, size, classes_per_client=max_classes)
         between(0, 1, share=smallest)
         between(smallest, 1, share=largest)
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
@@ -328,21 +332,23 @@ class FedViTScenario(Scenario):
         dealt = dict.fromkeys(decks, 0)
         classes: dict[str, Blocks] = {}
         samples: dict[str, list[IntArray]] = {}
-        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
+        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.share
         for client in range(self.clients):
-            own: list[tuple[int, ...]] = []
+            client_classes: list[tuple[int, ...]] = []
             hands: list[IntArray] = []
             for number, block in enumerate(blocks):
                 rng = np.random.default_rng([seed, 6, client, number])
-                labels = rng.choice(block, size=rng.integers(fewest, most, endpoint=True), replace=False).tolist()
+                labels = rng.choice(
+                    block, size=rng.integers(min_classes, max_classes, endpoint=True), replace=False
+                ).tolist()
                 rows = []
                 for label in labels:
                     deck, first = decks[label], dealt[label]
                     dealt[label] += int(np.rint(rng.uniform(smallest, largest) * len(deck)))
                     rows.append(deck[np.arange(first, dealt[label]) % len(deck)])
-                own.append(tuple(sorted(labels)))
+                client_classes.append(tuple(sorted(labels)))
                 hands.append(np.sort(np.concatenate(rows)))
-            classes[str(client)], samples[str(client)] = tuple(own), hands
+            classes[str(client)], samples[str(client)] = tuple(client_classes), hands
         return classes, samples
 
 
