@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Python keeps the compiled package and the compiled tests. Otherwise each worker and each child process compiles them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage test-slow test-long test-processes strangers flower-versions test-cpu test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-long test-processes test-third-party flower-versions test-cpu test-portable test-fault-injection lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,16 +34,16 @@ test-processes: .venv/ready ## those that mostly wait for processes which they s
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes and not long"
 
 # Over .venv, in whose place it has what libraries of others want in other versions; torch and Lightning stay as they are.
-ABOVE := .venv-strangers
-.venv-strangers/ready: .venv/ready tests/strangers/requirements.txt
+ABOVE := .venv-third-party
+.venv-third-party/ready: .venv/ready tests/third_party/requirements.txt
 	$(BIN)/python -m venv --clear $(ABOVE)
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > "$$($(ABOVE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(BIN)/python -m pip freeze | grep -E "^(torch|torchvision|lightning|torchmetrics|numpy)==" > $(ABOVE)/constraints.txt
-	$(ABOVE)/bin/python -m pip install --quiet --constraint $(ABOVE)/constraints.txt --requirement tests/strangers/requirements.txt
+	$(ABOVE)/bin/python -m pip install --quiet --constraint $(ABOVE)/constraints.txt --requirement tests/third_party/requirements.txt
 	touch $@
 
-strangers: .venv-strangers/ready ## LightningModules of other libraries in a federation, in an environment of their own
-	$(ABOVE)/bin/python -m pytest -m strangers tests/strangers
+test-third-party: .venv-third-party/ready ## LightningModules of other libraries in a federation, in an environment of their own
+	$(ABOVE)/bin/python -m pytest -m third_party tests/third_party
 
 # Over .venv as well, with the oldest supported Flower. The other tests use the newest.
 OLDEST := .venv-flower
@@ -69,7 +69,7 @@ test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and
 	$(BIN)/tox run
 
 ARGS ?= --processes 2 --write docs/reliability.md
-test-campaign: .venv/ready ## kills, full disks, damaged files, mutated recipes; ARGS="--seed 7 --cases kills=10 --minutes 5"
+test-fault-injection: .venv/ready ## kills, full disks, damaged files, mutated recipes; ARGS="--seed 7 --cases kills=10 --minutes 5"
 	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 lint: .venv/ready

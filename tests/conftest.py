@@ -38,7 +38,7 @@ from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
-collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
+collect_ignore = ["reliability"]  # a command of its own, `make test-fault-injection`
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")

@@ -20,7 +20,7 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 NAME = re.compile(r"# ([\w-]+\.yaml)")
-TOOL = runpy.run_path(str(Path(__file__).parent / "promises.py"))
+TOOL = runpy.run_path(str(Path(__file__).parent / "capability_table.py"))
 LIGHTNING = {
     "argument": [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"],
     "callback": [name for name in callbacks.__all__ if issubclass(getattr(callbacks, name), L.Callback)],
@@ -111,7 +111,7 @@ def test_the_index_names_every_page():
 
 @pytest.mark.parametrize("page", ["own-modules.md", "trainer.md"])
 def test_tables_are_what_tests_show(page: str):
-    """After a change: `python tests/promises.py`."""
+    """After a change: `python tests/capability_table.py`."""
     assert TOOL["write_tables"](page) == (FOLDER / page).read_text()
 
 

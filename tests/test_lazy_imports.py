@@ -161,8 +161,8 @@ def test_type_checkers_see_the_real_type_of_every_name(tmp_path):
     names = [f"{package.__name__}.{name}" for package in PACKAGES for name in sorted(package.__all__)]
     lines = [f"import {package.__name__}" for package in PACKAGES] + [f"reveal_type({name})" for name in names]
     lines.append("lightning_fcl.callbacks.Nothing")
-    (tmp_path / "names.py").write_text("\n".join(lines) + "\n")
-    words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(tmp_path / "names.py")]
+    (tmp_path / "untrusted_names.py").write_text("\n".join(lines) + "\n")
+    words = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(tmp_path / "untrusted_names.py")]
     said = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
     revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type is " in line]
     assert len(revealed) == len(names), said

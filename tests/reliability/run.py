@@ -59,7 +59,7 @@ def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> 
         "What became of commands to which something happened at random. *Fine*: what was not refused in one message",
         "ended as if nothing had happened; nothing was left running or left over. In the first tenth of a",
         "second, before a command listens, Python itself answers Ctrl-C. Each row is written by\n",
-        "    make test-campaign ARGS='--write docs/reliability.md --seed ... --cases ...'\n",
+        "    make test-fault-injection ARGS='--write docs/reliability.md --seed ... --cases ...'\n",
         f"| what happened | `ARGS` | date, commit | cases | {' | '.join(KINDS)} |",
         f"| --- | --- | --- | ---: | {' | '.join('---:' for _ in KINDS)} |",
     ]

@@ -19,7 +19,7 @@ from lightning_fcl.zoo.registry import REGISTRY, copy_to_registry, get_entry, pa
 from lightning_fcl.zoo.verifying import UnknownRecipeError
 
 NAME = "mlp.digits.flwf2t_replay"
-NAMES = runpy.run_path(str(Path(__file__).parents[1] / "names.py"))
+NAMES = runpy.run_path(str(Path(__file__).parents[1] / "untrusted_names.py"))
 DOORS, evil = NAMES["DOORS"], NAMES["evil_zoo"]
 
 

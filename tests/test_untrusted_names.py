@@ -21,7 +21,7 @@ from lightning_fcl.evaluation.results import is_complete
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.io.paths import safe_join
 
-NAMES = runpy.run_path(str(Path(__file__).with_name("names.py")))
+NAMES = runpy.run_path(str(Path(__file__).with_name("untrusted_names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
 WHOLE = hashlib.sha256(b"whole").hexdigest()
 REFUSED = "Expected a plain name of something inside .*Use a name of letters"

@@ -1,4 +1,4 @@
-"""Tables in the docs of what marked tests show; `python tests/promises.py` writes them."""
+"""Tables in the docs of what marked tests show; `python tests/capability_table.py` writes them."""
 
 import ast
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def write_tables(page: str) -> str:
 
 def order(row: tuple[str, str, str]) -> tuple[bool, bool]:
     """What holds for modules of any library, what else is honoured, what is refused."""
-    return row[1].startswith("refused"), not row[2].startswith("tests/strangers")
+    return row[1].startswith("refused"), not row[2].startswith("tests/third_party")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 def pytest_collection_modifyitems(items):
     """All tests of this folder are marked; they are skipped where a package is missing."""
     for item in items:
-        if "strangers" in item.path.parent.parts:
-            item.add_marker(pytest.mark.strangers)
+        if "third_party" in item.path.parent.parts:
+            item.add_marker(pytest.mark.third_party)
             if missing:
-                item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} missing: make strangers"))
+                item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} missing: make test-third-party"))
 
 
 def trainer_of(**arguments):
