@@ -107,13 +107,13 @@ def digits(name):
     )
 
 
-def through_trainer(name, rounds, batch_size=26, cohort_size="auto", now=time.perf_counter):
+def through_trainer(name, rounds, batch_size=26, cohort_size="auto", timer=time.perf_counter):
     """Seconds per round inside one `Trainer.fit`, without its start; and the weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
     scenario = ClassIncremental(experiences=1, rounds_per_experience=rounds + 1)
     options = {"scenario": scenario, "split": Split(test=0.0), "batch_size": batch_size, "seed": 0}
-    clock, module = Clock(now), Module(CASES[name][1])
+    clock, module = Clock(timer), Module(CASES[name][1])
     trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0, cohort_size=cohort_size))
     trainer.fit(module, datamodule=FederatedStream.from_arrays(*data, owner, **options))
     assert (trainer.strategy.num_vectorized_clients > 1) == (cohort_size == "auto"), trainer.strategy.sequential_reason

@@ -29,12 +29,12 @@ def problem(k, p):
     return gradient, other_gradients
 
 
-def usual(gradient, others):
+def usual(gradient, other_gradients):
     """Dots in torch, the quadratic program of double-precision copies."""
-    dots = torch.stack([torch.dot(gradient, other) for other in others])
+    dots = torch.stack([torch.dot(gradient, other) for other in other_gradients])
     if not (dots < 0).any():
         return gradient
-    rows, g = others.double().numpy(), gradient.double().numpy()
+    rows, g = other_gradients.double().numpy(), gradient.double().numpy()
     k = len(rows)
     matrix = rows @ rows.T
     matrix = 0.5 * (matrix + matrix.T) + 1e-3 * np.eye(k)
@@ -50,10 +50,10 @@ def usual_in_columns(gradient, columns):
     return usual(gradient, columns.T)
 
 
-def distance_in_torch(gradient, others):
+def distance_in_torch(gradient, other_gradients):
     """The Wasserstein distance with torch's sort."""
     ordered = gradient.sort().values
-    return torch.stack([(other.sort().values - ordered).abs().mean(dtype=torch.float64) for other in others])
+    return torch.stack([(other.sort().values - ordered).abs().mean(dtype=torch.float64) for other in other_gradients])
 
 
 def timed(function, *args):
@@ -63,11 +63,11 @@ def timed(function, *args):
     return time.perf_counter() - start
 
 
-def compare(name, ours, theirs, args, repeats):
+def compare(name, our_function, usual_function, args, repeats):
     """Print the ratio of the two ways, taken in turns."""
-    for function in (ours, theirs):
+    for function in (our_function, usual_function):
         function(*args)  # warms up
-    times = [(timed(ours, *args), timed(theirs, *args)) for _ in range(repeats)]
+    times = [(timed(our_function, *args), timed(usual_function, *args)) for _ in range(repeats)]
     ratios = [b / a for a, b in times]
     ours_ms, theirs_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
     print(

@@ -69,24 +69,38 @@ class Table:
         self.repeats = repeats
         self.rows = []
 
-    def compare(self, metric, ours, alternative, most=None, least=None):
-        """Two functions that tell seconds, in turns: ours by the other's, at ``most``; or the inverse, at ``least``."""
-        pairs = [(ours(), alternative()) for _ in range(self.repeats + 1)][1:]  # the first warms up
-        ratios = [a / b if least is None else b / a for a, b in pairs]
+    def compare(self, metric, library_timer, alternative_timer, max_ratio=None, min_ratio=None):
+        """Compare two functions that return seconds, in turns. At most one limit is given.
+
+        Args:
+            metric: What the row measures.
+            library_timer: Measures this library.
+            alternative_timer: Measures the alternative.
+            max_ratio: Largest ratio of the library's time to the alternative's that is accepted.
+            min_ratio: Smallest ratio of the alternative's time to the library's that is accepted.
+        """
+        pairs = [(library_timer(), alternative_timer()) for _ in range(self.repeats + 1)][1:]  # the first warms up
+        ratios = [a / b if min_ratio is None else b / a for a, b in pairs]
         middle = statistics.median(ratios)
         library_time, alternative_time = (
             f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True)
         )
         ratio = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        if least is None:
-            self.add(metric, library_time, alternative_time, ratio, f"at most {most}", middle <= most)
+        if min_ratio is None:
+            self.add(metric, library_time, alternative_time, ratio, f"at most {max_ratio}", middle <= max_ratio)
         else:
-            self.add(metric, library_time, alternative_time, ratio, f"at least {least}", middle >= least)
+            self.add(metric, library_time, alternative_time, ratio, f"at least {min_ratio}", middle >= min_ratio)
 
-    def add(self, metric, ours, alternative, ratio, aim, met):
+    def add(self, metric, library_value, alternative_value, ratio, aim, is_met):
         """Add a row, and print it."""
         names = ("metric", "ours", "alternative", "ratio", "aim")
-        row = dict(zip(names, (metric, ours, alternative, ratio, aim + ("" if met else ": missed")), strict=True))
+        row = dict(
+            zip(
+                names,
+                (metric, library_value, alternative_value, ratio, aim + ("" if is_met else ": missed")),
+                strict=True,
+            )
+        )
         self.rows.append(row)
         print(f"| {' | '.join(row.values())} |", flush=True)
 
@@ -104,7 +118,7 @@ def forward(table):
             torch.mm(state, w, out=out)
 
     metric = f"forward, {BATCH} x {STEPS} steps, {UNITS} units; alternative: its matrix products"
-    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(products), most=1.6)
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(products), max_ratio=1.6)
 
 
 def fit(reservoir, x, y):
@@ -135,7 +149,7 @@ def against_reservoirpy(table):
     difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
     assert difference < 1e-4, f"states differ by {difference:.1e}"
     metric = f"forward; alternative: `Reservoir.run` of reservoirpy, {form}, workers={workers}"
-    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(run, forms[form], workers), least=4)
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(run, forms[form], workers), min_ratio=4)
 
     def theirs():
         model = ESN(Reservoir(W=forms[form], Win=w_in, lr=LEAK), Ridge(ridge=BETA, fit_bias=False))
@@ -147,7 +161,7 @@ def against_reservoirpy(table):
         difference = float((solution - expected).norm() / expected.norm())
         assert difference < tolerance, f"readouts differ by {difference:.1e} in {dtype}"
     metric = f"fit, states and ridge; alternative: `ESN.fit` of reservoirpy, {form}, workers={workers}"
-    table.compare(metric, lambda: seconds(fit, reservoir, x, y), lambda: seconds(theirs), least=1)
+    table.compare(metric, lambda: seconds(fit, reservoir, x, y), lambda: seconds(theirs), min_ratio=1)
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
@@ -192,7 +206,7 @@ def cohorts(table, clients):
         cohort_timer, sequential_timer = (
             (lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1)
         )
-        table.compare(metric, cohort_timer, sequential_timer, least=2.5)
+        table.compare(metric, cohort_timer, sequential_timer, min_ratio=2.5)
 
 
 def gram(table, rows, units):
@@ -205,7 +219,7 @@ def gram(table, rows, units):
     metric = f"`accumulate`, {rows:,} x {units} states; alternative: S^T S alone, converted before"
     product_function = partial(torch.mm, wide.t(), wide, out=product)
     table.compare(
-        metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(product_function), least=0.7
+        metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(product_function), min_ratio=0.7
     )
 
 

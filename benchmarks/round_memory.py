@@ -41,10 +41,10 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def in_use(what):
+def in_use(field):
     """Bytes of this process: ``VmRSS`` now, ``VmHWM`` the most since that was forgotten."""
     status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", status)[1])
+    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status)[1])
 
 
 def fit(network, clients, reduction):

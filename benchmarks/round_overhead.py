@@ -52,11 +52,11 @@ class Clock(Callback):
     """When the second epoch of a fit began, and when its last one ended: the first warms up.
 
     Args:
-        now: Returns the current time in seconds.
+        timer: Returns the current time in seconds.
     """
 
-    def __init__(self, now=time.perf_counter):
-        self.now = now
+    def __init__(self, timer=time.perf_counter):
+        self.now = timer
 
     def on_train_epoch_start(self, trainer, pl_module):
         """Start the clock."""
@@ -76,7 +76,7 @@ def trainer_of(clock, rounds, strategy):
     )  # fmt: skip
 
 
-def through_trainer(case, rounds, now=time.perf_counter):
+def through_trainer(case, rounds, timer=time.perf_counter):
     """Seconds per round inside one `Trainer.fit`, without its start."""
     (x, y), client, model, classes, batch_size = case
     stream = FederatedStream.from_arrays(
@@ -89,7 +89,7 @@ def through_trainer(case, rounds, now=time.perf_counter):
         seed=0,
     )
     task = Classifier(copy.deepcopy(model), classes, lambda params: torch.optim.SGD(params, lr=0.01))
-    clock = Clock(now)
+    clock = Clock(timer)
     trainer_of(clock, rounds, FederatedStrategy(seed=0)).fit(task, datamodule=stream)
     return (clock.end - clock.start) / rounds, task.model.state_dict()
 

@@ -115,7 +115,7 @@ def cases(quick):
         )[0]
     for name in any_module.CASES:
         functions[f"any_module: {name}"] = lambda name=name: any_module.through_trainer(
-            name, 2 if quick else 60, now=time.process_time
+            name, 2 if quick else 60, timer=time.process_time
         )[0]
     functions["any_module: one client at a time"] = lambda: any_module.through_trainer(
         "plain", 2 if quick else 10, 2, 1, time.process_time

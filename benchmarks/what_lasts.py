@@ -65,14 +65,14 @@ class StartAnew(L.Callback):
             }
 
 
-def final_accuracy(seed: int, anew: bool, options: Mapping[str, Any]) -> float:
+def final_accuracy(seed: int, should_reset: bool, options: Mapping[str, Any]) -> float:
     L.seed_everything(seed, verbose=False)
     task = Classifier(MLP([64, 32, 10]), num_classes=10, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     metrics = ContinualMetrics()
     trainer = L.Trainer(
         strategy=FederatedStrategy(**options),
         max_epochs=EXPERIENCES * ROUNDS,
-        callbacks=[Replay(max_size=100), metrics, *[StartAnew()] * anew],
+        callbacks=[Replay(max_size=100), metrics, *[StartAnew()] * should_reset],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -112,14 +112,18 @@ def accepts(value: object, hint: Any) -> bool:
     return _accepts_object(value, kind, type_arguments)
 
 
-def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
+def _accepts_object(value: Any, kind: type, type_arguments: Sequence[Any]) -> bool:
     plain = value is None or isinstance(value, str | bytes | Number | type) or _is_numpy_bool(value)
     if kind in _SEQUENCES:
         items = value if isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1 else ()
-        hints = within if kind is tuple and Ellipsis not in within else [*within[:1]] * len(items)
+        hints = (
+            type_arguments if kind is tuple and Ellipsis not in type_arguments else [*type_arguments[:1]] * len(items)
+        )
         return not plain and all(map(accepts, items, hints))
     if issubclass(kind, Mapping):
-        return isinstance(value, Mapping) and (not within or all(accepts(one, within[1]) for one in value.values()))
+        return isinstance(value, Mapping) and (
+            not type_arguments or all(accepts(one, type_arguments[1]) for one in value.values())
+        )
     if issubclass(kind, os.PathLike) and isinstance(value, str):
         return True
     if getattr(kind, "_is_protocol", False):
@@ -130,9 +134,9 @@ def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
     return not isinstance(value, type)
 
 
-def _makes_callables(kind: type, within: Sequence[Any]) -> bool:
+def _makes_callables(kind: type, type_arguments: Sequence[Any]) -> bool:
     """Return whether calling a class gives an object to be called, unless such objects are wanted."""
-    result = within[-1] if within else Any
+    result = type_arguments[-1] if type_arguments else Any
     is_expected = isinstance(result, type) and issubclass(kind, result)
     return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
 
@@ -305,13 +309,13 @@ def dataclass_type(hint: Any) -> type | None:
     return next((one for one in members(hint) if isinstance(one, type) and is_dataclass(one)), None)
 
 
-def _convert(value: Any, wanted: Any) -> Any:
+def _convert(value: Any, target_type: Any) -> Any:
     """Return the number or truth value that a text or a number stands for; None if there is none."""
-    if wanted is bool:
+    if target_type is bool:
         return _TRUTH.get(str(value).lower())
-    if wanted not in (int, float) or isinstance(value, bool):
+    if target_type not in (int, float) or isinstance(value, bool):
         return None
     try:
-        return round(float(value)) if wanted is int else float(value)
+        return round(float(value)) if target_type is int else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None

@@ -149,9 +149,9 @@ def did_you_mean(name: object, candidates: Iterable[str], cutoff: float = 0.6) -
     return f" Did you mean {nearest}?" if nearest else ""
 
 
-def nearest_name(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+def nearest_name(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that is nearest to another one, whatever its case; empty if none is near."""
-    lowered = {one.lower(): one for one in known}
+    lowered = {one.lower(): one for one in candidates}
     matches = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
     return lowered[matches[0]] if matches else ""
 

@@ -158,9 +158,9 @@ class ContainerValue:
     def _holds(self, content: Any) -> bool:
         return self.kind.is_equal(self.kind.read(self.value), content)
 
-    def _gather(self, now: list[Any]) -> None:
+    def _gather(self, current_content: list[Any]) -> None:
         is_shown = self.base is not self.saved
-        self.history += now[len(self.base) :]
+        self.history += current_content[len(self.base) :]
         self.value[:] = self.base
         if is_shown:
             self.show()
@@ -191,12 +191,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _same_items(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
+def _same_items(first_items: list[Any], second_items: list[Any]) -> bool:
+    return len(first_items) == len(second_items) and all(map(operator.is_, first_items, second_items))
 
 
-def _same_text(left: object, right: object) -> bool:
-    return repr(left) == repr(right)
+def _same_text(first_value: object, second_value: object) -> bool:
+    return repr(first_value) == repr(second_value)
 
 
 _KINDS = (

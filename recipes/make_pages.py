@@ -125,18 +125,18 @@ class Layout:
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
     r"""A page with its parts made anew."""
 
-    def anew(found: re.Match[str]) -> str:
-        block_text = parts(found[2], found[3] or "")
-        return found[0] if block_text is None else f"{found[1]}{block_text}\n{found[4]}"
+    def anew(match: re.Match[str]) -> str:
+        block_text = parts(match[2], match[3] or "")
+        return match[0] if block_text is None else f"{match[1]}{block_text}\n{match[4]}"
 
     return _BLOCK.sub(anew, text)
 
 
-def verdict_block(table: Table | None, why: str) -> str:
+def verdict_block(table: Table | None, reason: str) -> str:
     """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
     verdict_counts = table.verdict_counts if table else None
     if table is None or not verdict_counts or not sum(verdict_counts):
-        return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {why}")
+        return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {reason}")
     scale_note = (
         "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
     )
@@ -146,7 +146,7 @@ def verdict_block(table: Table | None, why: str) -> str:
     )
     text += f"{NEAR_TOLERANCE} of {verdict_counts.num_near}, within two standard deviations over the seeds of "
     text += f"{verdict_counts.num_within_spread} more, and "
-    text += f"further from {verdict_counts.num_outside}. {why}"
+    text += f"further from {verdict_counts.num_outside}. {reason}"
     return f"{_wrapped(text)}\n\n![Ours against the paper's numbers, cell by cell](against-paper.png)"
 
 
@@ -309,15 +309,15 @@ def _page(path: Path) -> str:
     folder = path.parent
     layouts_by_name = layouts(folder)
 
-    def part(name: str, of: str) -> str | None:
+    def part(name: str, subfolder: str) -> str | None:
         if name in layouts_by_name:
             layout = layouts_by_name[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
         if name == "boards":
             return boards_block(table, list_protocols(read_rows(folder))) if (table := _table(folder)) else None
         if name == "verdict":
-            return verdict_block(_table(folder / of), _why(folder))
-        return written_block(table, of) if name == "written" and (table := _table(folder / of)) else None
+            return verdict_block(_table(folder / subfolder), _why(folder))
+        return written_block(table, subfolder) if name == "written" and (table := _table(folder / subfolder)) else None
 
     return render(path.read_text(encoding="utf-8"), part)
 

@@ -23,9 +23,9 @@ HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs"
 
 
-def train(told: dict[str, Any]) -> Path:
+def train(model_settings: dict[str, Any]) -> Path:
     """Run an entry's recipe, unless that is done; the run's folder."""
-    paper, row, scale = told["recipe"], told.get("row"), told.get("scale", "paper")
+    paper, row, scale = model_settings["recipe"], model_settings.get("row"), model_settings.get("scale", "paper")
     if row is None:
         run = RUNS / "zoo" / paper
         recipe = str(recipes_folder() / f"{paper}.yaml")

@@ -99,10 +99,10 @@ def measured(workload, engine, python, device="cpu", quick=False):
         return result
 
 
-def _most(lines, taken):
+def _most(lines, memory_samples):
     """The most MiB, once the data were there: what making them took is forgotten."""
     data_time = next(line["time"] for line in lines if line["name"] == "data")
-    memory_by_time = [*((line["time"], line["most"]) for line in lines), *taken]
+    memory_by_time = [*((line["time"], line["most"]) for line in lines), *memory_samples]
     return max(mib for when, mib in memory_by_time if when > data_time)
 
 
@@ -122,12 +122,12 @@ def told(lines, rounds):
     return result
 
 
-def difference(expected, found):
+def difference(expected, actual):
     """The largest difference of two states, entry by entry, by the largest number of the entry."""
-    if expected.keys() != found.keys():
-        raise ValueError(f"Expected a state of {sorted(expected)} but got {sorted(found)}.")
+    if expected.keys() != actual.keys():
+        raise ValueError(f"Expected a state of {sorted(expected)} but got {sorted(actual)}.")
     return max(
-        float((found[n] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for n, value in expected.items()
+        float((actual[n] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for n, value in expected.items()
     )
 
 

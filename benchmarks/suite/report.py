@@ -61,12 +61,12 @@ def _row(workload, engine, runs, engines):
     ]
 
 
-def table(found):
+def table(contents):
     """The Markdown table of all engines."""
     head = ["workload", "engine", "a round", "by the loop's", "processor", "peak memory", "start", "differs"]
     rows = [
         _row(workload, engine, content["engines"][engine], content["engines"])
-        for workload, content in found.items()
+        for workload, content in contents.items()
         if not workload.startswith("drawn-")
         for engine in ENGINES
         if content["engines"].get(engine)
@@ -74,10 +74,10 @@ def table(found):
     return _markdown(head, "llrrrrrr", rows)
 
 
-def scale(found):
+def scale(contents):
     """The Markdown table of a hundred clients drawn of many, through our Trainer."""
     rows, base = [], None
-    for workload, content in found.items():
+    for workload, content in contents.items():
         completed_runs = [run for run in content["engines"].get("ours", []) if "round" in run]
         if not workload.startswith("drawn-") or not completed_runs:
             continue
@@ -98,15 +98,17 @@ def _markdown(head, sides, rows):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, line, *rows)) + "\n"
 
 
-def about(found):
+def about(contents):
     """One sentence on the machine."""
-    machine = next(iter(found.values()))["machine"]
+    machine = next(iter(contents.values()))["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
-    sizes = " Sizes are those of a trial: the numbers say nothing." if any(c["quick"] for c in found.values()) else ""
+    sizes = (
+        " Sizes are those of a trial: the numbers say nothing." if any(c["quick"] for c in contents.values()) else ""
+    )
     return f"Measured on {device}, torch {machine['torch']}, one thread a process; median (lowest to highest).{sizes}\n"
 
 
-def plot(found, path):
+def plot(contents, path):
     """Curves with the number of clients, the engines' processes, and the size of the model."""
     curves = [
         ("digits-", "clients, all in each round", "round", "seconds a round"),
@@ -115,14 +117,14 @@ def plot(found, path):
     ]
     data, parts = {}, []
     for begin, label, key, unit in curves:
-        names = [name for name in found if name.startswith(begin)]
+        names = [name for name in contents if name.startswith(begin)]
         if len(names) > 1:  # of a single size there is no curve
-            data[label] = _points(found, names, key)
+            data[label] = _points(contents, names, key)
             scale = alt.Scale(type="log") if key == "round" else alt.Scale(zero=True)
             base = charts.get_chart(label).encode(x=alt.X("size:Q", title=label, scale=alt.Scale(type="log")))
             engines = list(dict.fromkeys(point["line"] for point in data[label]))
             parts.append(alt.layer(*charts.small_multiples(base, engines, unit, scale)[1:]))
-    data["gains"] = _gains(found)
+    data["gains"] = _gains(contents)
     bars = (
         charts.get_chart("gains")
         .mark_bar()
@@ -140,17 +142,17 @@ def plot(found, path):
     charts.write_png(Path(path), charts.spec(whole, **data))
 
 
-def _points(found, names, key):
+def _points(contents, names, key):
     """The median of each engine at each size."""
     return [
         {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(values)}
         for engine in ENGINES
         for name in names
-        if (values := [run[key] for run in found[name]["engines"].get(engine, []) if key in run])
+        if (values := [run[key] for run in contents[name]["engines"].get(engine, []) if key in run])
     ]
 
 
-def _gains(found):
+def _gains(contents):
     """How much faster two processes are than one, ours and by hand."""
     points = []
     for label, (single_engine, double_engine) in {
@@ -158,7 +160,7 @@ def _gains(found):
         "by hand": ("loop", "loop-two"),
     }.items():
         for name in ("har", "har-uneven", "esn", "vit"):
-            engines = found[name]["engines"] if name in found else {}
+            engines = contents[name]["engines"] if name in contents else {}
             runs = zip(engines.get(single_engine, []), engines.get(double_engine, []), strict=False)
             if gains := [a["round"] / b["round"] for a, b in runs if "round" in a and "round" in b]:
                 points.append({"line": label, "workload": name, "value": statistics.median(gains)})

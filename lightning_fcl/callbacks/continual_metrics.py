@@ -227,29 +227,29 @@ class ContinualMetrics(Callback):
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
-    def _gathered(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
+    def _gathered(self, trainer: L.Trainer, local_values: Mapping[str, T]) -> dict[str, T]:
         """What came to all clients, of what came to those that this process looks after."""
-        return gather_by_client(get_ranks(trainer), mine, require_stream(trainer).plan.clients)
+        return gather_by_client(get_ranks(trainer), local_values, require_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if find_federation(trainer) is None:
             self.on_round_end(trainer, pl_module)
 
-    def _experiences(self, plan: Plan, round: int) -> dict[str, int]:
+    def _experiences(self, plan: Plan, round_idx: int) -> dict[str, int]:
         """The experience of each client in a round; of many clients, those of the round before as they are."""
-        if self.record["rounds"] and all(numbers[round] == numbers[round - 1] for numbers in self._ways):
+        if self.record["rounds"] and all(numbers[round_idx] == numbers[round_idx - 1] for numbers in self._ways):
             previous_experiences: dict[str, int] = self.record["rounds"][-1]["experience"]
             return previous_experiences
-        experiences = {client: numbers[round] for client, numbers in plan.experiences.items()}
+        experiences = {client: numbers[round_idx] for client, numbers in plan.experiences.items()}
         return {**experiences, "server": max(experiences.values())}
 
-    def _whole(self, found: Counts | Values) -> dict[str, float]:
-        if isinstance(found, dict):
+    def _whole(self, results: Counts | Values) -> dict[str, float]:
+        if isinstance(results, dict):
             all_groups_name = group_name(range(len(self.record["groups"])))
-            whole = {name: parts.get(all_groups_name) for name, parts in found.items()}
+            whole = {name: parts.get(all_groups_name) for name, parts in results.items()}
             return {name: value for name, value in whole.items() if value is not None}
-        counts = [count for count in found if count is not None]
-        return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(found) else {}
+        counts = [count for count in results if count is not None]
+        return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(results) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Test the models with which the clients go on whose experience ends with this round."""

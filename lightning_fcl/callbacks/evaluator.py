@@ -50,10 +50,10 @@ _LOG = "Call `self.log(name, value)` there."
 _HELD_BYTES = 2**30  # more test samples of a data set than these are read anew each time
 
 
-def _placed(stream: FederatedStream, samples: IntArray, alike: bool) -> tuple[str, IntArray, int]:
+def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> tuple[str, IntArray, int]:
     """The part of a stream that some samples are of, the group of each, and the number of groups."""
     split_name = "validation" if samples is stream.plan.validation else "test"
-    if alike:
+    if is_stackable:
         return split_name, np.zeros(len(samples), dtype=np.int64), 1
     return split_name, stream.plan.groups[samples], len(stream.plan.group_names(stream.classes))
 
@@ -103,14 +103,14 @@ class Evaluator:
         sizes: list[int] = (torch.bincount(self.group, minlength=self.num_groups) * steps).tolist()
         return sizes
 
-    def _batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
+    def _batches(self, first: int = 0, stride: int = 1) -> Iterator[_Batch]:
         """Some batch and every so manyth from there, with what is random in its items the same each time."""
         size = self.stream.loader_config(self.split_name).batch_size if self.stream.samples.is_random else _BATCH
         if self.cached_samples is not None:
             parts = (torch.split(values, size) for values in (*self.cached_samples, self.group))
-            yield from itertools.islice(zip(*parts, strict=True), first, None, every)
+            yield from itertools.islice(zip(*parts, strict=True), first, None, stride)
             return
-        places = np.split(np.arange(len(self.rows)), range(size, len(self.rows), size))[first::every]
+        places = np.split(np.arange(len(self.rows)), range(size, len(self.rows), size))[first::stride]
         seed, key = self.stream.seed, ("server", self.split_name)
         requests = (BatchRequest(self.rows[place], seed, (*key, int(place[0]))) for place in places)
         for positions, batch in zip(places, self.stream.read_batches(requests, self.split_name), strict=True):
@@ -126,11 +126,11 @@ class Evaluator:
             yield x, y, self.group[positions]
 
     @torch.no_grad()
-    def _outputs(self, module: L.LightningModule, every: int = 1, first: int = 0) -> Iterator[_Batch]:
+    def _outputs(self, module: L.LightningModule, stride: int = 1, first: int = 0) -> Iterator[_Batch]:
         """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluation_mode(module), precision.forward_context(), prediction_override(module):
-            for inputs, label, groups in self._batches(first, every):
+            for inputs, label, groups in self._batches(first, stride):
                 inputs = precision.convert_input(self.stream.samples.normalize(inputs))
                 inputs, label = move_batch(module.trainer, [inputs, label])[:2]
                 if isinstance(module, Classifier):

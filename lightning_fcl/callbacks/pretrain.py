@@ -177,10 +177,16 @@ class BaseSession(Callback):
                 pl_module.on_base_session(*stream.get_samples(stream.plan.base_samples))
 
     def check_stream(
-        self, module: L.LightningModule, before: Sequence[Callback], stream: FederatedStream | None
+        self, module: L.LightningModule, previous_callbacks: Sequence[Callback], stream: FederatedStream | None
     ) -> FederatedStream:
-        """The stream, whose base session this can train; otherwise a ValueError. ``before``: callbacks before this."""
-        network = self._network(module, before)
+        """Return the stream, or raise ValueError if this cannot train its base session.
+
+        Args:
+            module: The module to train.
+            previous_callbacks: The callbacks before this one.
+            stream: The Trainer's stream.
+        """
+        network = self._network(module, previous_callbacks)
         if stream is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
                 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
@@ -209,8 +215,8 @@ class BaseSession(Callback):
         check_no_transfer_hook(module, stream, type(self).__name__)
         return stream
 
-    def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
-        early = [type(c).__name__ for c in before if isinstance(c, Replay) and c.base]
+    def _network(self, module: L.LightningModule, previous_callbacks: Sequence[Callback]) -> nn.Module:
+        early = [type(c).__name__ for c in previous_callbacks if isinstance(c, Replay) and c.base]
         if self.latents and early:
             raise InvalidValueError(
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "

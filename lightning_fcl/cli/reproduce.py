@@ -101,7 +101,7 @@ class Reproduce(Command):
 
 def run_rows(
     folder: Path,
-    asked: Sequence[str] | None,
+    row_names: Sequence[str] | None,
     scale: str,
     seeds: int,
     tasks: int | None,
@@ -111,7 +111,7 @@ def run_rows(
 ) -> dict[str, list[Job]]:
     """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
     jobs: dict[str, list[Job]] = {}
-    for name, row in paper_rows(folder, asked, scale).items():
+    for name, row in paper_rows(folder, row_names, scale).items():
         recipe, row_folder = replace(row, configs=scaled_configs(row.configs, scale)).recipe, out / row.slug
         jobs[name] = [
             Job(f"{name}, seed {seed}", recipe, seed, row_folder / f"seed-{seed}", tasks) for seed in range(seeds)
@@ -133,12 +133,14 @@ def run_rows(
     return jobs
 
 
-def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:
+def _command(
+    paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, only_finished: bool = False
+) -> str:
     """The command line that comes to the same numbers."""
     words = ["--rows", rows] if rows else []
     words += ["--scale", scale] if scale != "paper" else []
     words += ["--tasks", str(tasks)] if tasks else []
-    words += ["--seeds", str(seeds), *(["--finished"] if finished else [])]
+    words += ["--seeds", str(seeds), *(["--finished"] if only_finished else [])]
     return shlex.join(["lightning-fcl", "reproduce", paper, *words])
 
 
@@ -259,18 +261,18 @@ def search_settings(folder: Path, searches: Mapping[str, str], out: Path, worker
     print(f"The best of each search: {out / 'best'}")
 
 
-def _named(text: str | None, known: list[str], what: str, beginnings: bool = False) -> list[str]:
+def _named(text: str | None, known_names: list[str], argument_name: str, beginnings: bool = False) -> list[str]:
     """The known names that are asked for, by their beginnings if so; all of them if none are."""
     if text is None:
-        return known
+        return known_names
     selected_names: list[str] = []
     for word in (word.strip() for word in text.split(",")):
-        fits = [name for name in known if name == word or (beginnings and name.startswith(word))]
+        fits = [name for name in known_names if name == word or (beginnings and name.startswith(word))]
         if not fits:
             raise UnknownNameError(
-                f"Expected `{what}` among {', '.join(known)} but got {word}.",
-                hint=did_you_mean(word, known),
-                argument=what,
+                f"Expected `{argument_name}` among {', '.join(known_names)} but got {word}.",
+                hint=did_you_mean(word, known_names),
+                argument=argument_name,
                 value=word,
             )
         selected_names += fits

@@ -190,37 +190,42 @@ class Search:
         }
 
 
-def _distribution(key: str, what: Any) -> BaseDistribution:
+def _distribution(key: str, parameter_space: Any) -> BaseDistribution:
     problem, hint = "", "Write a list, as in [16, 32], or {low: 0.0, high: 1.0}."
-    if isinstance(what, list) and what:
-        labels = [_label(choice) for choice in what]
+    if isinstance(parameter_space, list) and parameter_space:
+        labels = [_label(choice) for choice in parameter_space]
         if len(set(labels)) == len(labels):
             return CategoricalDistribution(labels)
         problem, hint = " with equal choices", "List each choice once."
-    elif isinstance(what, dict) and {"low", "high"} <= set(what) <= {"low", "high", "step", "log"}:
-        whole = all(type(what.get(name, 1)) is int for name in ("low", "high", "step"))
+    elif isinstance(parameter_space, dict) and {"low", "high"} <= set(parameter_space) <= {
+        "low",
+        "high",
+        "step",
+        "log",
+    }:
+        whole = all(type(parameter_space.get(name, 1)) is int for name in ("low", "high", "step"))
         try:
-            return IntDistribution(**what) if whole else FloatDistribution(**what)
+            return IntDistribution(**parameter_space) if whole else FloatDistribution(**parameter_space)
         except (ValueError, TypeError) as error:
             problem, hint = f" ({one_line(error)})", "Choose `low` below `high`, and a `step` above 0 or `log: true`."
     raise InvalidValueError(
         f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or `log: "
-        f"true`, but got {what}{problem}.",
+        f"true`, but got {parameter_space}{problem}.",
         hint=hint,
     )
 
 
-def _value(text: str, what: BaseDistribution) -> Any:
+def _value(text: str, distribution: BaseDistribution) -> Any:
     """A setting as `trials.csv` has it."""
-    if isinstance(what, CategoricalDistribution):
-        choices_by_text = {str(choice): choice for choice in what.choices}
+    if isinstance(distribution, CategoricalDistribution):
+        choices_by_text = {str(choice): choice for choice in distribution.choices}
         if text not in choices_by_text:
             raise ValueError(f"{text} is none of {', '.join(choices_by_text)}")
         return choices_by_text[text]
-    assert isinstance(what, IntDistribution | FloatDistribution)
-    value = int(text) if isinstance(what, IntDistribution) else float(text)
-    if not what.low <= value <= what.high:
-        raise ValueError(f"{text} is not from {what.low} to {what.high}")
+    assert isinstance(distribution, IntDistribution | FloatDistribution)
+    value = int(text) if isinstance(distribution, IntDistribution) else float(text)
+    if not distribution.low <= value <= distribution.high:
+        raise ValueError(f"{text} is not from {distribution.low} to {distribution.high}")
     return value
 
 

@@ -102,10 +102,16 @@ def samples() -> tuple[Tensor, Tensor]:
     return centres[y] + 0.7 * torch.randn(len(y), FEATURES, generator=draws, dtype=torch.float64), y
 
 
-def make_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **more: Any) -> FederatedStream:
+def make_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **overrides: Any) -> FederatedStream:
     """The samples, with classes that come in tasks, for clients that have equally many."""
     scenario = ClassIncremental(tasks, rounds)
-    arguments: dict[str, Any] = {"scenario": scenario, "partition": IID(clients), "batch_size": 8, "seed": seed, **more}
+    arguments: dict[str, Any] = {
+        "scenario": scenario,
+        "partition": IID(clients),
+        "batch_size": 8,
+        "seed": seed,
+        **overrides,
+    }
     return FederatedStream.from_arrays(*samples(), **arguments)
 
 

@@ -167,11 +167,11 @@ def _tensor(x: Any) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _column(name: str, given: Any) -> NDArray[Any] | None:
+def _column(name: str, values: Any) -> NDArray[Any] | None:
     """What is told of each sample; strings of pandas are objects to NumPy."""
-    if given is None:
+    if values is None:
         return None
-    column = to_array(given)
+    column = to_array(values)
     if column.dtype.kind != "O":
         return column
     kinds = {type(value) for value in column.ravel().tolist()}
@@ -226,18 +226,18 @@ def to_samples(
 
 
 def samples_in(
-    module: L.LightningDataModule, wanted: Sequence[str], seed: int, classes: Sequence[str] | None = None
+    module: L.LightningDataModule, split_names: Sequence[str], seed: int, classes: Sequence[str] | None = None
 ) -> Samples:
     """Return the samples of some parts of a data module, which `to_samples` returns with those of all parts.
 
     Args:
         module: The data module.
-        wanted: Names of the parts. The data module must have the first one.
+        split_names: Names of the parts. The data module must have the first one.
         seed: Seed of what the data module draws.
         classes: Names of the classes.
     """
-    parts = extract_splits(module, seed, wanted[0])
-    return _of_parts({"": {part: own for part, own in parts.items() if part in wanted}}, classes, ())
+    parts = extract_splits(module, seed, split_names[0])
+    return _of_parts({"": {part: own for part, own in parts.items() if part in split_names}}, classes, ())
 
 
 def is_client_mapping(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
@@ -268,7 +268,7 @@ def _join_clients(
     return replace(samples, client_ids=np.repeat(names, sizes))
 
 
-def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
+def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
     """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
     other_splits = SPLITS.keys() - {"train"}
     if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or other_splits & data.keys()):
@@ -276,7 +276,7 @@ def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
     parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
         raise InvalidValueError(
-            f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
+            f"Expected {owner_name} to have the splits train, validation and test, or clients of other names, but got "
             f"{', '.join(map(str, data))}.",
             hint="Leave out what is neither, and join what is one.",
             argument="data",
@@ -285,13 +285,13 @@ def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
     return True
 
 
-def _parts_in(data: object, whose: str, seed: int) -> SplitDatasets:
+def _parts_in(data: object, owner_name: str, seed: int) -> SplitDatasets:
     """The parts of a data module, of splits, or of a data set, which is trained on."""
     if isinstance(data, L.LightningDataModule):
         return extract_splits(data, seed)
-    if _names_splits(data, whose):
+    if _names_splits(data, owner_name):
         return {SPLITS[name]: (to_dataset(part, f"for {name}"), None) for name, part in data.items()}
-    return {"train": (to_dataset(data, whose), None)}
+    return {"train": (to_dataset(data, owner_name), None)}
 
 
 def _of_parts(

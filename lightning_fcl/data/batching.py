@@ -316,6 +316,6 @@ def plan_batches(
     return [row[:length] for row, length in zip(index[0], lengths[0], strict=True)]
 
 
-def plan_client(samples: int, batching: BatchPlan, seed: int, client: str, round: int) -> list[IntArray]:
+def plan_client(samples: int, batching: BatchPlan, seed: int, client: str, round_idx: int) -> list[IntArray]:
     """Return which samples make up each batch of one local epoch of a client in a round. See `plan_group_batches`."""
-    return plan_batches(samples, 1, batching, order_keys(seed, [client], round))
+    return plan_batches(samples, 1, batching, order_keys(seed, [client], round_idx))

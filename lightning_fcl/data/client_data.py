@@ -73,14 +73,14 @@ def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any
     return {client: targets_in(client_targets[client], parts, f"client {client}") for client, parts in clients.items()}
 
 
-def targets_in(y: Any, parts: SplitDatasets, whose: str) -> dict[str, NDArray[Any]]:
+def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArray[Any]]:
     """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
     targets_by_part = (
         {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
     )
     if targets_by_part.keys() != parts.keys():
         raise InvalidValueError(
-            f"Expected `y` to have the targets of {format_names(parts)} of {whose}, but got those of "
+            f"Expected `y` to have the targets of {format_names(parts)} of {owner_name}, but got those of "
             f"{format_names(targets_by_part)}.",
             hint="Pass a dict with one array for each.",
             argument="y",
@@ -91,7 +91,7 @@ def targets_in(y: Any, parts: SplitDatasets, whose: str) -> dict[str, NDArray[An
         if arrays[name].shape[:1] != (size,):
             actual_size = len(arrays[name]) if arrays[name].ndim else "a single value"
             raise InvalidValueError(
-                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {actual_size}.",
+                f"Expected `y` to have {size} targets for the {name} samples of {owner_name}, but got {actual_size}.",
                 hint="Pass one for each sample, in their order.",
                 argument="y",
                 value=actual_size,
@@ -111,15 +111,15 @@ def _first_of(data: Dataset[Any]) -> Any:
         return data[0]
 
 
-def _shapes_in(item: Any, place: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes_in(item: Any, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the place and the shape of each array in a sample."""
     if isinstance(item, Mapping):
         for name, element in item.items():
-            yield from _shapes_in(element, f"{place}[{name!r}]")
+            yield from _shapes_in(element, f"{path}[{name!r}]")
     elif isinstance(item, tuple | list):
         for number, element in enumerate(item):
-            yield from _shapes_in(element, f"{place}[{number}]")
+            yield from _shapes_in(element, f"{path}[{number}]")
     elif isinstance(item, int | float):
-        yield f"`sample{place}`", ()
+        yield f"`sample{path}`", ()
     elif hasattr(item, "shape"):
-        yield f"`sample{place}`", tuple(item.shape)
+        yield f"`sample{path}`", tuple(item.shape)

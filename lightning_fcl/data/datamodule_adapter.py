@@ -75,9 +75,9 @@ def _prepare(module: L.LightningDataModule, stream: L.LightningDataModule) -> No
     module.prepare_data()
 
 
-def _once(done: list[bool], hooks: Iterable[Callable[[], None]]) -> None:
-    if not done:
-        done.append(True)
+def _once(completion_flag: list[bool], hooks: Iterable[Callable[[], None]]) -> None:
+    if not completion_flag:
+        completion_flag.append(True)
         for hook in hooks:
             hook()
 
@@ -113,20 +113,22 @@ def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
         return hook(*args)
 
 
-def extract_splits(module: L.LightningDataModule, seed: int, needed: str = "train") -> SplitDatasets:
+def extract_splits(module: L.LightningDataModule, seed: int, required_split: str = "train") -> SplitDatasets:
     """Return the dataset and the loading of each loader that a data module has.
 
     Args:
         module: The data module.
         seed: Seed of what its hooks draw.
-        needed: The part that the data module must have.
+        required_split: The part that the data module must have.
     """
-    loader_hooks = {part: hook for part, hook in _HOOKS.items() if part == needed or is_overridden(hook, module)}
-    if not is_overridden(_HOOKS[needed], module):
+    loader_hooks = {
+        part: hook for part, hook in _HOOKS.items() if part == required_split or is_overridden(hook, module)
+    }
+    if not is_overridden(_HOOKS[required_split], module):
         name = type(module).__name__
         raise MissingValueError(
-            f"Expected {name} to have a `{_HOOKS[needed]}` but it has none.",
-            hint=f"Define `{_HOOKS[needed]}` in {name}.",
+            f"Expected {name} to have a `{_HOOKS[required_split]}` but it has none.",
+            hint=f"Define `{_HOOKS[required_split]}` in {name}.",
         )
     for stage in ("fit", "test") if "test" in loader_hooks else ("fit",):
         call_seeded(seed, module.setup, stage)
@@ -135,7 +137,7 @@ def extract_splits(module: L.LightningDataModule, seed: int, needed: str = "trai
         loader = call_seeded(seed, getattr(module, hook))
         if isinstance(loader, list | tuple) and len(loader) < 2:
             loader = loader[0] if loader else None
-        if loader is not None or split_name == needed:
+        if loader is not None or split_name == required_split:
             data, loading = call_seeded(seed, _taken_apart, loader, f"`{hook}` of {type(module).__name__}")
             parts[split_name] = data, loading if split_name == "train" else replace(loading, shuffle=False)
     return parts
@@ -185,13 +187,13 @@ def _kind(value: Any) -> object:
     return type(value) if callable(value) and not isfunction(value) else value
 
 
-def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], LoaderConfig]:
-    def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
+def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderConfig]:
+    def refuse(requirement: str, actual_value: object, remedy: str) -> NoReturn:
         raise InvalidValueError(
-            f"Expected {whose} to {wanted} but got a {type(got).__name__}.",
+            f"Expected {loader_name} to {requirement} but got a {type(actual_value).__name__}.",
             hint=remedy,
             argument="dataloader",
-            value=type(got).__name__,
+            value=type(actual_value).__name__,
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:

@@ -121,8 +121,8 @@ def clear_features() -> tuple[int, int]:
     return len(files), sum(sizes)
 
 
-def _backbone(given: nn.Module | str) -> Any:
-    network = frozen_backbone(given) if isinstance(given, str) else given
+def _backbone(backbone: nn.Module | str) -> Any:
+    network = frozen_backbone(backbone) if isinstance(backbone, str) else backbone
     if not callable(getattr(network, "embed", None)):
         raise InvalidValueError(
             "Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "

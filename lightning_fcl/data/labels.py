@@ -77,28 +77,28 @@ def index_targets(
     return targets.astype(np.float32) if targets.dtype == np.float16 else targets, ()
 
 
-def check_names(names: Sequence[str], what: str = "classes") -> None:
+def check_names(names: Sequence[str], argument: str = "classes") -> None:
     """Raise ValueError if a name comes twice, or cannot be encoded as UTF-8.
 
     Args:
         names: The names.
-        what: Name of the argument that has the names.
+        argument: Name of the argument that has the names.
     """
     twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
         raise InvalidValueError(
-            f"Expected `{what}` to be different names but got {twice!r} more than once.",
+            f"Expected `{argument}` to be different names but got {twice!r} more than once.",
             hint="Rename or remove the others.",
-            argument=what,
+            argument=argument,
         )
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as error:
             raise InvalidValueError(
-                f"Expected `{what}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
-                hint=f"Rename it in `{what}`.",
-                argument=what,
+                f"Expected `{argument}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
+                hint=f"Rename it in `{argument}`.",
+                argument=argument,
             ) from error
 
 

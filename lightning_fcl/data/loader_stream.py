@@ -27,10 +27,10 @@ class ClientStream(Protocol):
     def plan(self) -> Plan: ...
     @property
     def seed(self) -> int: ...
-    def client_round(self, client: str, round: int) -> ClientRound: ...
-    def sample_history(self, client: str, round: int, trained: list[int]) -> SampleHistory | None: ...
+    def client_round(self, client: str, round_idx: int) -> ClientRound: ...
+    def sample_history(self, client: str, round_idx: int, trained: list[int]) -> SampleHistory | None: ...
     def has_same_samples(self, client: str, *rounds: int) -> bool: ...
-    def client_samples(self, client: str, round: int, seed: int) -> Any: ...
+    def client_samples(self, client: str, round_idx: int, seed: int) -> Any: ...
 
 
 class LoaderStream:
@@ -41,7 +41,7 @@ class LoaderStream:
 
     Example:
         >>> stream = LoaderStream()
-        >>> stream.begin_round(experience=1, round=0, rounds=2)
+        >>> stream.begin_round(experience=1, round_idx=0, rounds=2)
         >>> stream.add(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         >>> part = stream.client_round("local", 0)
         >>> part.samples, part.experience_idx, part.is_last_round
@@ -61,15 +61,15 @@ class LoaderStream:
         """The seed of every draw."""
         return global_seed()
 
-    def begin_round(self, experience: int, round: int, rounds: int | None) -> None:
+    def begin_round(self, experience: int, round_idx: int, rounds: int | None) -> None:
         """Forget the samples of the epoch before.
 
         Args:
             experience: Number of the experience.
-            round: Number of the round.
+            round_idx: Number of the round.
             rounds: Number of rounds of the fit. None or -1: unlimited.
         """
-        num_rounds = round + 2 if rounds in (None, -1) else max(rounds or 0, round + 1)
+        num_rounds = round_idx + 2 if rounds in (None, -1) else max(rounds or 0, round_idx + 1)
         if self.plan.rounds != num_rounds or self.plan.experiences[CLIENT][0] != experience:
             self.plan = _plan(experience, num_rounds)
         self._x, self._y = [], []
@@ -80,20 +80,20 @@ class LoaderStream:
             self._x.append(x)
         self._y.append(y)
 
-    def client_round(self, client: str, round: int) -> ClientRound:
+    def client_round(self, client: str, round_idx: int) -> ClientRound:
         """Return the client's part in a round, with the labels of the samples so far."""
         labels = torch.cat(self._y).cpu() if self._y else torch.empty(0, dtype=torch.long)
-        last = round + 1 == self.plan.rounds
-        return ClientRound(client, round, self.plan.experiences[client][round], labels, 0, last, len(labels))
+        last = round_idx + 1 == self.plan.rounds
+        return ClientRound(client, round_idx, self.plan.experiences[client][round_idx], labels, 0, last, len(labels))
 
-    def sample_history(self, client: str, round: int, trained: list[int]) -> None:
+    def sample_history(self, client: str, round_idx: int, trained: list[int]) -> None:
         """Return None: the samples have no numbers."""
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return True: each epoch of a fit is of the same samples."""
         return True
 
-    def client_samples(self, client: str, round: int, seed: int) -> list[Tensor]:
+    def client_samples(self, client: str, round_idx: int, seed: int) -> list[Tensor]:
         """Return the samples of the latest epoch, stacked, in the order of its batches."""
         return [torch.cat(column) for column in (self._x, self._y) if column]
 

@@ -237,20 +237,20 @@ class ClassSubsets(Partition):
         return _named(pieces)
 
 
-def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None:
+def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
     """Let the classes that no client asks for take the place of the most frequent ones, if there is room for all."""
-    holders = np.count_nonzero(asked, axis=0)
+    holders = np.count_nonzero(client_fractions, axis=0)
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
         frequent = int(holders.argmax())  # two clients have it at least: there is room
-        client = rng.choice(np.flatnonzero(asked[:, frequent]))
-        asked[client, [left_out, frequent]] = asked[client, [frequent, left_out]]
+        client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
+        client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]
         holders[[left_out, frequent]] += 1, -1
 
 
-def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
-    low, high = given if isinstance(given, Sequence) else (given, given)
+def _range(value: float | Sequence[float]) -> tuple[Any, Any]:
+    low, high = value if isinstance(value, Sequence) else (value, value)
     return low, high
 
 

@@ -64,14 +64,14 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
         )
 
 
-def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
+def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
     """Read a sample twice with the same random numbers and compare.
 
     Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes of
     the first read alone, such as caches and opened files, do not count.
 
     Args:
-        read: Reads the sample.
+        read_sample: Reads the sample.
         roots: The objects whose code reads it, by the first part of the paths.
 
     Returns:
@@ -79,10 +79,10 @@ def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[li
     """
     first = _Snapshot(roots)
     try:
-        first_sample = read()
+        first_sample = read_sample()
         second = _Snapshot(roots)
         try:
-            second_sample = read()
+            second_sample = read_sample()
             return second.changed(), _is_same(first_sample, second_sample)
         finally:
             second.restore()
@@ -91,9 +91,9 @@ def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[li
 
 
 @contextmanager
-def restored_reading(samples: Samples, rows: IntArray, part: str) -> Iterator[None]:
+def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Iterator[None]:
     """Temporarily read some samples: state that reading them changes is restored, as in `changes_of`."""
-    snapshot = _Snapshot(samples.readers(rows, part))
+    snapshot = _Snapshot(samples.readers(rows, split_name))
     try:
         yield
     finally:
@@ -135,21 +135,21 @@ class _Snapshot:
                 change.undo()
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     """Return whether two values are equal; objects whose content is unknown are, if their types are."""
-    if one is other:
+    if value is other:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype is other.dtype and (
-            torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(map(_is_same, value.values(), other.values()))
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, torch.Tensor):
+        return value.dtype is other.dtype and (
+            torch.equal(value, other) or torch.equal(value.nan_to_num(), other.nan_to_num())
         )
-    kind = find_kind(one)
+    kind = find_kind(value)
     if kind is not None:
-        return kind.is_equal(kind.read(one), kind.read(other)) if kind.can_change(one) else True
-    return bool(one == other) if isinstance(one, bool | int | float | complex | str | bytes | np.generic) else True
+        return kind.is_equal(kind.read(value), kind.read(other)) if kind.can_change(value) else True
+    return bool(value == other) if isinstance(value, bool | int | float | complex | str | bytes | np.generic) else True

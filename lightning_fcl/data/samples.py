@@ -133,17 +133,17 @@ class Samples:
         x, y = self.get_stored(indices)
         return [self.normalize(x), y]
 
-    def read(self, indices: Iterable[int], part: str, seed: int) -> Any:
+    def read(self, indices: Iterable[int], split_name: str, seed: int) -> Any:
         """Return a batch of a data set's items as `collate_fn` makes it. See `get`."""
         data: Any = self.x
-        with self.seeded(indices, part, seed):
-            return self.collate(part)(fetch(data, [int(i) for i in indices]))
+        with self.seeded(indices, split_name, seed):
+            return self.collate(split_name)(fetch(data, [int(i) for i in indices]))
 
-    def seeded(self, indices: Iterable[int], part: str, seed: int) -> AbstractContextManager[None]:
+    def seeded(self, indices: Iterable[int], split_name: str, seed: int) -> AbstractContextManager[None]:
         """Temporarily seed the random generators of the data sets that hold some samples, and of `collate_fn`."""
-        return self.generators.seeded(self.readers(indices, part), seed)
+        return self.generators.seeded(self.readers(indices, split_name), seed)
 
-    def readers(self, indices: Iterable[int], part: str) -> dict[str, object]:
+    def readers(self, indices: Iterable[int], split_name: str) -> dict[str, object]:
         """Return the data sets that hold some samples, numbered as they are read, and `collate_fn`.
 
         A client's own data set has the same name whichever other clients there are.
@@ -152,7 +152,7 @@ class Samples:
             return {}
         datasets = {id(data): data for data in _holding(self.x, indices)}
         numbered = {str(number): data for number, data in enumerate(datasets.values())}
-        return {**numbered, "collate_fn": self.collate(part)}
+        return {**numbered, "collate_fn": self.collate(split_name)}
 
     def find_generators(self) -> None:
         """Find all generators now, so that processes that are forked to read need not."""
@@ -264,10 +264,10 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 class _SeededRows(Dataset[Any]):
     """Some items of a data set whose code holds random generators, read in batches that are seeded by their place."""
 
-    def __init__(self, samples: Samples, indices: IntArray, part: str, seed: int) -> None:
+    def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
         self.indices = indices
-        self.part = part
+        self.part = split_name
         self.seed = seed
 
     def __len__(self) -> int:
@@ -289,11 +289,13 @@ def select_samples(samples: Samples, indices: IntArray) -> Dataset[Any]:
     return Subset(samples.x, indices.tolist()) if isinstance(samples.x, Dataset) else SampleRows(samples, indices)
 
 
-def loader_of(samples: Samples, indices: IntArray, loading: LoaderConfig, part: str, seed: int) -> DataLoader[Any]:
+def loader_of(
+    samples: Samples, indices: IntArray, loading: LoaderConfig, split_name: str, seed: int
+) -> DataLoader[Any]:
     """Return a loader of the samples of a part, whose batches do not depend on `num_workers`."""
-    if not any(map(samples.generators.of, samples.readers(indices, part).values())):
+    if not any(map(samples.generators.of, samples.readers(indices, split_name).values())):
         return loading.make_loader(select_samples(samples, indices))
-    return replace(loading, collate_fn=as_it_is).make_loader(_SeededRows(samples, indices, part, seed))
+    return replace(loading, collate_fn=as_it_is).make_loader(_SeededRows(samples, indices, split_name, seed))
 
 
 def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:

@@ -58,13 +58,13 @@ class Split:
 
 def _set_aside(
     name: Literal["test", "validation", "train_clients"],
-    what: float | str | Sequence[str],
+    selection: float | str | Sequence[str],
     indices: IntArray,
     samples: Samples,
     rng: np.random.Generator,
 ) -> tuple[IntArray, IntArray]:
     """Split samples into the rest and those that an argument asks for."""
-    if what == "official":
+    if selection == "official":
         official = samples.test if name == "test" else samples.validation
         if official is None:
             raise InvalidValueError(
@@ -73,23 +73,23 @@ def _set_aside(
                 argument=name,
             )
         return indices[~official[indices]], indices[official[indices]]
-    if isinstance(what, float | int):
-        return _set_fraction_aside(float(what), indices, samples, rng)
-    if isinstance(what, str):
+    if isinstance(selection, float | int):
+        return _set_fraction_aside(float(selection), indices, samples, rng)
+    if isinstance(selection, str):
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
-        hint = did_you_mean(what, ["official"])
-        raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{what}".', hint=hint, argument=name)
+        hint = did_you_mean(selection, ["official"])
+        raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{selection}".', hint=hint, argument=name)
     if samples.client_ids is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
         other = "Leave it out" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
         raise InvalidValueError(
-            f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.",
+            f"Expected {wanted_instead} but got {selection}: {samples.name} names no owners.",
             hint=f"{other}, or pass the owners as `client` to `FederatedStream.from_arrays`.",
             argument=name,
-            value=what,
+            value=selection,
         )
     present = samples.client_ids[indices].astype(str)
-    owner_names = np.array([str(owner) for owner in what])
+    owner_names = np.array([str(owner) for owner in selection])
     missing = sorted(set(owner_names) - set(present))
     if missing:
         present_owners = format_names(sorted(set(present)))

@@ -298,13 +298,13 @@ class FederatedStream(L.LightningDataModule):
             in_step=plan.in_step,
         )
 
-    def sample_history(self, client: str, round: int, trained: Iterable[int]) -> SampleHistory:
+    def sample_history(self, client: str, round_idx: int, trained: Iterable[int]) -> SampleHistory:
         """Return the numbers of a client's samples of a round and of the earlier rounds that the client trained in."""
         numbers, train = self.plan.experiences[client], self.plan.train
         parts: dict[bool, list[IntArray]] = {True: [], False: []}
         for earlier in trained:
-            parts[numbers[earlier] == numbers[round]].append(train[earlier].get(client, EMPTY))
-        rows = train[round].get(client, EMPTY)
+            parts[numbers[earlier] == numbers[round_idx]].append(train[earlier].get(client, EMPTY))
+        rows = train[round_idx].get(client, EMPTY)
         return SampleHistory(rows, rows, parts[True], parts[False])
 
     @property

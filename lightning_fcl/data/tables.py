@@ -107,8 +107,8 @@ class Table(Dataset[tuple[Tensor, Any]]):
             )
         self.mean, self.std = self._scale("mean", mean, 0.0), self._scale("std", std, 1.0)
 
-    def _scale(self, name: str, given: float | Sequence[float] | None, default: float) -> NDArray[np.float64]:
-        values = np.asarray(default if given is None else given, dtype=np.float64)
+    def _scale(self, name: str, value: float | Sequence[float] | None, default: float) -> NDArray[np.float64]:
+        values = np.asarray(default if value is None else value, dtype=np.float64)
         if (
             values.shape not in ((), (len(self.features),))
             or not np.isfinite(values).all()
@@ -117,10 +117,10 @@ class Table(Dataset[tuple[Tensor, Any]]):
             bound = ", above 0" if name == "std" else ""
             raise InvalidValueError(
                 f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{bound}, "
-                f"but got {given}.",
+                f"but got {value}.",
                 hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features unchanged.",
                 argument=name,
-                value=given,
+                value=value,
             )
         return values
 
@@ -253,9 +253,9 @@ def _read_parquet(
     )
 
 
-def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[int]:
+def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> list[int]:
     """Return the position of each wanted column."""
-    for name in wanted:
+    for name in column_names:
         matches = [number for number, one in enumerate(header, start=1) if one == name]
         if not matches:
             separators = [one for one in (";", "\t") if len(header) == 1 and one in header[0]]
@@ -265,7 +265,7 @@ def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[in
                 hint="Separate the columns by commas."
                 if separators
                 else did_you_mean(name, header) or "Name a column of the file.",
-                argument="target" if name == wanted[-1] else "features",
+                argument="target" if name == column_names[-1] else "features",
                 value=name,
             )
         if len(matches) > 1:
@@ -276,7 +276,7 @@ def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[in
                 argument="data",
                 value=name,
             )
-    return [header.index(name) for name in wanted]
+    return [header.index(name) for name in column_names]
 
 
 def _check_rows(path: Path, rows: int) -> None:
@@ -286,26 +286,26 @@ def _check_rows(path: Path, rows: int) -> None:
         )
 
 
-def _missing(path: Path, name: str, where: str) -> MissingValueError:
+def _missing(path: Path, name: str, location: str) -> MissingValueError:
     return MissingValueError(
-        f"Expected a value in column `{name}` of {path} but got none in {where}.",
+        f"Expected a value in column `{name}` of {path} but got none in {location}.",
         hint="Fill in the value, or remove the row.",
         argument="data",
     )
 
 
-def _number(cell: str, path: Path, name: str, row: int, where: _Where) -> float:
+def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) -> float:
     """Return the finite number in a cell."""
     value = _parsed(cell)
     if value is not None:
         return value
     if cell.strip().lower() in _MISSING:
-        raise _missing(path, name, where(row))
+        raise _missing(path, name, describe_row(row))
     hint = "Write a number, or name another column."
     if _DECIMAL_COMMA.fullmatch(cell.strip()):
         hint = f"Write {cell.strip().replace(',', '.')}, with a decimal point."
     raise InvalidValueError(
-        f"Expected a finite number in column `{name}` of {path} but got {cell!r} in {where(row)}.",
+        f"Expected a finite number in column `{name}` of {path} but got {cell!r} in {describe_row(row)}.",
         hint=hint,
         argument="data",
     )
@@ -321,20 +321,20 @@ def _parsed(cell: str) -> float | None:
     return value if math.isfinite(value) and "_" not in cell else None
 
 
-def _targets(name: str, cells: Sequence[str], path: Path, where: _Where) -> NDArray[Any]:
+def _targets(name: str, cells: Sequence[str], path: Path, describe_row: _Where) -> NDArray[Any]:
     """Return the targets in a column of a CSV file: integers, numbers, or text."""
     if "" in cells:
-        raise _missing(path, name, where(list(cells).index("")))
+        raise _missing(path, name, describe_row(list(cells).index("")))
     if all(map(_INTEGER.fullmatch, cells)):
         return np.array(list(map(int, cells)), dtype=np.int64)
     # Decimal numbers are not labels: another value among them is an error.
     if any(_parsed(cell) is not None and not _INTEGER.fullmatch(cell) for cell in set(cells)):
-        return _numbers(name, cells, path, where)
+        return _numbers(name, cells, path, describe_row)
     return np.array(cells, dtype=np.str_)
 
 
-def _numbers(name: str, cells: Sequence[str], path: Path, where: _Where) -> NDArray[np.float64]:
-    return np.array([_number(cell, path, name, row, where) for row, cell in enumerate(cells)])
+def _numbers(name: str, cells: Sequence[str], path: Path, describe_row: _Where) -> NDArray[np.float64]:
+    return np.array([_number(cell, path, name, row, describe_row) for row, cell in enumerate(cells)])
 
 
 def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -177,13 +177,13 @@ class NodePool:
         waits = terms.round_timeout, terms.join_timeout
         self.members = NodeRegistry(link, recipe, *waits, self.identity.claimed_clients, terms.require_registered_keys)
 
-    def gather(self, federation: Federation, number: int, drawn: Sequence[str], skipped: list[str]) -> int:
+    def gather(self, federation: Federation, number: int, sampled_clients: Sequence[str], skipped: list[str]) -> int:
         """Send the sampled clients the server's state, and accumulate their uploads.
 
         Args:
             federation: The federation.
             number: Number of the round.
-            drawn: The sampled clients.
+            sampled_clients: The sampled clients.
             skipped: Gets the clients that have no data.
 
         Returns:
@@ -200,14 +200,14 @@ class NodePool:
         }
         hello = {**self._head(federation, number), "kind": "hello", "held": sorted(untransferred_state)}
         self.members.start_round(hello, digest(untransferred_state), federation.stream.plan.clients)
-        log.info("Round %d began with %d sampled clients.", number, len(drawn))
+        log.info("Round %d began with %d sampled clients.", number, len(sampled_clients))
 
-        def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
+        def take(client: str, answer: RecordDict, sent_header: Mapping[str, Any]) -> bool:
             if client in server.record.trained:
                 _drop(server, number, client, "a second answer, which does not count")
                 return True
             try:
-                return self._take(federation, number, client, answer, sent, len(drawn), skipped)
+                return self._take(federation, number, client, answer, sent_header, len(sampled_clients), skipped)
             except RejectedMessageError as error:
                 if error.code == OTHER_ROUND:
                     self.identity.behind[client] = number
@@ -215,12 +215,12 @@ class NodePool:
                 return False
 
         min_answers, sent_to = (
-            min(self.config.min_clients, len(drawn)),
+            min(self.config.min_clients, len(sampled_clients)),
             partial(self._sent_to, federation, number, untransferred_state),
         )
-        for client, reason in self.members.collect_answers(drawn, min_answers, sent_to, take).items():
+        for client, reason in self.members.collect_answers(sampled_clients, min_answers, sent_to, take).items():
             _drop(server, number, client, reason)
-        self._record_limits(server.record, drawn)
+        self._record_limits(server.record, sampled_clients)
         server.record.claims = self.members.claims
         num_accepted = self.members.num_accepted_answers
         fewer = f"Expected uploads of at least {min_answers} clients in round {number} but got {num_accepted} ("
@@ -261,14 +261,18 @@ class NodePool:
             "optimizer": [_plain(group) for o in federation.optimizers for group in o.param_groups],
         }
 
-    def _sent_to(self, federation: Federation, number: int, held: State, client: str, node: int) -> Parcel:
+    def _sent_to(
+        self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
+    ) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = federation.server, make_outline(federation.stream, client)
         once_entries = server.sent_once
         omitted = once_entries.sizes.keys() - once_entries.missing(client)
         download = {n: v for n, v in server.state.items() if server.reductions[n].is_downloaded and n not in omitted}
         state = {f"{SERVER if n in server.extra_tensors else MODEL}{n}": v for n, v in download.items()}
-        state |= {} if node in self.members.compatible_nodes else {f"{MODEL}{n}": v for n, v in held.items()}
+        state |= (
+            {} if node in self.members.compatible_nodes else {f"{MODEL}{n}": v for n, v in untransferred_state.items()}
+        )
         server.record.add_download_bytes(client, sum(value.nbytes for value in state.values()))
         client_fields = {"accepted": server.accepted.get(client, -1), "kept": once_entries.kept(client)}
         head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **client_fields}
@@ -280,8 +284,8 @@ class NodePool:
         number: int,
         client: str,
         answer: RecordDict,
-        sent: Mapping[str, Any],
-        asked: int,
+        sent_header: Mapping[str, Any],
+        num_sampled_clients: int,
         skipped: list[str],
     ) -> bool:
         """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
@@ -293,8 +297,10 @@ class NodePool:
         terms, max_samples = self.config, self.config.max_samples or self.members.samples[client]
         rehearsed = max_samples if server.client_weights == "trained" else MAX_INTEGER
         server_state = {name: value for name, value in server.state.items() if server.reductions[name].is_uploaded}
-        limits = UploadLimits(terms.max_message_bytes, max_samples, rehearsed, terms.max_update_norm, asked)
-        upload = parse_upload(answer, sent, client, server_state, limits)
+        limits = UploadLimits(
+            terms.max_message_bytes, max_samples, rehearsed, terms.max_update_norm, num_sampled_clients
+        )
+        upload = parse_upload(answer, sent_header, client, server_state, limits)
         if upload.samples == 0:
             skipped.append(client)
             return True
@@ -328,10 +334,10 @@ class NodePool:
         record.limits = {"most_samples": largest, "largest_update": self.config.max_update_norm}
 
 
-def _drop(server: FederatedServer, number: int, client: str, why: str) -> None:
+def _drop(server: FederatedServer, number: int, client: str, reason: str) -> None:
     server.sent_once.forget(client)
-    server.record.dropped.setdefault(client, why)
-    log.warning("Round %d: nothing of client %s: %s", number, client, why)
+    server.record.dropped.setdefault(client, reason)
+    log.warning("Round %d: nothing of client %s: %s", number, client, reason)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

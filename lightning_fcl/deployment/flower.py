@@ -133,8 +133,8 @@ def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
     return DataSource(data, table, init_args)
 
 
-def _names(said: object) -> list[str]:
-    return [name.strip() for name in str(said).split(",") if name.strip()]
+def _names(names_text: object) -> list[str]:
+    return [name.strip() for name in str(names_text).split(",") if name.strip()]
 
 
 def log_to_stderr() -> None:

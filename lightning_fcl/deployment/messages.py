@@ -98,9 +98,9 @@ def refusal_of(error: Exception) -> dict[str, str]:
     return {"refused": error.code, "argument": argument if ARGUMENT.fullmatch(argument) else ""}
 
 
-def sanitize_reason(said: object) -> str:
+def sanitize_reason(reason: object) -> str:
     """What another machine gives as its reason, as a line that can be logged and kept: what is printed, cut short."""
-    line = "".join(letter if letter.isprintable() else " " for letter in str(said)[: _LONGEST + 1])
+    line = "".join(letter if letter.isprintable() else " " for letter in str(reason)[: _LONGEST + 1])
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
@@ -207,9 +207,9 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
             )
 
 
-def check_names(sent: Iterable[str], expected: Iterable[str], sender: str) -> None:
+def check_names(names: Iterable[str], expected: Iterable[str], sender: str) -> None:
     """Refuse what is not sent under the names that are wanted."""
-    strange = sorted({*sent} ^ {*expected})
+    strange = sorted({*names} ^ {*expected})
     if strange:
         raise RejectedMessageError(
             f"Expected {sender} to send the entries of this recipe's model but {format_code_names(strange)} "
@@ -281,7 +281,7 @@ class GridLink:
             if self._pulls[message].done():
                 yield from ((message, answer) for answer in self._pulls.pop(message).result())
 
-    def _look(self, message: str, found: Future[list[RecordDict | str]]) -> None:
+    def _look(self, message: str, pull: Future[list[RecordDict | str]]) -> None:
         """Find the answer, if there is one; what Flower cannot make a message of is none."""
         try:
             answers = [
@@ -292,4 +292,4 @@ class GridLink:
             ]
         except BaseException as error:  # whatever a node has sent ends no other's round
             answers = [sanitize_reason(f"Expected an answer that can be read but got {type(error).__name__}: {error}")]
-        found.set_result(answers)
+        pull.set_result(answers)

@@ -168,8 +168,8 @@ class NodeServer(FederatedServer):
         answer: The tensors of its upload, if they are finite.
     """
 
-    def __init__(self, store: ClientStore, given: FederatedServer) -> None:
-        super().__init__(store, given.client_weights, transforms=given.pipeline.transforms)
+    def __init__(self, store: ClientStore, server: FederatedServer) -> None:
+        super().__init__(store, server.client_weights, transforms=server.pipeline.transforms)
         self.trained = ClientRounds.from_rounds([])
         self.answer: State = {}
 
@@ -363,12 +363,12 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
     return folder / "now"
 
 
-def _begun_round(now: ClientStore, before: ClientStore, client: str, round: int) -> int:
+def _begun_round(current_store: ClientStore, previous_store: ClientStore, client: str, round_idx: int) -> int:
     """Return the latest round that a client began, from its states, in place of a damaged note."""
-    if client not in now:
-        return round if client in before else -1
-    trained = trained_rounds(now[client])
-    if not trained or round in trained_rounds(before[client]):
+    if client not in current_store:
+        return round_idx if client in previous_store else -1
+    trained = trained_rounds(current_store[client])
+    if not trained or round_idx in trained_rounds(previous_store[client]):
         raise DamagedFileError(f"Expected to know the latest round of client {client} but its note is damaged.")
     return trained[-1]
 
@@ -411,10 +411,10 @@ class ForkingPopen(subprocess.Popen[Any]):
 
     run_client: Callable[[], None]
 
-    def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+    def __init__(self, args: Any, *popen_args: Any, **options: Any) -> None:
         words = [str(word) for word in args] if isinstance(args, list | tuple) else []
         if not words or os.path.basename(words[0]) != _CLIENT:
-            super().__init__(args, *more, **options)
+            super().__init__(args, *popen_args, **options)
             return
         self.args, self.pid, self.returncode = args, os.fork(), None
         if self.pid == 0:

@@ -231,9 +231,9 @@ def _read_npz(path: Path, for_server: bool) -> NodeData:
     return NodeData(samples, rounds, arrays.get("part"))
 
 
-def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None:
-    """Raise ValueError if ``part`` has another word than the server uses, or if a node has it."""
-    if part is None:
+def _check_part(path: Path, split: NDArray[Any] | None, for_server: bool) -> None:
+    """Raise ValueError if the array ``part`` of a file has another word than the server uses, or if a node has it."""
+    if split is None:
         return
     if not for_server:
         raise InvalidValueError(
@@ -241,13 +241,13 @@ def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None
             hint="Name the file of this client.",
             argument="data",
         )
-    for row in np.flatnonzero(~np.isin(part, _PARTS))[:1]:
+    for row in np.flatnonzero(~np.isin(split, _PARTS))[:1]:
         raise UnknownNameError(
-            f'Expected `part` of {path} to be "test" or "validation" for each sample but got "{part[row]}" for sample '
+            f'Expected `part` of {path} to be "test" or "validation" for each sample but got "{split[row]}" for sample '
             f"{row}.",
-            hint=did_you_mean(part[row], _PARTS) or "Remove the samples that are not for tests.",
+            hint=did_you_mean(split[row], _PARTS) or "Remove the samples that are not for tests.",
             argument="part",
-            value=str(part[row]),
+            value=str(split[row]),
         )
 
 
@@ -275,11 +275,11 @@ def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientO
     stream.set_samples(replace(samples, targets=targets, classes=outline.classes))
 
 
-def _domains_of(samples: Samples, whose: str) -> NDArray[Any]:
+def _domains_of(samples: Samples, owner: str) -> NDArray[Any]:
     """Return the domain of each sample. Raise ValueError if the data have no domains."""
     if samples.group is None:
         raise MissingValueError(
-            f"Expected `group`, the domain of each sample, in the data of {whose} but got none.",
+            f"Expected `group`, the domain of each sample, in the data of {owner} but got none.",
             hint="Write the data to an .npz file with `group`, or use `ClassIncremental` in the recipe.",
             argument="group",
         )

@@ -110,8 +110,8 @@ class ClientPlan(Plan):
     def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.outline.new_classes[round_idx], self.outline.old_classes[round_idx]
 
-    def present(self, round: int) -> tuple[int, ...]:
-        return self.outline.present[round]
+    def present(self, round_idx: int) -> tuple[int, ...]:
+        return self.outline.present[round_idx]
 
     @property
     def in_step(self) -> bool:
@@ -200,15 +200,15 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
     )
 
 
-def _rows(outline: ClientOutline, groups: IntArray, round: int, seed: int) -> IntArray:
-    experience = outline.experiences[round]
+def _rows(outline: ClientOutline, groups: IntArray, round_idx: int, seed: int) -> IntArray:
+    experience = outline.experiences[round_idx]
     has_all_samples = len(outline.tasks) == 1 and not outline.classes
     group_indices = outline.tasks[experience] if experience < len(outline.tasks) else ()
     rows = np.arange(len(groups)) if has_all_samples else np.flatnonzero(np.isin(groups, group_indices))
     if outline.samples_per_round is None:
         return rows
     rng = np.random.default_rng(derive_seed(seed, outline.client, "rounds", experience))
-    round_offset, size = round - outline.experiences.index(experience), outline.samples_per_round
+    round_offset, size = round_idx - outline.experiences.index(experience), outline.samples_per_round
     round_rows = rng.permutation(rows)[round_offset * size : (round_offset + 1) * size]
     return np.sort(round_rows)
 
@@ -333,6 +333,6 @@ def _made(spec: Any, hint: Any = None) -> Any:
     return spec
 
 
-def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(kind: Any, init_args: Mapping[str, Any]) -> dict[str, Any]:
     types = all_argument_types(kind)
-    return {name: _made(value, types.get(name)) for name, value in given.items()}
+    return {name: _made(value, types.get(name)) for name, value in init_args.items()}

@@ -78,7 +78,7 @@ class NodeRegistry:
         recipe: The recipe's fingerprint.
         seconds: A round waits so long for all of its clients,
         longest: and then until there are enough, but no longer than this, and as long for them to be there at first.
-        claimed: Whose each key has been, by its name: it stays that client's.
+        claimed_clients: Whose each key has been, by its name: it stays that client's.
         registered: Whether all keys are registered with the SuperLink: a client's name then stays its key's as well.
     """
 
@@ -88,11 +88,11 @@ class NodeRegistry:
         recipe: str,
         seconds: float,
         longest: float,
-        claimed: dict[str, str],
+        claimed_clients: dict[str, str],
         registered: bool = False,
     ) -> None:
         self._link, self._recipe, self._seconds, self._longest = link, recipe, seconds, longest
-        self._claimed, self._registered = claimed, registered
+        self._claimed, self._registered = claimed_clients, registered
         self._hello, self._held = Parcel({}), ""
         self._nodes: dict[int, NodeInfo] = {}
         self._turns: dict[str, ClientTurn] = {}
@@ -100,14 +100,14 @@ class NodeRegistry:
         self._clients: Collection[str] = ()
         self.samples: dict[str, int] = {}  # how many each client says it has
 
-    def start_round(self, hello: Mapping[str, Any], held: str, clients: Collection[str]) -> None:
+    def start_round(self, hello: Mapping[str, Any], state_digest: str, clients: Collection[str]) -> None:
         """Set the question that nodes are asked in this round, the state that they should hold, and the run's clients.
 
         If the state is another one than before, all nodes are asked again.
         """
         self._hello, self._clients = Parcel(hello), clients
-        if held != self._held:
-            self._held, self._nodes = held, {}
+        if state_digest != self._held:
+            self._held, self._nodes = state_digest, {}
 
     def wait_for_nodes(self, clients: Sequence[str], min_clients: int) -> dict[str, int]:
         """Wait until enough clients are there, and return the node of each client that is.
@@ -136,10 +136,10 @@ class NodeRegistry:
                 log.warning("Waiting for %d more clients to join, of %s.%s", num_missing, missing, self._ignored())
             time.sleep(_LOOK)
 
-    def _should_remind(self, since: float) -> bool:
+    def _should_remind(self, earliest_time: float) -> bool:
         """Return whether a warning about waiting is due: not before a time, and at most once in `REMIND_SECONDS`."""
         current_time = time.monotonic()
-        due = current_time >= max(since, self._reminded + REMIND_SECONDS)
+        due = current_time >= max(earliest_time, self._reminded + REMIND_SECONDS)
         self._reminded = current_time if due else self._reminded
         return due
 
@@ -215,16 +215,16 @@ class NodeRegistry:
         self.samples[info.client] = greeting.samples
         log.info("Client %s joined on node %d with %d samples.", info.client, node, greeting.samples)
 
-    def _fault(self, node: int, one: NodeInfo) -> str:
+    def _fault(self, node: int, info: NodeInfo) -> str:
         """Why a node may not be the client that it says it is; "": it may."""
-        client, has = one.client, self._let_in().get(one.client)
+        client, has = info.client, self._let_in().get(info.client)
         if client not in self._clients:
             return (
                 f"Expected node {node} to be one of the clients {format_names(self._clients)} of the run but it is "
                 f"{client}. "
                 "Correct `client` of its node config, or set `data` and `clients` of the run's configuration."
             )
-        if client != (was := self._claimed.get(one.key, client)):
+        if client != (was := self._claimed.get(info.key, client)):
             return f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
         if has is not None:
             return (
@@ -232,7 +232,7 @@ class NodeRegistry:
                 f"says that it is {client}, too. Give each its own `client` in the node config. If it was started "
                 "again, it is let in when the one before is no longer connected."
             )
-        if self._registered and one.key not in self._claimed and client in self._claimed.values():
+        if self._registered and info.key not in self._claimed and client in self._claimed.values():
             return (
                 f"Expected node {node} to have the key that client {client} has had in this run but it has another. "
                 "Start it with that key, or name its client otherwise."
@@ -350,8 +350,8 @@ class NodeRegistry:
                 current_time = time.monotonic()
                 turn.due_at = current_time + RETRY_INTERVAL_S + current_time - began
 
-    def _lose(self, client: str, message: str, why: str) -> None:
+    def _lose(self, client: str, message: str, reason: str) -> None:
         turn = self._turns[client]
         turn.waiting.pop(message, None)
-        turn.lost_reason, turn.due_at = why, turn.due_at if turn.waiting else -math.inf
-        log.info("Client %s is lost: %s", client, why)
+        turn.lost_reason, turn.due_at = reason, turn.due_at if turn.waiting else -math.inf
+        log.info("Client %s is lost: %s", client, reason)

@@ -167,13 +167,13 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
 
 
 def parse_upload(
-    answer: RecordDict, sent: Mapping[str, Any], client: str, server_state: State, limits: UploadLimits
+    answer: RecordDict, sent_header: Mapping[str, Any], client: str, server_state: State, limits: UploadLimits
 ) -> Upload:
     """Return what a client answers to a download.
 
     Args:
         answer: The answer.
-        sent: The head of the message that it answers.
+        sent_header: The head of the message that it answers.
         client: The client.
         server_state: The server's entries that clients upload.
         limits: What a client may send.
@@ -188,7 +188,7 @@ def parse_upload(
         )
         head = read_header(answer)
         _check_not_refused(head, sender)
-        for name, expected in (("client", client), *((name, sent[name]) for name in HEADER_FIELDS)):
+        for name, expected in (("client", client), *((name, sent_header[name]) for name in HEADER_FIELDS)):
             actual = head.get(name)
             if type(actual) is not type(expected) or actual != expected:
                 raise RejectedMessageError(
@@ -205,23 +205,25 @@ def parse_upload(
 _MORE = "Set `max-samples` of the run's configuration if it has more than it said when it joined."
 
 
-def decode_upload(upload: Upload, server: FederatedServer, part: ClientRounds, limits: UploadLimits) -> Uploads:
+def decode_upload(
+    upload: Upload, server: FederatedServer, client_rounds: ClientRounds, limits: UploadLimits
+) -> Uploads:
     """Return the decoded upload of a client, whose numbers are within the limits.
 
     Args:
         upload: What the client has sent.
         server: The server.
-        part: The client.
+        client_rounds: The client.
         limits: What a client may send.
 
     Raises:
         RejectedMessageError: If the upload cannot be decoded, or is beyond the limits.
     """
-    (client,) = part.client_ids
+    (client,) = client_rounds.client_ids
     sender = f"client {client}"
     with as_rejection(sender):
         try:
-            uploads = server.received(part, upload.tensors)
+            uploads = server.received(client_rounds, upload.tensors)
             server.decode(uploads)
         except InvalidValueError as error:
             raise RejectedMessageError(

@@ -302,8 +302,8 @@ class _OnnxReservoir(nn.Module):
         for layer, bias in enumerate(reservoir.recurrent_bias.view(reservoir.layers, -1)):
             inputs, recurrent = reservoir.weights(layer)
 
-            def step(state: Tensor, driven: Tensor, recurrent: Tensor = recurrent) -> tuple[Tensor, Tensor]:
-                state = torch.lerp(state, torch.tanh(driven + state @ recurrent.t()), reservoir.leaking_rate)
+            def step(state: Tensor, step_input: Tensor, recurrent: Tensor = recurrent) -> tuple[Tensor, Tensor]:
+                state = torch.lerp(state, torch.tanh(step_input + state @ recurrent.t()), reservoir.leaking_rate)
                 return state, state.clone()
 
             start = drive.new_zeros(drive.shape[1], reservoir.units)

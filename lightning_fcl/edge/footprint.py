@@ -175,7 +175,7 @@ def _entries(
     return tuple(result)
 
 
-def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[StateEntry, ...]) -> Footprint:
+def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, ...]) -> Footprint:
     """A reservoir is frozen; its readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12).
 
     A device takes a step at a time: it holds a step's input and two states of the layer at hand.
@@ -186,7 +186,7 @@ def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[StateEntry, ...]
         for states in pooled:
             task.readout(states)
         forward = counter.get_total_flops() // 2 - frozen
-    size = {entry.name: entry.nbytes for entry in held}
+    size = {entry.name: entry.nbytes for entry in entries}
     units, features, outputs = task.reservoir.units, task.reservoir.features, task.readout.out_features
     layers = []
     for number in range(task.reservoir.layers):
@@ -198,6 +198,6 @@ def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[StateEntry, ...]
     layers.append(Layer("readout", True, features, outputs, size["readout.weight"], trained=statistics))
     # B is symmetric: half of it, and the diagonal, is computed.
     learning = sum(len(states) for states in pooled) * (features * (features + 1) // 2 + outputs * features)
-    wire = (sum(entry.upload for entry in held), sum(entry.download for entry in held))
-    numbers = sum(entry.num_elements for entry in held)
-    return Footprint(held, tuple(layers), frozen, forward, learning, True, 0, numbers, wire)
+    wire = (sum(entry.upload for entry in entries), sum(entry.download for entry in entries))
+    numbers = sum(entry.num_elements for entry in entries)
+    return Footprint(entries, tuple(layers), frozen, forward, learning, True, 0, numbers, wire)

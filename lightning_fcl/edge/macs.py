@@ -97,11 +97,11 @@ class LayerRecorder:
             for handle in handles:
                 handle.remove()
 
-    def _start(self, part: nn.Module, args: Any) -> None:
+    def _start(self, module: nn.Module, args: Any) -> None:
         self._before = self.counter.get_total_flops()
 
     def _hook(self, name: str) -> Any:
-        def after(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             inputs, outputs = list(_tensors([args, kwargs])), list(_tensors(output))
             arriving, leaving = (sum(value.numel() for value in values if value.dim()) for values in (inputs, outputs))
             macs = (self.counter.get_total_flops() - self._before) // 2
@@ -110,20 +110,20 @@ class LayerRecorder:
                 self.learnt += macs
             else:
                 self.frozen += macs
-            if isinstance(part, _BatchNorm) and part.running_mean is not None:
+            if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 # The last to hand the tensor out: an activation that works in place hands out its input.
                 source = next(
                     ((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None
                 )
                 if source is not None and isinstance(source[1], _ConvNd | nn.Linear):
                     self.folded[name] = source[0]
-            if arriving == leaving and not hasattr(part, "kernel_size"):
+            if arriving == leaving and not hasattr(module, "kernel_size"):
                 self.in_place.add(name)
-            if not macs and any(p.dim() > 1 for p in part.parameters()):
+            if not macs and any(p.dim() > 1 for p in module.parameters()):
                 self.uncounted.add(name)
             gradient = any(value.requires_grad for value in inputs)
             self.layers.append(Layer(name, learns, arriving, leaving, weights=0, needs_input_gradient=gradient))
-            self._makers += [(value, name, part) for value in outputs]
+            self._makers += [(value, name, module) for value in outputs]
 
         return after
 

@@ -290,9 +290,9 @@ def _memory(footprint: Footprint) -> dict[str, Any]:
     }
 
 
-def _largest(layers: Sequence[Layer], what: str) -> dict[str, Any]:
-    largest = max(layers, key=lambda layer: getattr(layer, what), default=None)
-    return {"bytes": getattr(largest, what) if largest else 0, "layer": largest.name if largest else ""}
+def _largest(layers: Sequence[Layer], field_name: str) -> dict[str, Any]:
+    largest = max(layers, key=lambda layer: getattr(layer, field_name), default=None)
+    return {"bytes": getattr(largest, field_name) if largest else 0, "layer": largest.name if largest else ""}
 
 
 def _costs(

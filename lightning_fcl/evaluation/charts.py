@@ -80,10 +80,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def client_curves(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
+def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     """What each client came to on all that it had learnt, in the rounds in which it was tested."""
     values_by_round: dict[int, dict[str, float]] = {}
-    for model, curve in every.items():
+    for model, curve in curves_by_model.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
             if model != "server" and np.isfinite(value):
                 values_by_round.setdefault(number, {})[model] = value

@@ -143,10 +143,10 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
     return [["metric", *groups], *lines] if lines else []
 
 
-def _mean(found: Sequence[SummaryMetric]) -> str:
-    if not found:
+def _mean(metrics: Sequence[SummaryMetric]) -> str:
+    if not metrics:
         return "-"
-    values, unit = [one.value for one in found], found[0].unit
+    values, unit = [one.value for one in metrics], metrics[0].unit
     spread = f" ± {format_value(float(np.std(values, ddof=1)), unit)}" if len(values) > 1 and np.ptp(values) > 0 else ""
     return format_value(float(np.mean(values)), unit) + spread
 

@@ -39,22 +39,24 @@ def group_name(groups: Iterable[int]) -> str:
     return "+".join(map(str, sorted(set(groups))))
 
 
-def personal_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+def personal_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
     """What a model came to on all groups that it had learnt by then, shape (R,); A_per is the mean."""
     learnt: set[int] = set()
     values = []
     for row, number in enumerate(np.asarray(experience, dtype=np.int64)):
         learnt.update(tasks[number])
-        values.append(on(learnt)[row])
+        values.append(values_of(learnt)[row])
     return np.asarray(values, dtype=np.float64)
 
 
-def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
+def value_matrix(
+    values_of: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]
+) -> FloatArray:
     """a[t, d]: what a model came to on task d after learning task t, shape (T, T); NaN for tasks without a round.
 
     The entries above the diagonal tell how well a task is solved before it has been learnt.
     """
-    on_task = np.stack([on(groups) for groups in tasks], axis=1)
+    on_task = np.stack([values_of(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
     matrix = np.full((len(tasks), len(tasks)), np.nan)
     for t in np.unique(numbers):
@@ -63,13 +65,13 @@ def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Lite
     return matrix
 
 
-def stream_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+def stream_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
     """What a model came to on the test samples of experiences 0..i after the last round of experience i, shape (T,)."""
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
         seen_groups = {group for groups in tasks[: i + 1] for group in groups}
-        result[i] = on(seen_groups)[numbers == i][-1]
+        result[i] = values_of(seen_groups)[numbers == i][-1]
     return result
 
 

@@ -201,16 +201,18 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return min(values) - margin, max(values) + margin
 
 
-def _set_apart(rows: Points, cost: str, beside: str, across: tuple[float, float], up: tuple[float, float]) -> None:
+def _set_apart(
+    rows: Points, cost: str, name_field: str, x_range: tuple[float, float], y_range: tuple[float, float]
+) -> None:
     """Enter at which accuracy each name stands beside its point: at the point's, or below it and the names there."""
     places: list[tuple[float, float, float]] = []
     for row in sorted(rows, key=lambda row: -row["accuracy"]):
-        x = _WIDTH * (math.log(row[cost]) - across[0]) / (across[1] - across[0])
-        y = _HEIGHT * (up[1] - row["accuracy"]) / (up[1] - up[0])
+        x = _WIDTH * (math.log(row[cost]) - x_range[0]) / (x_range[1] - x_range[0])
+        y = _HEIGHT * (y_range[1] - row["accuracy"]) / (y_range[1] - y_range[0])
         wide = 8 + 6.5 * len(row["method"])
         left_edge, right_edge = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
         for other in sorted(height for start, end, height in places if start < right_edge and left_edge < end):
             if abs(other - y) < _LINE:
                 y = other + _LINE
         places.append((left_edge, right_edge, y))
-        row[beside] = up[1] - y * (up[1] - up[0]) / _HEIGHT
+        row[name_field] = y_range[1] - y * (y_range[1] - y_range[0]) / _HEIGHT

@@ -84,11 +84,11 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
     )
 
 
-def _against(name: str, ours: float | None, paper: float) -> list[str | tuple[str, str]]:
-    if ours is None:
+def _against(name: str, value: float | None, paper: float) -> list[str | tuple[str, str]]:
+    if value is None:
         return [metric_title(name), "-", metric_number(name, paper), "-"]
-    kind = Cell({0: ours}, paper).verdict
-    return [metric_title(name), (metric_number(name, ours), kind), metric_number(name, paper), f"{ours - paper:+.3f}"]
+    kind = Cell({0: value}, paper).verdict
+    return [metric_title(name), (metric_number(name, value), kind), metric_number(name, paper), f"{value - paper:+.3f}"]
 
 
 def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -110,10 +110,16 @@ def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> lis
     return [[one.heading, format_value(value, one.unit), one.about] for one, value in metric_values if one]
 
 
-def overview_chart(record: Record, every: Curves) -> Spec | None:
+def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
-    quantity, x, spread = get_quantity(record), charts.round_axis(len(record["rounds"])), _spread(record, every)
-    lines = _server(record, every) + [{"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread]
+    quantity, x, spread = (
+        get_quantity(record),
+        charts.round_axis(len(record["rounds"])),
+        _spread(record, curves_by_model),
+    )
+    lines = _server(record, curves_by_model) + [
+        {"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread
+    ]
     if not lines:
         return None
     fields = ("round", "best", "upper quarter", "mean", "lower quarter", "worst", "worst client", "clients")
@@ -125,7 +131,7 @@ def overview_chart(record: Record, every: Curves) -> Spec | None:
         for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22))
         if any(row["clients"] > 1 for row in spread)
     ]
-    starts = _starts(record, next(iter(every)))
+    starts = _starts(record, next(iter(curves_by_model)))
     begin = charts.get_chart("starts").encode(x=x, tooltip=charts.make_tooltips(experience="", learns=""))
     if len(starts) > 1:
         number = begin.mark_text(align="left", dx=4, baseline="top", color="#888888")
@@ -136,10 +142,12 @@ def overview_chart(record: Record, every: Curves) -> Spec | None:
     return responsive_chart(alt.layer(*layers), lines=lines, spread=spread, starts=starts)
 
 
-def rounds_chart(record: Record, every: Curves) -> Spec | None:
+def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
     times, quantity = simulated_times(record), get_quantity(record)
-    rows = [{**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, every) if len(times)]
+    rows = [
+        {**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, curves_by_model) if len(times)
+    ]
     if not rows:
         return None
     x = alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True))
@@ -148,16 +156,18 @@ def rounds_chart(record: Record, every: Curves) -> Spec | None:
     return responsive_chart(alt.layer(*_lines(base, rows, interpolate="step-after")), rows=rows)
 
 
-def group_chart(record: Record, every: Curves) -> Spec | None:
+def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     """Each group of test samples, round by round, of the model that is chosen: lines, or many groups as a heat map."""
     quantity, names = get_quantity(record), record["groups"]
-    if not every or len(names) < 2:
+    if not curves_by_model or len(names) < 2:
         return None
-    models = _first(every, max(curve.accuracy.size for curve in every.values()))
+    models = _first(curves_by_model, max(curve.accuracy.size for curve in curves_by_model.values()))
     rows = [
         {"model": model, "round": number + 1, "group": name, "value": value}
         for model in models
-        for number, values in zip(every[model].rounds.tolist(), every[model].accuracy.tolist(), strict=True)
+        for number, values in zip(
+            curves_by_model[model].rounds.tolist(), curves_by_model[model].accuracy.tolist(), strict=True
+        )
         for name, value in zip(names, values, strict=True)
         if np.isfinite(value)
     ]
@@ -290,9 +300,9 @@ def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> 
     return responsive_chart(charts.with_model_selector(lines, models, "test samples "), rows=rows)
 
 
-def _first(models: Mapping[str, Any], each: int) -> list[str]:
+def _first(models: Mapping[str, Any], values_per_model: int) -> list[str]:
     """As many of the models as a chart has room for, with so many values each."""
-    return list(models)[: max(1, _VALUES // max(each, 1))]
+    return list(models)[: max(1, _VALUES // max(values_per_model, 1))]
 
 
 def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
@@ -302,9 +312,9 @@ def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
     return [base.mark_line(**line), charts.draw_points(base)]
 
 
-def _server(record: Record, every: Curves) -> Points:
+def _server(record: Record, curves_by_model: Curves) -> Points:
     """The server on the whole test set, and with several tasks on what was learnt, round by round."""
-    if (server := every.get("server")) is None:
+    if (server := curves_by_model.get("server")) is None:
         return []
     series = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
     return [
@@ -314,10 +324,10 @@ def _server(record: Record, every: Curves) -> Points:
     ]
 
 
-def _spread(record: Record, every: Curves) -> Points:
+def _spread(record: Record, curves_by_model: Curves) -> Points:
     """The clients that were tested in each round, on what they had learnt by then."""
     rows, way = [], get_quantity(record).sign
-    for number, value_by_client in charts.client_curves(every).items():
+    for number, value_by_client in charts.client_curves(curves_by_model).items():
         values = way * np.array([*value_by_client.values()])
         quarters = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))
         worst_client = model_name(min(value_by_client, key=lambda client: way * value_by_client[client]))

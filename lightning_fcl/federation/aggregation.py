@@ -227,16 +227,16 @@ class UpdateSums:
         self._means.sync(ranks)
         self._weights = [weight for weights in ranks.all_gather_object(self._weights) for weight in weights]
 
-    def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round: int) -> Sums:
+    def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round_idx: int) -> Sums:
         """Return the sums, zero if there were no uploads."""
         denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
         if self._encoded is not None:
             values = self._encoded.compute(server) if self._weights else {}
-            return Sums(values, denominators, clients, round)
+            return Sums(values, denominators, clients, round_idx)
         values = {name: torch.zeros_like(server[name], dtype=_wide(server[name])) for name in self.names}
         for exact in (self._sums, self._means):
             values |= {n: one.total(values[n].dtype).to(server[n].device) for n, one in exact.sums.items()}
-        return Sums(values, denominators, clients, round)
+        return Sums(values, denominators, clients, round_idx)
 
 
 def apply_sums(server: Mapping[str, Tensor], sums: Sums) -> State:

@@ -184,17 +184,17 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
         )
 
 
-def _checked(client: str, own: Any) -> dict[str, float]:
+def _checked(client: str, speed_values: Any) -> dict[str, float]:
     try:
-        numbers = {str(name): float(value) for name, value in own.items()}
+        numbers = {str(name): float(value) for name, value in speed_values.items()}
         Speed(**numbers)
         return numbers
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidValueError(
             f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
-            f"{own!r:.100}: {error}",
+            f"{speed_values!r:.100}: {error}",
             argument=client,
-            value=own,
+            value=speed_values,
         ) from error
 
 

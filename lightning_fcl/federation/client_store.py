@@ -274,52 +274,54 @@ class ClientStore:
         return safe_join(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
 
 
-def trained_rounds(kept: ClientState) -> list[int]:
+def trained_rounds(client_state: ClientState) -> list[int]:
     """Return the rounds that a client has trained in, ascending, if its state has them."""
-    return kept[PROGRESS]["rounds"].tolist() if PROGRESS in kept else []
+    return client_state[PROGRESS]["rounds"].tolist() if PROGRESS in client_state else []
 
 
-def with_progress(kept: ClientState, round: int, experience: int) -> StateSection:
+def with_progress(client_state: ClientState, round_idx: int, experience: int) -> StateSection:
     """Return the section of the rounds that a client has trained in, with one more."""
-    rounds = torch.tensor([round])
-    if PROGRESS in kept:
-        rounds = torch.cat([kept[PROGRESS]["rounds"], rounds])
+    rounds = torch.tensor([round_idx])
+    if PROGRESS in client_state:
+        rounds = torch.cat([client_state[PROGRESS]["rounds"], rounds])
     return {"rounds": rounds, "experience": torch.tensor(experience)}
 
 
-def has_result(kept: ClientState, section: str) -> bool:
+def has_result(client_state: ClientState, section: str) -> bool:
     """Return whether a method's section has the result for the client's latest experience."""
-    return RESULT + section in kept.get(PROGRESS, {})
+    return RESULT + section in client_state.get(PROGRESS, {})
 
 
-def enter_round(kept: ClientState, experience: int, accepted: int) -> ClientState:
+def enter_round(client_state: ClientState, experience: int, accepted: int) -> ClientState:
     """Return a client's state at the start of a round.
 
     In a further round of an experience each method continues with its state within the experience. When the client
     enters another experience, the results for the earlier one stay, and what belonged to that experience goes.
 
     Args:
-        kept: What the client keeps.
+        client_state: What the client keeps.
         experience: The client's experience in the round.
         accepted: The latest round in which the server accepted an upload of the client; -1 if there is none.
 
     Example:
-        >>> progress = {**with_progress({}, round=3, experience=1), "result.EWC": torch.tensor(True)}
+        >>> progress = {**with_progress({}, round_idx=3, experience=1), "result.EWC": torch.tensor(True)}
         >>> kept = {"EWC": {"importance": torch.ones(1)}, "progress": progress}
         >>> enter_round(kept, experience=1, accepted=3)["EWC"], enter_round(kept, experience=2, accepted=3)["EWC"]
         ({}, {'importance': tensor([1.])})
     """
-    if PROGRESS not in kept:
-        return kept
-    plain = {section: memory for section, memory in kept.items() if "/" not in section}
-    if int(kept[PROGRESS]["experience"]) != experience:
+    if PROGRESS not in client_state:
+        return client_state
+    plain = {section: memory for section, memory in client_state.items() if "/" not in section}
+    if int(client_state[PROGRESS]["experience"]) != experience:
         return plain
-    state = {s: kept.get(s + WITHIN, {}) if has_result(kept, s) else memory for s, memory in plain.items()}
-    arrived = int(kept[PROGRESS]["rounds"][-1]) == accepted
-    for section in (section for section in kept if section.endswith((SENT, SENDING))):
+    state = {
+        s: client_state.get(s + WITHIN, {}) if has_result(client_state, s) else memory for s, memory in plain.items()
+    }
+    arrived = int(client_state[PROGRESS]["rounds"][-1]) == accepted
+    for section in (section for section in client_state if section.endswith((SENT, SENDING))):
         name = section.split("/")[0]
-        latest = kept.get(name + SENDING) if arrived else None
-        if (memory := latest if latest is not None else kept.get(name + SENT)) is not None:
+        latest = client_state.get(name + SENDING) if arrived else None
+        if (memory := latest if latest is not None else client_state.get(name + SENT)) is not None:
             state[name + SENT] = memory
     return state
 

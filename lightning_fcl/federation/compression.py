@@ -126,10 +126,10 @@ class TopK(Compression):
             return {**tensors, "mask": pack_mask(mask.scatter_(1, positions, True))}
         return {**tensors, "positions": positions.int()}
 
-    def decompress(self, tensors: State, like: Tensor) -> Tensor:
-        n = like.numel()
+    def decompress(self, tensors: State, reference: Tensor) -> Tensor:
+        n = reference.numel()
         k = self._count(n)
-        values = tensors["values"] if self.bits is None else _dequantize(tensors, k, self.bits, like.dtype)
+        values = tensors["values"] if self.bits is None else _dequantize(tensors, k, self.bits, reference.dtype)
         if k == n:
             return values
         if "mask" in tensors:
@@ -147,12 +147,12 @@ class TopK(Compression):
         name = "values" if self.bits is None else "scale"
         return {**tensors, name: tensors[name] * factors[:, None].to(tensors[name])}
 
-    def forms(self, like: Tensor) -> Forms:
-        n = like.numel()
+    def forms(self, reference: Tensor) -> Forms:
+        n = reference.numel()
         k = self._count(n)
-        forms: Forms = {"values": (like.dtype, (k,))}
+        forms: Forms = {"values": (reference.dtype, (k,))}
         if self.bits is not None:
-            forms = _quantized_forms(k, self.bits, like.dtype)
+            forms = _quantized_forms(k, self.bits, reference.dtype)
         if k < n:
             forms |= (
                 {"mask": (torch.uint8, (-(-n // 8),))} if _mask_is_shorter(k, n) else {"positions": (torch.int32, (k,))}
@@ -196,14 +196,14 @@ class Quantize(Compression):
     def compress(self, updates: Tensor) -> State:
         return _quantize(updates, self.bits)
 
-    def decompress(self, tensors: State, like: Tensor) -> Tensor:
-        return _dequantize(tensors, like.numel(), self.bits, like.dtype)
+    def decompress(self, tensors: State, reference: Tensor) -> Tensor:
+        return _dequantize(tensors, reference.numel(), self.bits, reference.dtype)
 
     def scale(self, tensors: State, factors: Tensor) -> State:
         return {**tensors, "scale": tensors["scale"] * factors[:, None].to(tensors["scale"])}
 
-    def forms(self, like: Tensor) -> Forms:
-        return _quantized_forms(like.numel(), self.bits, like.dtype)
+    def forms(self, reference: Tensor) -> Forms:
+        return _quantized_forms(reference.numel(), self.bits, reference.dtype)
 
     def nbytes(self, n: int, itemsize: int) -> int:
         return _quantized_nbytes(n, self.bits, itemsize)

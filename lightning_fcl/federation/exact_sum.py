@@ -50,12 +50,12 @@ GroupSums = dict[str, tuple[Tensor, float]]
 class ExactSum:
     """The weighted sum of tensors of the shape, device and kind of one: exact, rounded only when it is asked for."""
 
-    def __init__(self, like: Tensor, entry: str = "value") -> None:
+    def __init__(self, reference: Tensor, entry: str = "value") -> None:
         self._entry = entry
-        self._complex = like.is_complex()
-        self._shape = (*like.shape, 2) if self._complex else like.shape
+        self._complex = reference.is_complex()
+        self._shape = (*reference.shape, 2) if self._complex else reference.shape
         self.size = math.prod(self._shape)
-        self._device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps has no float64
+        self._device = torch.device("cpu") if reference.device.type == "mps" else reference.device  # mps has no float64
         # Elsewhere than on a CPU each piece costs a wait.
         self._step = CHUNK_SIZE if self._device.type == "cpu" else max(1, self.size)
         sizes = [min(self._step, self.size - start) for start in range(0, self.size, self._step)]
@@ -111,13 +111,13 @@ class ExactSum:
             )
         return rounded.to(dtype)
 
-    def mean(self, weight: float, like: Tensor) -> Tensor:
+    def mean(self, weight: float, reference: Tensor) -> Tensor:
         """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
-        if like.dtype is torch.int64 and bool((like.abs() > 1 << 53).any()):
+        if reference.dtype is torch.int64 and bool((reference.abs() > 1 << 53).any()):
             change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
-            change.add(-like[None], ExactWeights([weight]))
-            return like.to(self._device) + change._mean(weight, like.dtype)
-        return self._mean(weight, like.dtype)
+            change.add(-reference[None], ExactWeights([weight]))
+            return reference.to(self._device) + change._mean(weight, reference.dtype)
+        return self._mean(weight, reference.dtype)
 
     def _mean(self, weight: float, dtype: torch.dtype) -> Tensor:
         if self._complex:
@@ -220,9 +220,9 @@ class ExactSums:
             if value.stride(0) or value[0].any():  # else nothing of several clients, which is one in memory
                 exact.add(value, weights)
 
-    def _sum(self, name: str, like: Tensor) -> ExactSum:
+    def _sum(self, name: str, reference: Tensor) -> ExactSum:
         if name not in self._sums:
-            self._sums[name] = ExactSum(like, name)
+            self._sums[name] = ExactSum(reference, name)
         return self._sums[name]
 
     def sync(self, ranks: Ranks) -> None:
@@ -252,8 +252,10 @@ class ExactSums:
                 piece.sync(ranks, digits, sorted(set().union(*exponents)))
 
 
-def _alike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(value.dtype == right[name].dtype for name, value in left.items())
+def _alike(upload: Mapping[str, Tensor], other_upload: Mapping[str, Tensor]) -> bool:
+    return upload.keys() == other_upload.keys() and all(
+        value.dtype == other_upload[name].dtype for name, value in upload.items()
+    )
 
 
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:

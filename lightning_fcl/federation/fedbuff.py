@@ -142,14 +142,14 @@ class FedBuff(Schedule):
         self._start, self._first = self.clock_at(round_idx), round_idx
         self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
-    def _at(self, round: int) -> _Known:
-        if round < self._first:
+    def _at(self, round_idx: int) -> _Known:
+        if round_idx < self._first:
             raise InvalidValueError(
-                f"Expected a round from {self._first} on but got {round}, which has passed.",
-                argument="round",
-                value=round,
+                f"Expected a round from {self._first} on but got {round_idx}, which has passed.",
+                argument="round_idx",
+                value=round_idx,
             )
-        for number in range(self._first, round + 1):
+        for number in range(self._first, round_idx + 1):
             unavailable_clients = frozenset(self.context.client_participation.unavailable(number))
             cached_round = self._known.get(number)
             if cached_round is None or (number > self._first and cached_round.unavailable != unavailable_clients):
@@ -157,32 +157,34 @@ class FedBuff(Schedule):
                 self._known[number] = _Known(
                     unavailable_clients, *self._advanced(number, self.clock_at(number), unavailable_clients)
                 )
-        return self._known[round]
+        return self._known[round_idx]
 
-    def _advanced(self, round: int, clock: Clock, gone: Collection[str]) -> tuple[RoundTiming, Clock]:
+    def _advanced(
+        self, round_idx: int, clock: Clock, unavailable_clients: Collection[str]
+    ) -> tuple[RoundTiming, Clock]:
         """Let time pass until the buffer is full: a round, and the clock after it."""
         plan, time_ns = self.context.plan, clock.time_ns
-        present = self.context.client_participation.candidates(plan, round).difference(gone)
+        present = self.context.client_participation.candidates(plan, round_idx).difference(unavailable_clients)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
         may_start = present - {flight.client for flight in flights}
-        order = draw_client_order(plan, round, self.context.client_participation.seed)[
+        order = draw_client_order(plan, round_idx, self.context.client_participation.seed)[
             ::-1
         ].tolist()  # the first to start comes last
         waiting_positions = [place for place in order if plan.clients[place] in may_start]
         while len(staleness) < self.buffer_size:
             if not (flights and flights[0].arrival_ns <= time_ns):  # all that arrive now have arrived
-                self._fill(flights, waiting_positions, round, time_ns)
+                self._fill(flights, waiting_positions, round_idx, time_ns)
             if not flights:
                 break
             flight = heapq.heappop(flights)
             time_ns = max(time_ns, flight.arrival_ns)
             if flight.client in present:
-                staleness[flight.client] = round - flight.version
+                staleness[flight.client] = round_idx - flight.version
             else:
                 skipped.add(flight.client)
         if not staleness:
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round} but none has any.",
+                f"Expected at least one client with data in round {round_idx} but none has any.",
                 hint="Lower `max_epochs`.",
                 argument="max_epochs",
             )
@@ -194,14 +196,16 @@ class FedBuff(Schedule):
             time_ns, tuple(flights)
         )
 
-    def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:
+    def _fill(self, flights: list[Flight], waiting_positions: list[int], round_idx: int, time_ns: int) -> None:
         """Let clients download as long as there is room."""
         clients = self.context.plan.clients
         room = count_sampled_clients(self.context.client_participation.fraction_or_count, len(clients)) - len(flights)
-        for _ in range(min(room, len(waiting))):
-            position = waiting.pop()
+        for _ in range(min(room, len(waiting_positions))):
+            position = waiting_positions.pop()
             client = clients[position]
-            heapq.heappush(flights, Flight(now + self.client_duration_ns(client, round), position, client, round))
+            heapq.heappush(
+                flights, Flight(time_ns + self.client_duration_ns(client, round_idx), position, client, round_idx)
+            )
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         return partial(BufferedServer, self, current_round)
@@ -247,14 +251,14 @@ class BufferedServer(FederatedServer):
         module: nn.Module,
         rules: ReductionRules | None = None,
         extra_tensors: ExtraTensors | None = None,
-        round: int = 0,
+        round_idx: int = 0,
     ) -> None:
-        super().start_round(module, rules, extra_tensors, round)
+        super().start_round(module, rules, extra_tensors, round_idx)
         self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
-        round = self._round()
-        self._schedule.start_round(round)
-        earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round}
-        self._versions = {**earlier, round: self.state}
+        round_idx = self._round()
+        self._schedule.start_round(round_idx)
+        earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round_idx}
+        self._versions = {**earlier, round_idx: self.state}
 
     def _like_now(self, version: State) -> State:
         """An earlier state on the device of the present one: a checkpoint's comes back on the CPU."""
@@ -344,14 +348,14 @@ class BufferedServer(FederatedServer):
         self._following, self._versions = buffer_state["round"], dict(buffer_state["versions"])
 
 
-def _is_whole(kept: Mapping[str, Any]) -> bool:
+def _is_whole(buffer_state: Mapping[str, Any]) -> bool:
     """Whether a clock of a checkpoint is one, with the states from which clients are under way."""
-    versions, flights = kept.get("versions"), kept.get("flights")
+    versions, flights = buffer_state.get("versions"), buffer_state.get("flights")
     if not (isinstance(versions, Mapping) and isinstance(flights, list)):
         return False
     kinds = (int, int, str, int)
     return (
-        all(isinstance(kept.get(name), int) for name in ("round", "now"))
+        all(isinstance(buffer_state.get(name), int) for name in ("round", "now"))
         and all(isinstance(one, list) and tuple(map(type, one)) == kinds and one[3] in versions for one in flights)
         and all(isinstance(of, Mapping) and all(isinstance(v, Tensor) for v in of.values()) for of in versions.values())
     )

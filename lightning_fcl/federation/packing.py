@@ -27,26 +27,26 @@ def pack_nonzero(value: Tensor) -> Tensor:
     return torch.cat([mask, _bytes_of(value[nonzero].cpu())])
 
 
-def unpack_nonzero(packed: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor that `pack_nonzero` has packed, of the shape, dtype and device of ``like``.
+def unpack_nonzero(packed: Tensor, reference: Tensor) -> Tensor:
+    """Return the tensor that `pack_nonzero` has packed, of the shape, dtype and device of ``reference``.
 
     Raises:
         InvalidValueError: If the bytes are not those of such a tensor.
     """
-    if packed.dtype == like.dtype and packed.shape == like.shape:
+    if packed.dtype == reference.dtype and packed.shape == reference.shape:
         return packed
-    size = -(-like.numel() // 8)
+    size = -(-reference.numel() // 8)
     if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < size:
-        raise _unreadable(packed, like)
-    nonzero = unpack_mask(packed[:size], like.numel())
+        raise _unreadable(packed, reference)
+    nonzero = unpack_mask(packed[:size], reference.numel())
     number = int(nonzero.count_nonzero())
-    if len(packed) != size + number * like.element_size() or bool(
-        unpack_mask(packed[:size], 8 * size)[like.numel() :].any()
+    if len(packed) != size + number * reference.element_size() or bool(
+        unpack_mask(packed[:size], 8 * size)[reference.numel() :].any()
     ):
-        raise _unreadable(packed, like)
-    value = torch.zeros(like.numel(), dtype=like.dtype)
-    value[nonzero] = packed[size:].cpu().clone().view(like.dtype)
-    return value.view(like.shape).to(like.device)
+        raise _unreadable(packed, reference)
+    value = torch.zeros(reference.numel(), dtype=reference.dtype)
+    value[nonzero] = packed[size:].cpu().clone().view(reference.dtype)
+    return value.view(reference.shape).to(reference.device)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def _bytes_of(value: Tensor) -> Tensor:
     return value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _unreadable(packed: Tensor, like: Tensor) -> InvalidValueError:
+def _unreadable(packed: Tensor, reference: Tensor) -> InvalidValueError:
     return InvalidValueError(
-        f"Expected the nonzero elements of a tensor of {like.dtype} and shape {tuple(like.shape)} but got "
+        f"Expected the nonzero elements of a tensor of {reference.dtype} and shape {tuple(reference.shape)} but got "
         f"{packed.dtype} of shape {tuple(packed.shape)}."
     )

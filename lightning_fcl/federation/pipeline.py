@@ -200,10 +200,10 @@ class Pipeline:
             if transform is self.mask and self.codec is not None:
                 self.codec.decode_sums(sums, self.setting)
 
-    def on_aggregate(self, before: State, aggregate: State) -> None:
+    def on_aggregate(self, previous_state: State, aggregate: State) -> None:
         """Apply all transforms to the new server state."""
         for transform in self.transforms:
-            transform.on_aggregate(before, aggregate)
+            transform.on_aggregate(previous_state, aggregate)
 
     def end_round(self) -> None:
         """Save the state of all transforms."""

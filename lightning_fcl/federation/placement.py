@@ -79,9 +79,9 @@ class Placement:
             load[ranks[number]] += costs[number]
         return ranks
 
-    def _move(self, to: Mapping[str, int]) -> None:
+    def _move(self, rank_by_client: Mapping[str, int]) -> None:
         """Bring what clients keep to the ranks that they train on now."""
-        leaving = {client for client, rank in to.items() if self._rank_of[client] != rank}
+        leaving = {client for client, rank in rank_by_client.items() if self._rank_of[client] != rank}
         if self._store.is_in_memory and leaving:
             leaving_states = {client: self._store[client] for client in leaving if self.hosts(client)}
             arriving = gather_by_client(
@@ -90,9 +90,9 @@ class Placement:
             for client in leaving_states:
                 self._store.delete(client)
             for client, client_state in arriving.items():
-                if to[client] == self.ranks.rank and client_state:
+                if rank_by_client[client] == self.ranks.rank and client_state:
                     self._store[client] = client_state
-        self._rank_of |= to
+        self._rank_of |= rank_by_client
         self._complete = not self._store.is_in_memory
 
     def start_timer(self) -> None:

@@ -106,19 +106,19 @@ class Reduction:
         """Return the tensor that is sent in place of one client's value. A subclass that overrides it has `unpack`."""
         return value
 
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+    def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
         """Return the value that `pack` has packed.
 
         Args:
             packed: The tensor that was sent.
-            like: A tensor of the value's shape, dtype and device.
+            reference: A tensor of the value's shape, dtype and device.
 
         Raises:
             InvalidValueError: If no such value is packed like this.
         """
-        if packed.dtype != like.dtype or packed.shape != like.shape:
+        if packed.dtype != reference.dtype or packed.shape != reference.shape:
             raise InvalidValueError(
-                f"Expected {like.dtype} of shape {tuple(like.shape)} but got {packed.dtype} of shape "
+                f"Expected {reference.dtype} of shape {tuple(reference.shape)} but got {packed.dtype} of shape "
                 f"{tuple(packed.shape)}."
             )
         return packed
@@ -179,8 +179,8 @@ class SparseMean(Reduction):
         """
         return pack_nonzero(value)
 
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
-        return unpack_nonzero(packed, like)
+    def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
+        return unpack_nonzero(packed, reference)
 
     def make_accumulator(self) -> Accumulator:
         return SparseMeans()

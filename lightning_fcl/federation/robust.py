@@ -170,45 +170,53 @@ def find_non_finite(
     return {row: names for row, names in faults.items() if names}, non_finite_entries
 
 
-def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -> None:
+def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: str) -> None:
     """Refuse a state with which every client would diverge: one with learnt numbers that are not finite."""
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise InvalidValueError(
-            f"Expected a server state of finite numbers but {format_code_names(wrong)} is not finite {when}.",
+            f"Expected a server state of finite numbers but {format_code_names(wrong)} is not finite {situation}.",
             argument=wrong[0],
         )
 
 
-def check_stays_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapping[str, Tensor]) -> None:
     """Refuse what a round's uploads come to if it is not finite where the server was: before anybody keeps it."""
     suspect_names = [
-        name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())
+        name
+        for name, value in updated_state.items()
+        if value is not previous_state[name] and not torch.isfinite(value.sum())
     ]
     situation = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
-    check_finite(after, [name for name in suspect_names if torch.isfinite(before[name]).all()], situation)
+    check_finite(
+        updated_state, [name for name in suspect_names if torch.isfinite(previous_state[name]).all()], situation
+    )
 
 
-def squared_change(before: Tensor, after: Tensor) -> float:
+def squared_change(previous_value: Tensor, updated_value: Tensor) -> float:
     """The sum of the squares by which numbers have changed, where they are finite on both sides."""
-    wide = torch.complex128 if after.is_complex() else torch.float64
-    sound = (after != before) & torch.isfinite(before) & torch.isfinite(after)
-    return float((after.to(wide) - before.to(wide)).where(sound, 0).abs().square().sum())
+    wide = torch.complex128 if updated_value.is_complex() else torch.float64
+    sound = (updated_value != previous_value) & torch.isfinite(previous_value) & torch.isfinite(updated_value)
+    return float((updated_value.to(wide) - previous_value.to(wide)).where(sound, 0).abs().square().sum())
 
 
-def relative_update_norm(changes: Mapping[str, float], before: Mapping[str, Tensor]) -> float:
+def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[str, Tensor]) -> float:
     """How far entries moved together, by `squared_change` each: so many times the larger of their norm before and 1."""
-    size = sum(float(before[n].double().where(torch.isfinite(before[n]), 0).square().sum()) for n in changes)
+    size = sum(
+        float(previous_state[n].double().where(torch.isfinite(previous_state[n]), 0).square().sum()) for n in changes
+    )
     return math.sqrt(sum(changes.values())) / max(math.sqrt(size), 1.0)
 
 
 def check_update_norm(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Sequence[str], max_norm: float
+    previous_state: Mapping[str, Tensor], updated_state: Mapping[str, Tensor], names: Sequence[str], max_norm: float
 ) -> None:
     """Refuse what a round comes to if it is further from the server than so many times the larger of its norm and 1."""
-    comparable_names = [name for name in names if before[name].shape == after[name].shape]
-    times = relative_update_norm({name: squared_change(before[name], after[name]) for name in comparable_names}, before)
+    comparable_names = [name for name in names if previous_state[name].shape == updated_state[name].shape]
+    times = relative_update_norm(
+        {name: squared_change(previous_state[name], updated_state[name]) for name in comparable_names}, previous_state
+    )
     if not times <= max_norm:
         raise InvalidValueError(
             f"Expected a round to move the server by at most {max_norm:g} times the larger of its norm and 1 but it "

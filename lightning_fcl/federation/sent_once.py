@@ -36,10 +36,10 @@ class SentOnce:
         constant_names = [name for name in extra if reductions[name].once]
         self.derived = {name for name in constant_names if torch.equal(extra[name][0], state[name])}
 
-    def offer(self, down: State, reductions: Mapping[str, Reduction]) -> State:
+    def offer(self, download_state: State, reductions: Mapping[str, Reduction]) -> State:
         """Let clients download the entries whose reduction says so once from now on, and return all others."""
-        self.sizes = {name: value.nbytes for name, value in down.items() if reductions[name].once}
-        return {name: value for name, value in down.items() if name not in self.sizes}
+        self.sizes = {name: value.nbytes for name, value in download_state.items() if reductions[name].once}
+        return {name: value for name, value in download_state.items() if name not in self.sizes}
 
     def kept(self, client: str) -> list[str]:
         """Return the names of the entries that a client has received and keeps."""
@@ -68,6 +68,6 @@ class SentOnce:
         self.received.pop(client, None)
 
 
-def kept_once(kept: Mapping[str, Tensor], reductions: Mapping[str, Reduction]) -> State:
+def kept_once(client_tensors: Mapping[str, Tensor], reductions: Mapping[str, Reduction]) -> State:
     """Return the entries that a client keeps."""
-    return {name: value for name, value in kept.items() if name in reductions and reductions[name].once}
+    return {name: value for name, value in client_tensors.items() if name in reductions and reductions[name].once}

@@ -109,20 +109,20 @@ class FederatedServer:
         module: nn.Module,
         rules: ReductionRules | None = None,
         extra_tensors: ExtraTensors | None = None,
-        round: int = 0,
+        round_idx: int = 0,
     ) -> None:
         """Begin a fit with a module's state as the server's. See `start_round`."""
         if self._server_optimizer is not None:  # of an earlier fit, which this one continues
             self._restored, self._server_optimizer = self._server_optimizer.state_dict(), None
         self._published = None
-        self.start_round(module, rules, extra_tensors, round)
+        self.start_round(module, rules, extra_tensors, round_idx)
 
     def start_round(
         self,
         module: nn.Module,
         rules: ReductionRules | None = None,
         extra_tensors: ExtraTensors | None = None,
-        round: int = 0,
+        round_idx: int = 0,
     ) -> None:
         """Take a module's state as the server's, and forget the uploads and the record of the round before.
 
@@ -132,7 +132,7 @@ class FederatedServer:
             extra_tensors: Entries beside the module's, which clients download and upload as all others. The server
                 keeps their values from round to round, in ``extra_tensors``; the one given here counts where it has
                 none yet.
-            round: The number of the round.
+            round_idx: The number of the round.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
@@ -154,7 +154,7 @@ class FederatedServer:
             self._server_optimizer.load_state_dict(self._restored)
         self.client_store.start_round()
         setting = Setting(
-            self.state, self.reductions, self._learnt, self.seed, round, list(self.client_index), self.senders
+            self.state, self.reductions, self._learnt, self.seed, round_idx, list(self.client_index), self.senders
         )
         self.pipeline.setup(setting)
         self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions, self.pipeline)
@@ -218,12 +218,12 @@ class FederatedServer:
                 self.record.add_download_bytes(client, self._download_bytes + missing(client))
         return states, client_states
 
-    def _started(self, kept: ClientState) -> State:
+    def _started(self, client_state: ClientState) -> State:
         """The state that a client starts from which has some of its own."""
         local_entries = {
-            n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].is_local
+            n: v for n, v in client_state.get("model", {}).items() if n in self._start and self.reductions[n].is_local
         }
-        client_entries = {**kept.get(RESIDUAL_SECTION, {}), **local_entries}
+        client_entries = {**client_state.get(RESIDUAL_SECTION, {}), **local_entries}
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         return {n: client_entries[n].to(v.device) if n in client_entries else v for n, v in self._start.items()}
 
@@ -282,7 +282,7 @@ class FederatedServer:
             sums = self.aggregator.weighted_sums(upload_values, weights) if len(rows) > 1 and plain else {}
         client_states = [self.client_store[client] for client in parts.client_ids] if self.pipeline.keeps_state else ()
         origins = {} if plain else self._origins(parts.client_ids)
-        uploads = Uploads(parts, weights, self.reductions, upload_values, origins, kept=client_states)
+        uploads = Uploads(parts, weights, self.reductions, upload_values, origins, client_states=client_states)
         for section, client_messages in (messages or {}).items():
             uploads.messages[section] = [client_messages[row] for row in rows]
         if self.pipeline.exchanges:
@@ -308,21 +308,23 @@ class FederatedServer:
         if self.pipeline.mask is None:
             self.pipeline.decode(uploads)
 
-    def accept(self, uploads: Uploads, sums: GroupSums | None = None, odd: Sequence[str] | None = None) -> list[bool]:
+    def accept(
+        self, uploads: Uploads, sums: GroupSums | None = None, non_finite_entries: Sequence[str] | None = None
+    ) -> list[bool]:
         """Do the rest of the server's part of an upload: drop what is not finite, and add.
 
         Args:
             uploads: The uploads, decoded.
             sums: The weighted sums of entries, as far as they are known.
-            odd: Entries in which numbers of the server are not finite, if all other numbers of the uploads are known to
-                be finite. None: check the uploads.
+            non_finite_entries: Entries in which numbers of the server are not finite, if all other numbers of the
+                uploads are known to be finite. None: check the uploads.
 
         Returns:
             Whether each client's upload was accepted.
         """
         accepted_flags, masked = [True] * len(uploads), self.pipeline.mask is not None
-        if odd is None:
-            accepted_flags, odd = self._check_decoded(uploads) if not masked else (accepted_flags, [])
+        if non_finite_entries is None:
+            accepted_flags, non_finite_entries = self._check_decoded(uploads) if not masked else (accepted_flags, [])
         rows = [row for row, fine in enumerate(accepted_flags) if fine]
         if not masked and self.adjust(uploads):
             sums = None
@@ -334,8 +336,8 @@ class FederatedServer:
             values = {name: value[rows] for name, value in values.items()}
             clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
         if not self.pipeline.needs_updates:
-            values = self.aggregator.zero_non_finite(values, odd)
-            if sums is None or odd or len(rows) < len(uploads):
+            values = self.aggregator.zero_non_finite(values, non_finite_entries)
+            if sums is None or non_finite_entries or len(rows) < len(uploads):
                 sums = self.aggregator.weighted_sums(values, weights) if len(rows) > 1 else {}
         if rows:
             numbers = [self.client_index.setdefault(client, len(self.client_index)) for client in clients]
@@ -354,14 +356,16 @@ class FederatedServer:
         self.record.add_download_bytes(client, sum(value.nbytes for value in tensors.values()))
         return tensors
 
-    def exchange(self, clients: Sequence[str], ranks: Ranks, hosts: Callable[[str], bool], after: bool = False) -> None:
+    def exchange(
+        self, clients: Sequence[str], ranks: Ranks, hosts: Callable[[str], bool], is_after_upload: bool = False
+    ) -> None:
         """Let transforms exchange messages with clients, before or after the uploads.
 
         Args:
             clients: The clients.
             ranks: The ranks, each of which simulates some of the clients.
             hosts: Whether this rank simulates a client.
-            after: Whether the uploads have arrived.
+            is_after_upload: Whether the uploads have arrived.
         """
 
         def answers(transform: UploadTransform, questions: Mapping[str, State]) -> Mapping[str, State]:
@@ -377,7 +381,7 @@ class FederatedServer:
 
         for transform in self.pipeline.exchanges:
             messages = Exchange(clients, partial(answers, transform))
-            (transform.after_upload if after else transform.before_upload)(messages)
+            (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
         """Change decoded uploads of clients that started with an older state of the server. Return if there are any."""

@@ -76,19 +76,24 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
                 )
 
 
-def get_settings(made: Optimizer | LRScheduler) -> dict[str, Any]:
+def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, Any]:
     """The settings with which an optimizer or a schedule begins, as far as they are plain values, for checkpoints.
 
     Example:
         >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
         [0.5]
     """
-    if isinstance(made, Optimizer):
-        names = dict.fromkeys(name for group in made.param_groups for name in group if name != "params")
-        settings = {name: [group.get(name) for group in made.param_groups] for name in names}
+    if isinstance(optimizer_or_schedule, Optimizer):
+        names = dict.fromkeys(
+            name for group in optimizer_or_schedule.param_groups for name in group if name != "params"
+        )
+        settings = {name: [group.get(name) for group in optimizer_or_schedule.param_groups] for name in names}
     else:
-        settings = made.state_dict()
-    return {"class": type(made).__name__, **{name: value for name, value in settings.items() if is_plain(value)}}
+        settings = optimizer_or_schedule.state_dict()
+    return {
+        "class": type(optimizer_or_schedule).__name__,
+        **{name: value for name, value in settings.items() if is_plain(value)},
+    }
 
 
 def is_plain(value: object) -> bool:

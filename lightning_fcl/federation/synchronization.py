@@ -309,10 +309,10 @@ class Participation:
                     argument="min_samples",
                 )
 
-    def candidates(self, plan: Plan, round: int) -> set[str]:
+    def candidates(self, plan: Plan, round_idx: int) -> set[str]:
         """Return the clients that can train in a round: those that are available and have enough samples."""
-        current = plan.train[round]
-        present = current.keys() - self.unavailable(round)
+        current = plan.train[round_idx]
+        present = current.keys() - self.unavailable(round_idx)
         if self.min_samples > 1:  # the server of a deployment does not know samples
             present = {client for client in present if not 0 < len(current[client]) < self.min_samples}
         return present

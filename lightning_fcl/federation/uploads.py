@@ -59,11 +59,11 @@ class Code:
     Args:
         codec: The transform that decodes them.
         tensors: The tensors that are sent, by name, each of shape (clients, ...).
-        like: A tensor of the shape, dtype and device of one client's update.
+        reference: A tensor of the shape, dtype and device of one client's update.
     """
 
-    def __init__(self, codec: UpdateCodec, tensors: State, like: Tensor) -> None:
-        self.codec, self.tensors, self.like = codec, tensors, like
+    def __init__(self, codec: UpdateCodec, tensors: State, reference: Tensor) -> None:
+        self.codec, self.tensors, self.like = codec, tensors, reference
 
     def decoded(self) -> Tensor:
         """Return the updates, shape (clients, ...)."""
@@ -111,7 +111,7 @@ class Uploads:
             which the client started. It has the shape of one client's value, or (clients, ...) if clients started with
             different states.
         are_updates: Whether ``values`` are updates, which are values minus origins.
-        kept: The state of each client at the start of the round, by section.
+        client_states: The state of each client at the start of the round, by section.
 
     Attributes:
         codes: Entries that are sent encoded. They are not among ``values``.
@@ -131,10 +131,10 @@ class Uploads:
         values: State,
         origins: State,
         are_updates: bool = False,
-        kept: Sequence[ClientState] = (),
+        client_states: Sequence[ClientState] = (),
     ) -> None:
         self.clients, self.weights, self.reductions, self.origins = clients, weights, reductions, origins
-        self.values, self.are_updates, self.kept = values, are_updates, kept
+        self.values, self.are_updates, self.kept = values, are_updates, client_states
         self.codes: dict[str, Code] = {}
         self.messages: dict[str, list[State]] = {}
         self.unchanged: list[set[str]] = [set() for _ in weights]
@@ -329,7 +329,7 @@ class UploadTransform:
     def on_sum(self, sums: Sums) -> None:
         """Change the sums of a round, which may have no clients."""
 
-    def on_aggregate(self, before: State, aggregate: State) -> None:
+    def on_aggregate(self, previous_state: State, aggregate: State) -> None:
         """Change the new server state before the server optimizer uses it."""
 
     def commit_round(self) -> None:
@@ -359,15 +359,15 @@ class UpdateCodec(UploadTransform, ABC):
     """Whether the code of a sum of updates is the sum of their codes."""
 
     @abstractmethod
-    def decompress(self, tensors: State, like: Tensor) -> Tensor:
-        """Return the updates, shape (clients, n), from their codes. ``like`` is one client's update."""
+    def decompress(self, tensors: State, reference: Tensor) -> Tensor:
+        """Return the updates, shape (clients, n), from their codes. ``reference`` is one client's update."""
 
     @abstractmethod
     def scale(self, tensors: State, factors: Tensor) -> State:
         """Return the codes of the updates times a factor for each client, shape (clients,)."""
 
     @abstractmethod
-    def forms(self, like: Tensor) -> Forms:
+    def forms(self, reference: Tensor) -> Forms:
         """Return dtype and shape of each tensor of the code of one client's update."""
 
     @abstractmethod

@@ -45,7 +45,7 @@ def require_checkpoint_file(path: str | Path) -> Path:
     return file
 
 
-def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> dict[str, Any]:
+def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -> dict[str, Any]:
     """Return the content of a checkpoint, if it is a whole one of tensors and plain values.
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
@@ -55,7 +55,7 @@ def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> 
         with open_file(file) as checkpoint_file:
             check_zip(checkpoint_file)
             checkpoint_file.seek(0)
-            checkpoint = read(checkpoint_file)
+            checkpoint = reader(checkpoint_file)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
     except Exception as error:  # whatever a damaged file makes of its reader

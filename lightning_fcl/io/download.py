@@ -88,12 +88,12 @@ class Layout:
         """The first place below a root where this layout is; None if it is nowhere."""
         return next((root / place for place in self.places if self._fits(root / place)), None)
 
-    def _fits(self, place: Path) -> bool:
+    def _fits(self, location: Path) -> bool:
         def shows(sign: str) -> bool:
-            matches = (path for glob in sign.split("|") for path in place.glob(glob))
-            return any(re.fullmatch(self.strictly, path.relative_to(place).as_posix()) for path in matches)
+            matches = (path for glob in sign.split("|") for path in location.glob(glob))
+            return any(re.fullmatch(self.strictly, path.relative_to(location).as_posix()) for path in matches)
 
-        return all(map(shows, self.signs)) if self.signs else place.is_file()
+        return all(map(shows, self.signs)) if self.signs else location.is_file()
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,16 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-def read_bytes(path: str | Path, most: int | None = None) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes, by default the limit of `check_size`."""
+def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes`` bytes, by default the limit of `check_size`."""
     with open_file(path) as file:
         size, num_bytes, pieces = os.fstat(file.fileno()).st_size, 0, list[bytes]()
         try:
-            check_size(size, most=most)
+            check_size(size, max_bytes=max_bytes)
             while piece := file.read(_PIECE):
                 pieces.append(piece)
                 num_bytes += len(piece)
-                check_size(num_bytes, most=most)  # the file may grow while it is read
+                check_size(num_bytes, max_bytes=max_bytes)  # the file may grow while it is read
         except ValueError as error:
             hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
             raise InvalidValueError(
@@ -63,9 +63,9 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     return b"".join(pieces)
 
 
-def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", most: int | None = None) -> str:
+def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int | None = None) -> str:
     """Return the text of a regular file, with line feeds at the ends of lines."""
-    text = read_bytes(path, most).decode(encoding, errors)
+    text = read_bytes(path, max_bytes).decode(encoding, errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -79,9 +79,9 @@ def _open_regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def _other_kind(found: os.stat_result) -> str:
+def _other_kind(file_status: os.stat_result) -> str:
     """Return the kind of a file that is not regular, or ""."""
-    return "" if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+    return "" if stat.S_ISREG(file_status.st_mode) else _KINDS.get(stat.S_IFMT(file_status.st_mode), "a device")
 
 
 @contextmanager
@@ -121,14 +121,14 @@ def check(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-def check_size(size: int, packed: int = 0, most: int | None = None) -> None:
+def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None:
     """Raise ValueError if a content is larger than the limit.
 
-    The limit is ``most``. Otherwise, the limit is the environment variable ``LIGHTNING_FCL_MAX_BYTES``, or the larger
-    of 2 GB and 20 times the packed size.
+    The limit is ``max_bytes``. Otherwise, the limit is the environment variable ``LIGHTNING_FCL_MAX_BYTES``, or the
+    larger of 2 GB and 20 times the packed size.
     """
-    if most is not None:
-        check(size <= most, f"{size} bytes, above the limit of {most}")
+    if max_bytes is not None:
+        check(size <= max_bytes, f"{size} bytes, above the limit of {max_bytes}")
         return
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():

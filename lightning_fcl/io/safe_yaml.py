@@ -53,7 +53,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file within limits."""
     try:
-        return load_yaml(read_text(path, most=MAX_SIZE))
+        return load_yaml(read_text(path, max_bytes=MAX_SIZE))
     except FileNotFoundError:
         raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path) from None
     except _LimitError as error:
@@ -72,38 +72,38 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def parse_dataclass(kind: type[Document], content: object, where: object, **made: object) -> Document:
-    """A dataclass of plain fields from a document, which messages call ``where``, and of fields that are made already.
+def parse_dataclass(kind: type[Document], content: object, source: object, **prepared_fields: object) -> Document:
+    """A dataclass of plain fields from a document, which messages call ``source``, and of fields that are made already.
 
     What may name a class is made by the caller: jsonargparse would import it.
     """
     jsonargparse = require_package("jsonargparse", "reads documents")
-    field_names = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
+    field_names = [field.name for field in fields(kind) if field.name not in prepared_fields]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"Expected {where} to hold values by name but got {str(content)[:100]!r}.", value=content
+            f"Expected {source} to hold values by name but got {str(content)[:100]!r}.", value=content
         )
     for name in content:
         if name not in field_names:
             hint = did_you_mean(name, field_names)
             raise UnknownNameError(
-                f"Expected {', '.join(field_names)} in {where} but got {str(name)[:100]}.",
+                f"Expected {', '.join(field_names)} in {source} but got {str(name)[:100]}.",
                 hint=hint,
                 argument=str(name),
             )
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, skip={*made})
+    parser.add_class_arguments(kind, skip={*prepared_fields})
     try:
         values = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
         raise InvalidValueError(
-            f"Expected {where} to be understood but got: {one_line(error)}.", code="not-understood"
+            f"Expected {source} to be understood but got: {one_line(error)}.", code="not-understood"
         ) from error
     try:
-        return kind(**vars(values), **made)
+        return kind(**vars(values), **prepared_fields)
     except ValueError as error:
         detailed_error = InvalidValueError(
-            f"In {where}: {error}", argument=getattr(error, "argument", None), value=getattr(error, "value", None)
+            f"In {source}: {error}", argument=getattr(error, "argument", None), value=getattr(error, "value", None)
         )
         detailed_error.hint = getattr(error, "hint", "")  # the text of the error has it already
         raise detailed_error from error
@@ -144,9 +144,9 @@ def check_yaml(text: str) -> None:
         ) from None
 
 
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
+def _size(node: yaml.Node, size_by_id: dict[int, int]) -> int:
     """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
-    if id(node) not in known:
+    if id(node) not in size_by_id:
         seen_keys: set[object] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
             name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
@@ -156,5 +156,5 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
             seen_keys.add(name)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
-    return known[id(node)]
+        size_by_id[id(node)] = 1 + sum(_size(part, size_by_id) for part in parts)
+    return size_by_id[id(node)]

@@ -127,13 +127,13 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
     return is_close(forward(x[:fewer]), whole[:fewer]) and is_close(longer[: len(x)], whole)
 
 
-def is_close(left: Tensor, right: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors are equal but for rounding, by the norm of their difference."""
-    if left.shape != right.shape:
+    if actual.shape != expected.shape:
         return False
-    left, right = left.detach(), right.detach()
-    finite = right.isfinite()
-    if not torch.equal(left.isfinite(), finite):
+    actual, expected = actual.detach(), expected.detach()
+    finite = expected.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
         return False
-    distance = (left - right).where(finite, 0.0).norm()
-    return bool(distance <= _RELATIVE * right.where(finite, 0.0).norm() + _ABSOLUTE)
+    distance = (actual - expected).where(finite, 0.0).norm()
+    return bool(distance <= _RELATIVE * expected.where(finite, 0.0).norm() + _ABSOLUTE)

@@ -193,9 +193,9 @@ def _copied(groups: Sequence[Groups]) -> list[Groups]:
     ]
 
 
-def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Groups:
+def _with_rates(groups: Sequence[dict[str, Any]], rate_groups: Sequence[dict[str, Any]]) -> Groups:
     """Groups with what schedules set in others."""
-    rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in others]
+    rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in rate_groups]
     return [group | own for group, own in zip(groups, rates, strict=False)]
 
 

@@ -116,13 +116,13 @@ class LogRecorder:
                 else:
                     attributes[function] = previous_function
 
-    def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
+    def _measure(self, name: str, is_called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
         values, arguments_spec = tree_flatten((args, kwargs))
         if not (values and all(isinstance(value, Tensor) for value in values)):
             raise ObstacleError(Reason.METRIC)
-        self.lines.append(MetricUpdate(name, called, arguments_spec))
+        self.lines.append(MetricUpdate(name, is_called, arguments_spec))
         self.values.append([value.detach().clone() for value in values])
-        return _BatchValue() if called else None
+        return _BatchValue() if is_called else None
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         flags = dict(_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)

@@ -312,11 +312,17 @@ class _MethodTrial:
         output = torch.stack(list(inputs.outputs)).requires_grad_()
 
         def composed(
-            params: State, rest: State, known: Mapping[str, Any], key: Tensor, batch: Batch, output: Tensor, weight: Any
+            params: State,
+            rest: State,
+            method_inputs: Mapping[str, Any],
+            key: Tensor,
+            batch: Batch,
+            output: Tensor,
+            weight: Any,
         ) -> tuple[Tensor, Tensor]:
             x, y = batch if is_labelled(batch) else (None, None)
             with KeyedRandomness(key):
-                return trainer.compose_in_vmap(params, rest, known, x, output, y, weight, self._why)
+                return trainer.compose_in_vmap(params, rest, method_inputs, x, output, y, weight, self._why)
 
         axes = (0, 0, 0, 0, 0, 0, None if inputs.weight is None else 0)
         with sdpa_kernel(SDPBackend.MATH):

@@ -28,7 +28,7 @@ class ModuleSnapshot:
         module: The module. Its `state_tensors` are no part of it.
         optimizers: Its optimizers, whose state and groups are no part of it.
         extra_objects: What is left alone, too, such as schedulers.
-        before: That of the round before.
+        previous_snapshot: That of the round before.
         carried: State outside the module that starts anew, too.
 
     Example:
@@ -46,10 +46,10 @@ class ModuleSnapshot:
         module: nn.Module,
         optimizers: Iterable[Optimizer] = (),
         extra_objects: Iterable[object] = (),
-        before: ModuleSnapshot | None = None,
+        previous_snapshot: ModuleSnapshot | None = None,
         carried: Carried | None = None,
     ) -> None:
-        records = before._gathering() if before is not None else {}
+        records = previous_snapshot._gathering() if previous_snapshot is not None else {}
         ignored_ids, optimizers = {*map(id, extra_objects)}, list(optimizers)
         for optimizer in optimizers:
             ignored_ids |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}

@@ -176,12 +176,12 @@ def _prefix(owner: type | FunctionType) -> str:
     return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__.replace('<locals>.', '')}."
 
 
-def _metrics_in(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
+def _metrics_in(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a part of a module if it is a metric, and the metrics in its attributes."""
     prefix = f"{path}." if path else ""
-    if isinstance(part, Metric):
-        yield path, part
-    for name, value in vars(part).items():
+    if isinstance(module, Metric):
+        yield path, module
+    for name, value in vars(module).items():
         if name in INTERNAL:
             continue
         yield from _metrics_within(f"{prefix}{name}", value)
@@ -216,7 +216,7 @@ class Carried:
     """State outside a module that starts anew with each client, because training reads it.
 
     Args:
-        outside: All state outside the module.
+        outside_state: All state outside the module.
         names: The names of the state that starts anew.
         metrics: The names of the metrics that start anew, and accumulate over a round.
         whole: Prefixes of names of which all state starts anew, but for metrics.
@@ -224,13 +224,13 @@ class Carried:
 
     def __init__(
         self,
-        outside: Outside,
+        outside_state: Outside,
         names: Collection[str] = (),
         metrics: Collection[str] = (),
         whole: Collection[str] = (),
     ) -> None:
         self._outside, self.names, self.metrics, self.whole = (
-            outside,
+            outside_state,
             frozenset(names),
             frozenset(metrics),
             tuple(whole),

@@ -32,7 +32,7 @@ class Search:
     """The state that some objects reach, as it is when it is found.
 
     Args:
-        seen: Ids of objects to leave alone.
+        ignored_ids: Ids of objects to leave alone.
         state: Ids of the tensors of the module's state.
         records: The lists to which earlier rounds have appended, by their ids.
         metrics: Whether to look into metrics of torchmetrics.
@@ -49,7 +49,7 @@ class Search:
 
     def __init__(
         self,
-        seen: Iterable[int] = (),
+        ignored_ids: Iterable[int] = (),
         state: Collection[int] = (),
         records: Mapping[int, ContainerValue] | None = None,
         metrics: bool = False,
@@ -61,12 +61,12 @@ class Search:
         self.metrics: dict[str, Metric] = {}
         self.unknown: list[str] = []
         self.others: list[str] = []
-        self._seen, self._state, self._metrics = {*seen, *state}, state, metrics
+        self._seen, self._state, self._metrics = {*ignored_ids, *state}, state, metrics
         self._records = records or {}
 
-    def look(self, named: Iterable[tuple[str, Any]]) -> None:
+    def look(self, named_values: Iterable[tuple[str, Any]]) -> None:
         """Find the state of some values, each with its name."""
-        todo = list(named)
+        todo = list(named_values)
         while todo:
             name, value = todo.pop()
             if isinstance(value, NO_STATE) or id(value) in self._seen:

@@ -93,12 +93,12 @@ def globals_in(code: CodeType) -> Set[str]:
     return {*global_names, *(name for one in inner for name in globals_in(one))}
 
 
-def reached(functions: Iterable[FunctionType], own: dict[str, FunctionType]) -> list[FunctionType]:
+def reached(functions: Iterable[FunctionType], class_functions: dict[str, FunctionType]) -> list[FunctionType]:
     """Return the users' functions that some functions can call.
 
     Args:
         functions: The functions.
-        own: The functions of their class by name.
+        class_functions: The functions of their class by name.
     """
     todo, visited_ids, reached_functions = [*functions], set[int](), list[FunctionType]()
     while todo and len(reached_functions) < _MOST:
@@ -107,7 +107,7 @@ def reached(functions: Iterable[FunctionType], own: dict[str, FunctionType]) -> 
             continue
         visited_ids.add(id(function))
         reached_functions.append(function)
-        todo += [own[name] for name in names_in(function.__code__) if name in own]
+        todo += [class_functions[name] for name in names_in(function.__code__) if name in class_functions]
         for value in (*_globals_of(function), *closure_of(function).values()):
             if isinstance(value, type) and is_users(value):
                 todo += functions_in(value).values()

@@ -44,19 +44,19 @@ class TracedStep:
 
     Args:
         step: The step. It has no other effect than its result.
-        after: Steps of one shape before it is traced; None: `AFTER`.
+        warmup_steps: Steps of one shape before it is traced; None: `AFTER`.
 
     Example:
-        >>> double = TracedStep(lambda params, rest, batch: [2 * params[0]], after=1)
+        >>> double = TracedStep(lambda params, rest, batch: [2 * params[0]], warmup_steps=1)
         >>> double([torch.ones(2)], [], []), double([3 * torch.ones(2)], [], [])
         ([tensor([2., 2.])], [tensor([6., 6.])])
         >>> double.traced
         1
     """
 
-    def __init__(self, step: Step, after: int | None = None) -> None:
+    def __init__(self, step: Step, warmup_steps: int | None = None) -> None:
         self._step = step
-        self._after = AFTER if after is None else after
+        self._after = AFTER if warmup_steps is None else warmup_steps
         self._seen: Counter[object] = Counter()
         self._graphs: dict[object, Callable[..., list[Any]]] = {}
 
@@ -77,13 +77,13 @@ class TracedStep:
             self._trace(kind, (params, rest, batch), result)
         return result
 
-    def _trace(self, kind: object, given: tuple[list[Tensor], ...], expected: Sequence[Any]) -> None:
+    def _trace(self, kind: object, arguments: tuple[list[Tensor], ...], expected: Sequence[Any]) -> None:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         try:
-            graph = make_fx(self._step)(*given)
+            graph = make_fx(self._step)(*arguments)
             with torch.no_grad():
-                is_equal = all(map(torch.equal, graph(*given), expected))
+                is_equal = all(map(torch.equal, graph(*arguments), expected))
         except Exception as error:  # whatever it is, this step cannot be traced
             log.debug("A step is not traced: %s", error)
             return
@@ -155,14 +155,14 @@ class VectorizedTrainer(StackedTrainer):
     def _plain_step(
         self,
         learning: Sequence[str],
-        others: Sequence[str],
+        untrained_names: Sequence[str],
         params: list[Tensor],
         rest: list[Tensor],
         batch: list[Tensor],
     ) -> list[Tensor | None]:
         """Every client's loss, once more as its task loss, and the gradients: a step without methods."""
         keys, x, y, weight = batch
-        state = _first(len(weight), dict(zip((*learning, *others), (*params, *rest), strict=True)))
+        state = _first(len(weight), dict(zip((*learning, *untrained_names), (*params, *rest), strict=True)))
         losses = self._task_losses(self._outputs(state, keys, x, "different"), y, weight)
         gradients = torch.autograd.grad(losses.sum(), params, allow_unused=True)
         return [losses.detach(), losses.detach(), *gradients]
@@ -211,7 +211,7 @@ class VectorizedTrainer(StackedTrainer):
         self,
         params: Mapping[str, Tensor],
         rest: State,
-        known: Mapping[str, Any],
+        method_inputs: Mapping[str, Any],
         key: Tensor,
         x: Tensor,
         y: Tensor,
@@ -220,7 +220,7 @@ class VectorizedTrainer(StackedTrainer):
         """One client's output, the factor of its task loss, and what its methods add."""
         with KeyedRandomness(key):
             output: Tensor = functional_call(self._module, {**params, **rest}, (x,))
-            scale, extra = self.compose_in_vmap(params, rest, known, x, output, y, weight)
+            scale, extra = self.compose_in_vmap(params, rest, method_inputs, x, output, y, weight)
         return output, scale, extra
 
 

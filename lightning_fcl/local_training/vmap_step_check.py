@@ -126,7 +126,7 @@ class _Trial:
         finally:
             outside_search.restore()
 
-    def _step_obstacle(self, around: Search) -> Obstacle | None:
+    def _step_obstacle(self, outside_search: Search) -> Obstacle | None:
         loose, groups, counts = (
             ModuleSnapshot(self._module),
             group_values(self._real),
@@ -142,7 +142,7 @@ class _Trial:
             return Obstacle(Reason.RANDOM)
         if generators() != generator_states:
             return Obstacle(Reason.OTHER_RANDOM)
-        if obstacle := self._left_behind(loose, around):
+        if obstacle := self._left_behind(loose, outside_search):
             return obstacle
         repeated_outcomes, _ = self._alone(0, batches=7)
         if any(one.unlike(other, 0.0) for one, other in zip(repeated_outcomes, expected_outcomes[0], strict=True)):
@@ -153,7 +153,7 @@ class _Trial:
             return Obstacle(Reason.WRITES_PARAMETER, (format_code_names(changed_names),))
         for side_by_side in (True, False):
             vectorized_outcomes, entries_after = self._beside(side_by_side)
-            if obstacle := self._left_behind(loose, around):
+            if obstacle := self._left_behind(loose, outside_search):
                 return obstacle
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
@@ -164,11 +164,11 @@ class _Trial:
                         return Obstacle(_UNLIKE[part_name])
         return None
 
-    def _left_behind(self, loose: ModuleSnapshot, around: Search) -> Obstacle | None:
+    def _left_behind(self, loose: ModuleSnapshot, outside_search: Search) -> Obstacle | None:
         """Return the state that a step has changed and that the next client would see."""
         if changed_names := loose.changes() or _hooked(self._module):
             return Obstacle(Reason.STATE, (format_code_names(changed_names),))
-        outside_names = sorted({change.name for change in around.changes()})
+        outside_names = sorted({change.name for change in outside_search.changes()})
         return Obstacle(Reason.OUTSIDE, (format_code_names(outside_names),)) if outside_names else None
 
     def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:

@@ -100,7 +100,7 @@ class StepTrainer(StackedTrainer):
         return torch.stack(group_sums).sum() if group_sums else None
 
     def _group(
-        self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, known: Mapping[str, Any]
+        self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, method_inputs: Mapping[str, Any]
     ) -> Tensor | None:
         """The losses of clients whose batches have one shape."""
         whole = len(rows) == self.number  # in their order
@@ -109,11 +109,15 @@ class StepTrainer(StackedTrainer):
         if not whole:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
             rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
-            known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
+            method_inputs = (
+                apply_to_collection(method_inputs, Tensor, lambda value: value[rows])
+                if method_inputs
+                else method_inputs
+            )
         self._gives = True
         vectorized_step = vmap(partial(self._client, batch_idx), randomness=self._randomness)
         try:
-            losses, values = vectorized_step(params, rest, keys, known, batch)
+            losses, values = vectorized_step(params, rest, keys, method_inputs, batch)
         except Exception as error:
             error.add_note(
                 "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
@@ -136,7 +140,7 @@ class StepTrainer(StackedTrainer):
         params: Mapping[str, Tensor],
         rest: State,
         key: Tensor,
-        known: Mapping[str, Any],
+        method_inputs: Mapping[str, Any],
         batch: Batch,
     ) -> tuple[Tensor, list[Any]]:
         """One client's loss, and what it logs."""
@@ -155,7 +159,7 @@ class StepTrainer(StackedTrainer):
             reason = None if self._called else without_call(self._module)
             x, output = self._called or (None, loss)
             y = batch[1] if is_labelled(batch) else None
-            scale, extra = self.compose_in_vmap(params, rest, known, x, output, y, reason=reason)
+            scale, extra = self.compose_in_vmap(params, rest, method_inputs, x, output, y, reason=reason)
         return scale * loss + extra, values
 
     @contextmanager

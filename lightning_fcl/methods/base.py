@@ -170,7 +170,7 @@ class MethodBase:
         """
         return client.method_state
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         """Return the client's method state for later experiences.
 
         The client continues with this state when it enters a later experience. Nobody knows in which round a client
@@ -180,7 +180,7 @@ class MethodBase:
 
         Args:
             client: The client; ``client.method_state`` is what `update_client_state` has returned.
-            own: The client's state after local training.
+            trained_state: The client's state after local training.
             data: The client's samples, stacked: those of the round, without samples of earlier experiences in a method
                 that `accumulates`, or, if ``client.result`` is there, those that are to be added to it.
         """
@@ -238,7 +238,7 @@ class MethodBase:
         """What a client uploads to the entries of `init_server_state`: by name, each of an entry's shape."""
         return {}
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         """Return what a client adds to entries of `init_server_state` for an experience, each of an entry's shape.
 
         The reduction of these entries is a sum. If a client trains in several rounds of an experience, it uploads the
@@ -247,12 +247,12 @@ class MethodBase:
 
         Args:
             client: The client.
-            own: The client's state after local training.
+            trained_state: The client's state after local training.
             data: The client's samples, stacked, each of which counts once in an experience.
         """
         return {}
 
-    def message(self, client: Client, own: State) -> State:
+    def message(self, client: Client, trained_state: State) -> State:
         """Return what a client sends to the server at the end of a round beside the entries of `init_server_state`.
 
         Messages are not aggregated: ``on_round_end`` finds those of the round's accepted uploads in
@@ -260,7 +260,7 @@ class MethodBase:
 
         Args:
             client: The client. ``client.may_end`` tells whether its experience may end with the round.
-            own: The client's state after local training.
+            trained_state: The client's state after local training.
         """
         return {}
 

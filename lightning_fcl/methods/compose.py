@@ -147,8 +147,8 @@ def local_epochs_fn(
     """A client's passes over its data in a round, as the first method says that has a say."""
     saying = methods_overriding(methods, "local_epochs")
 
-    def local_epochs_in(part: ClientRound) -> int:
-        method_epochs = (method.local_epochs(client_of(method, part)) for method in saying)
+    def local_epochs_in(client_round: ClientRound) -> int:
+        method_epochs = (method.local_epochs(client_of(method, client_round)) for method in saying)
         return next((epochs for epochs in method_epochs if epochs is not None), default_epochs)
 
     return local_epochs_in if saying else default_epochs

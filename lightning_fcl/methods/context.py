@@ -94,8 +94,8 @@ class Client:
         return self._part
 
     @client_round.setter
-    def client_round(self, part: ClientRound) -> None:
-        self._part = part
+    def client_round(self, client_round: ClientRound) -> None:
+        self._part = client_round
 
     @property
     def module(self) -> L.LightningModule:
@@ -137,13 +137,13 @@ class Client:
         """
         return data if self.history is None else self.selected(data, self.history.new)
 
-    def selected(self, data: Batch, chosen: Tensor) -> Batch:
-        """Return the round's samples for which ``chosen``, shape (n,), is true; ``client_round`` gets their labels."""
-        if bool(chosen.all()):
+    def selected(self, data: Batch, mask: Tensor) -> Batch:
+        """Return the round's samples for which ``mask``, shape (n,), is true; ``client_round`` gets their labels."""
+        if bool(mask.all()):
             return data
-        if self._part is not None and len(self._part.labels) == len(chosen):
-            self._part = replace(self._part, labels=self._part.labels[chosen])
-        return index_nested(data, chosen.nonzero()[:, 0])
+        if self._part is not None and len(self._part.labels) == len(mask):
+            self._part = replace(self._part, labels=self._part.labels[mask])
+        return index_nested(data, mask.nonzero()[:, 0])
 
     @property
     def seed(self) -> int:
@@ -163,7 +163,7 @@ class Client:
         return self._generator
 
 
-def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
+def _elsewhere(x: Any, *args: object, **kwargs: object) -> Tensor:
     raise InvalidStateError(
         "Expected a step of a module, which has outputs on other samples, too, but got one of none."
     )

@@ -236,14 +236,14 @@ class FedNTD(Method):
         return self.beta * self.temperature**2 * step.mean(distillation_loss(student, teacher, self.temperature))
 
 
-def contrastive_loss(features: Tensor, near: Tensor, far: Tensor, temperature: float = 0.5) -> Tensor:
+def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, temperature: float = 0.5) -> Tensor:
     """``-log(e^(s_near / t) / (e^(s_near / t) + e^(s_far / t)))`` of cosine similarities s, per sample: shape (batch,).
 
     Example:
-        >>> contrastive_loss(Tensor([[1, 2]]), near=Tensor([[3, 6]]), far=Tensor([[1, 2]]))
+        >>> contrastive_loss(Tensor([[1, 2]]), positive=Tensor([[3, 6]]), negative=Tensor([[1, 2]]))
         tensor([0.6931])
     """
-    return F.softplus((F.cosine_similarity(features, far) - F.cosine_similarity(features, near)) / temperature)
+    return F.softplus((F.cosine_similarity(features, negative) - F.cosine_similarity(features, positive)) / temperature)
 
 
 @dataclass(eq=False)

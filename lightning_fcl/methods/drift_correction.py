@@ -210,12 +210,14 @@ class SCAFFOLD(Method):
             for n, value in strip_prefix(client.server_state, "c").items()
         }
 
-    def _variates(self, client: Client, own: State) -> StateSection:
+    def _variates(self, client: Client, trained_state: State) -> StateSection:
         """The client's variates after its training."""
         group = client.module.trainer.optimizers[0].param_groups[0]
         distance, start = group["lr"] * local_gradient_weight(group, client.steps), client.received_state
         lacking = self._lacking(client).items()
-        return with_prefix({name: (start[name] - own[name]) / distance - value for name, value in lacking}, "c")
+        return with_prefix(
+            {name: (start[name] - trained_state[name]) / distance - value for name, value in lacking}, "c"
+        )
 
 
 @dataclass(eq=False)

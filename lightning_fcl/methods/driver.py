@@ -158,23 +158,27 @@ class MethodDriver(Callback):
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
-    def start_clients(self, part: ClientRound, received: State, memories: Sequence[StateSection], seed: int) -> None:
+    def start_clients(
+        self, client_round: ClientRound, received_state: State, memories: Sequence[StateSection], seed: int
+    ) -> None:
         """Begin a client's local training. The client's state is in the module.
 
         Args:
-            part: The client's part in the round.
-            received: The state that the client has received.
+            client_round: The client's part in the round.
+            received_state: The state that the client has received.
             memories: The state of each method.
             seed: Seed of the draws of replay samples.
         """
         module = self._module
         method_memories = zip(self.methods, memories, strict=True)
-        self._clients = [make_client(method, module, memory, received, part) for method, memory in method_memories]
+        self._clients = [
+            make_client(method, module, memory, received_state, client_round) for method, memory in method_memories
+        ]
         # "recall" is part of the seed of existing runs.
         self._drawn = DrawnSamples(
             self.methods,
             [self._clients],
-            lambda name: make_client_keys(seed, [part.client_id], part.round_idx, "recall", name),
+            lambda name: make_client_keys(seed, [client_round.client_id], client_round.round_idx, "recall", name),
         )
         self.has_finite_loss = torch.tensor(True)
         for method, client in zip(self.methods, self._clients, strict=True):
@@ -310,10 +314,10 @@ def _side_by_side(federation: FederationProtocol | None) -> bool:
     return federation is not None and federation.current_round.client_round is None
 
 
-def _refuse_output(method: MethodBase, module: L.LightningModule, why: str) -> NoReturn:
+def _refuse_output(method: MethodBase, module: L.LightningModule, reason: str) -> NoReturn:
     raise InvalidValueError(
         f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
-        f"classes by them, but {why}.",
+        f"classes by them, but {reason}.",
         hint=f"Let `{type(module).__name__}.forward` give one for each class, or leave `{type(method).__name__}` out.",
         argument="forward",
         value=type(module).__name__,

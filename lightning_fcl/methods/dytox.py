@@ -127,8 +127,12 @@ class DyToxTraining(Episodic):
         further = client.is_active and self._tunes(client.client_round) and _is_planned(client)
         return _usual_epochs(client) + self.balanced_epochs if further else None
 
-    def _tunes(self, part: ClientRound) -> bool:
-        return bool(self.max_size and self.balanced_epochs) and part.is_last_round and part.experience_idx > 0
+    def _tunes(self, client_round: ClientRound) -> bool:
+        return (
+            bool(self.max_size and self.balanced_epochs)
+            and client_round.is_last_round
+            and client_round.experience_idx > 0
+        )
 
     def start_client(self, client: Client) -> None:
         self._present, self._pool, self._drawn = None, None, 0
@@ -231,12 +235,12 @@ class DyToxTraining(Episodic):
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return super().update_client_state(client, trained_state, data) if self.max_size else client.method_state
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory, client_round, model = client.method_state, client.client_round, get_dytox(client.module)
         block = torch.tensor(model.blocks[_task_of(model, client_round.labels, client_round.client_id)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
         memory = {**memory, "old": add_seen_classes(old, block.to(old.device))}
-        return memory | with_prefix(own, "teacher") if self.distillation else memory
+        return memory | with_prefix(trained_state, "teacher") if self.distillation else memory
 
 
 def get_dytox(module: L.LightningModule) -> DyTox:

@@ -333,9 +333,9 @@ class BCN(Episodic):
             )
         fixed = {name: value.detach() for name, value in step.params.items()}
 
-        def gradient(moved: Tensor) -> Tensor:
-            moved = moved.detach().requires_grad_()
-            return torch.autograd.grad(step.loss_fn(moved, y, fixed), moved)[0]
+        def gradient(perturbed_x: Tensor) -> Tensor:
+            perturbed_x = perturbed_x.detach().requires_grad_()
+            return torch.autograd.grad(step.loss_fn(perturbed_x, y, fixed), perturbed_x)[0]
 
         return worst_inputs(x, gradient, self.eps, self.x_steps)
 

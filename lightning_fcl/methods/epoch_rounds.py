@@ -69,7 +69,7 @@ class EpochRounds:
         module, methods, server = self._module, self._methods, self._local.server
         client_round = self._enter(number)
         method_round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
-        server.start_round(nn.Module(), extra_tensors=method_round.server_entries(), round=number)
+        server.start_round(nn.Module(), extra_tensors=method_round.server_entries(), round_idx=number)
         (downloaded_state,), (self._kept,) = server.download([client_round.client_id])
         model = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         self._begun: State = {**model, **server.state}
@@ -93,11 +93,11 @@ class EpochRounds:
             self._loader.begin_round(self._local.fits, number, self._module.trainer.max_epochs)
         return self.stream.client_round(client, number)
 
-    def _check_local_epochs(self, part: ClientRound, memories: Sequence[StateSection]) -> None:
+    def _check_local_epochs(self, client_round: ClientRound, memories: Sequence[StateSection]) -> None:
         """Raise ValueError if a method asks for several local epochs, which loaders of the user do not have."""
         for method in methods_overriding(self._methods, "local_epochs"):
             memory = memories[self._methods.index(method)]
-            epochs = method.local_epochs(make_client(method, self._module, memory, self._received, part))
+            epochs = method.local_epochs(make_client(method, self._module, memory, self._received, client_round))
             if epochs not in (None, 1):
                 raise InvalidValueError(
                     f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains {epochs} local epochs "

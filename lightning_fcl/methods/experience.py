@@ -56,12 +56,12 @@ def noted(method: MethodBase, client: Client, memory: StateSection) -> StateSect
     return {**memory, "experience": torch.tensor(client.client_round.experience_idx)} if noting else memory
 
 
-def lasting(method: MethodBase, kept: State) -> State:
+def lasting(method: MethodBase, state: State) -> State:
     """Return the entries of client state or of the server that do not belong to one experience."""
-    return {name: value for name, value in kept.items() if not matches(name, method.of_experience)}
+    return {name: value for name, value in state.items() if not matches(name, method.of_experience)}
 
 
-def declared(method: MethodBase, kept: State) -> dict[str, Reduction]:
+def declared(method: MethodBase, server_state: State) -> dict[str, Reduction]:
     """Return the reductions of what the server keeps for a method in a round.
 
     Entries that clients receive once are not there in each round.
@@ -69,14 +69,14 @@ def declared(method: MethodBase, kept: State) -> dict[str, Reduction]:
     rules = {
         pattern: reduction
         for pattern, reduction in method.reductions.items()
-        if isinstance(reduction, str) or not reduction.once or any(matches(name, pattern) for name in kept)
+        if isinstance(reduction, str) or not reduction.once or any(matches(name, pattern) for name in server_state)
     }
-    return assign_reductions(kept, rules) if kept else {}
+    return assign_reductions(server_state, rules) if server_state else {}
 
 
-def begins_experience(plan: Plan, round: int) -> bool:
+def begins_experience(plan: Plan, round_idx: int) -> bool:
     """Return whether all clients enter an experience in a round other than the first."""
-    return plan.in_step and round > 0 and plan.present(round) != plan.present(round - 1)
+    return plan.in_step and round_idx > 0 and plan.present(round_idx) != plan.present(round_idx - 1)
 
 
 def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
@@ -95,39 +95,41 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
         )
 
 
-def next_round(stream: ClientStream, part: ClientRound, rounds: int) -> int | None:
+def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> int | None:
     """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
-    plan, client = stream.plan, part.client_id
-    for number in range(part.round_idx + 1, min(rounds, plan.rounds)):
-        if plan.experiences[client][number] != part.experience_idx:
+    plan, client = stream.plan, client_round.client_id
+    for number in range(client_round.round_idx + 1, min(rounds, plan.rounds)):
+        if plan.experiences[client][number] != client_round.experience_idx:
             return None
         if len(plan.train[number].get(client, ())) >= stream.min_batch_size:
             return number
     return None
 
 
-def returns(stream: ClientStream, part: ClientRound, rounds: int, accumulates: bool) -> bool:
+def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumulates: bool) -> bool:
     """Return whether the next round of a client that always trains replaces what its current round would give.
 
     Args:
         stream: The stream.
-        part: The client's part in the current round.
+        client_round: The client's part in the current round.
         rounds: Number of rounds of the fit.
         accumulates: Whether each sample counts, so that the next round must have the same samples.
     """
-    next_round_idx = next_round(stream, part, rounds)
+    next_round_idx = next_round(stream, client_round, rounds)
     return next_round_idx is not None and not (
-        accumulates and not stream.has_same_samples(part.client_id, part.round_idx, next_round_idx)
+        accumulates and not stream.has_same_samples(client_round.client_id, client_round.round_idx, next_round_idx)
     )
 
 
-def result_of(method: MethodBase, client: Client, own: State, data: Any, earlier: StateSection) -> StateSection:
+def result_of(
+    method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
+) -> StateSection:
     """Return the method's result for the experience.
 
     Args:
         method: The method.
         client: The client after its local training.
-        own: The client's state after it.
+        trained_state: The client's state after it.
         data: The samples of the round.
         earlier: The result of the experience's earlier rounds. {} if there is none.
     """
@@ -136,18 +138,18 @@ def result_of(method: MethodBase, client: Client, own: State, data: Any, earlier
         covers = history.covers_experience
         client.result = {} if covers else earlier
         data = client.selected(data, history.new_in_experience if covers else history.new)
-    return noted(method, client, method.end_experience(client, own, data))
+    return noted(method, client, method.end_experience(client, trained_state, data))
 
 
 def share_of(
-    method: MethodBase, client: Client, own: State, data: Any, earlier: StateSection
+    method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> tuple[State, StateSection] | None:
     """Return what a client uploads to an experience's sums, and all that it has contributed to them then.
 
     Args:
         method: The method.
         client: The client after its local training.
-        own: The client's state after it.
+        trained_state: The client's state after it.
         data: The samples of the round; None if the method does not need them.
         earlier: What the client has contributed in earlier rounds of the experience.
     """
@@ -157,7 +159,7 @@ def share_of(
         data = client.selected(data, history.new_in_experience if covers else history.new)
         if not count_nested_samples(data):
             return None
-    value = method.contribute_experience(client, own, data)
+    value = method.contribute_experience(client, trained_state, data)
     if not earlier:
         return value, value
     if covers:
@@ -170,7 +172,7 @@ def sections_of(
     memory: StateSection,
     result: StateSection | None,
     share: StateSection | None,
-    before: ClientState,
+    previous_state: ClientState,
 ) -> ClientState:
     """Return the sections of a client's state that belong to a method.
 
@@ -179,24 +181,24 @@ def sections_of(
         memory: What `MethodBase.update_client_state` returned.
         result: The result for the experience; None if none was computed.
         share: All that the client has contributed to the experience's sums with the latest upload; None if nothing.
-        before: The client's state at the start of the round.
+        previous_state: The client's state at the start of the round.
     """
     section = method.section_name
     sections: ClientState = {section: memory}
     if result is not None:
         sections = {section: result, section + WITHIN: memory}
-    if (previous_share := before.get(section + SENT)) is not None:
+    if (previous_share := previous_state.get(section + SENT)) is not None:
         sections[section + SENT] = previous_share
     if share is not None:
         sections[section + SENDING] = {name: value.detach().clone() for name, value in share.items()}
     return sections
 
 
-def note_result(kept: ClientState, section: str) -> None:
+def note_result(client_state: ClientState, section: str) -> None:
     """Note that a method's section has the result for the experience."""
-    kept[PROGRESS][RESULT + section] = torch.tensor(True)
+    client_state[PROGRESS][RESULT + section] = torch.tensor(True)
 
 
-def history_of(stream: ClientStream, part: ClientRound, kept: ClientState) -> SampleHistory | None:
+def history_of(stream: ClientStream, client_round: ClientRound, client_state: ClientState) -> SampleHistory | None:
     """Return the numbers of a client's samples, from the rounds that it has trained in. None: samples have none."""
-    return stream.sample_history(part.client_id, part.round_idx, trained_rounds(kept))
+    return stream.sample_history(client_round.client_id, client_round.round_idx, trained_rounds(client_state))

@@ -160,9 +160,9 @@ class FedViT(FedRep):
             else usual + self.integration_epochs * self._goes_on(client.method_state, client.client_round)
         )
 
-    def _goes_on(self, memory: StateSection, part: ClientRound) -> bool:
+    def _goes_on(self, memory: StateSection, client_round: ClientRound) -> bool:
         """Whether a client has a body of its own from an earlier round of the task."""
-        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == part.experience_idx
+        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience_idx
 
     def prepare_client_state(self, client: Client) -> StateSection:
         return (
@@ -220,9 +220,9 @@ class FedViT(FedRep):
         body = {name: value for name, value in trained_state.items() if not fnmatchcase(name, self.head)}
         return {**memory, **with_prefix(body, "body"), "at": torch.tensor(client_round.experience_idx)}
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory = client.method_state if self.integrate_last else _without_body(client.method_state)
-        return self.extract_knowledge(client, memory, own, data)
+        return self.extract_knowledge(client, memory, trained_state, data)
 
     # Integration after the last aggregation of a task.
 
@@ -251,7 +251,9 @@ class FedViT(FedRep):
             store.set_section(client_round.client_id, self.section_name, rest)
         load_state_tensors(pl_module, received_state)
 
-    def _integrated(self, federation: FederationProtocol, part: ClientRound, state: State, body: State) -> State:
+    def _integrated(
+        self, federation: FederationProtocol, client_round: ClientRound, state: State, body: State
+    ) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, stream, seed = federation.module, federation.stream, federation.seed
         (optimizer,) = federation.optimizers
@@ -259,12 +261,12 @@ class FedViT(FedRep):
         optimizer.state.clear()
         params = {name: p for name, p in trainable_parameters(module).items() if not fnmatchcase(name, self.head)}
         gradient, previous_state = make_gradient_fn(module, params), {**state, **body}
-        x, y = finite_pairs(stream.client_samples(part.client_id, part.round_idx, seed))
-        keys = make_client_keys(seed, [part.client_id], part.round_idx, "integration")
+        x, y = finite_pairs(stream.client_samples(client_round.client_id, client_round.round_idx, seed))
+        keys = make_client_keys(seed, [client_round.client_id], client_round.round_idx, "integration")
         plan = plan_batches(len(y), self.integration_epochs, stream.batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
-                seed_all(seed, part.client_id, part.round_idx, "integration", number)
+                seed_all(seed, client_round.client_id, client_round.round_idx, "integration", number)
                 previous_gradient, current_gradient = (
                     gradient(x[rows], y[rows], previous_state),
                     gradient(x[rows], y[rows]),

@@ -189,11 +189,11 @@ class FedWEIT(Method):
         names = get_decomposed(client.module).names
         return {**memory, "base": torch.cat([trained_state[f"model.net.{name}"].flatten() for name in names])}
 
-    def message(self, client: Client, own: State) -> State:
+    def message(self, client: Client, trained_state: State) -> State:
         """Return the client's adaptive if its task may end with the round."""
         if not client.may_end:
             return {}
-        adaptive = own[f"model.tasks.{self._place(client.method_state)}.adaptive"].detach()
+        adaptive = trained_state[f"model.tasks.{self._place(client.method_state)}.adaptive"].detach()
         return {"adaptive": prune(adaptive, get_decomposed(client.module).threshold)}
 
     # The server.

@@ -70,13 +70,13 @@ class FOT(ServerUpdateMethod):
             state[f"energy.{name}"] = size.new_zeros(2)  # of X~, and of X
         return state
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         x, _ = finite_pairs(data)
         bases = strip_prefix(client.server_state, "basis")
         contribution = zeros_like_state(
             {name: value for name, value in client.server_state.items() if not name.startswith("basis.")}
         )
-        for name, rows in layer_inputs(client.module, bases, own, x):
+        for name, rows in layer_inputs(client.module, bases, trained_state, x):
             residual = remove_projection(rows, bases[name])
             omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1
             contribution[f"sketch.{name}"] += residual.T @ omega

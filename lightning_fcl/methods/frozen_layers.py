@@ -82,21 +82,27 @@ class Freezer:
         self._trainable: set[str] = set()
         self._resting: list[nn.Module] = []  # layers that were in training mode
 
-    def train_only(self, module: nn.Module, part: Pattern | None) -> None:
+    def train_only(self, module: nn.Module, pattern: Pattern | None) -> None:
         """Let a part learn, or all of what learnt before the first part did alone."""
-        if part == self._part:
+        if pattern == self._part:
             return
         if self._part is None:
             self._trainable = {*trainable_parameters(module)}
-        self._part = part
+        self._part = pattern
         for name, parameter in module.named_parameters():
             if name in self._trainable:
-                parameter.requires_grad_(part is None or matches(name, part))
+                parameter.requires_grad_(pattern is None or matches(name, pattern))
         for layer in self._resting:
             layer.training = True
         self._resting = []
         for layer_name, layer in module.named_modules():
             buffers = [name for name, _ in layer.named_buffers(layer_name, recurse=False)]  # statistics of what it sees
-            if layer_name and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
+            if (
+                layer_name
+                and pattern
+                and layer.training
+                and buffers
+                and not any(matches(name, pattern) for name in buffers)
+            ):
                 self._resting.append(layer)
                 layer.training = False

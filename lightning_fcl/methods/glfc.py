@@ -49,11 +49,15 @@ class ConcatNonzeroRows(Reduction):
     def pack(self, value: Tensor) -> Tensor:
         return nonzero_rows(value)
 
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+    def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
         """Return the rows, followed by rows of zeros: their positions do not matter."""
-        if packed.dtype != like.dtype or packed.dim() != like.dim() or packed.shape[1:] != like.shape[1:]:
-            return super().unpack(packed, like)
-        return torch.cat([packed, like.new_zeros(max(0, len(like) - len(packed)), *like.shape[1:])])
+        if (
+            packed.dtype != reference.dtype
+            or packed.dim() != reference.dim()
+            or packed.shape[1:] != reference.shape[1:]
+        ):
+            return super().unpack(packed, reference)
+        return torch.cat([packed, reference.new_zeros(max(0, len(reference) - len(packed)), *reference.shape[1:])])
 
     def make_accumulator(self) -> Accumulator:
         return GatheringAccumulator(
@@ -300,7 +304,7 @@ class GLFC(Method):
         )
         if begins or current_score >= best_score:
             proxy_state.update(with_prefix(server.state, "best"))
-        following = present_experiences(server.module, 0, later=1)[-1:]
+        following = present_experiences(server.module, 0, round_offset=1)[-1:]
         if following > present_experiences(server.module, 0)[-1:]:  # the next round begins an experience
             proxy_state.update(models_before(server.module, following, strip_prefix(proxy_state, "best")))
         return {}

@@ -190,9 +190,9 @@ class CCVR(Method):
         task = sums.new_zeros(len(sums), dtype=torch.long)  # the calibration for which a class has come, from 1
         return {"sums": sums, "products": sums.new_zeros(len(sums), numbers), "task": task}
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         x, y = finite_pairs(data)
-        features = embeddings(client.module, own, x).double()
+        features = embeddings(client.module, trained_state, x).double()
         products = torch.zeros_like(client.server_state["products"])
         for label in torch.unique(y).tolist():
             class_features = features[(y == label).to(features.device)]

@@ -49,14 +49,14 @@ class LocalFederation:
         self.fits = max(self.fits, other.fits)
         self._has_ended = self._has_ended or other._has_ended
 
-    def enter_round(self, client: str, round: int) -> bool:
+    def enter_round(self, client: str, round_idx: int) -> bool:
         """Begin a round of a client. Return whether it begins a fit after another one, which enters an experience."""
         store = self.server.client_store
         if client != self.client:
             store[client] = store[self.client]
             store.delete(self.client)
             self.client = client
-        enters = round == 0 and self._has_ended
+        enters = round_idx == 0 and self._has_ended
         if enters:
             sections = {name: memory for name, memory in store[client].items() if "/" not in name and name != PROGRESS}
             store[client] = {

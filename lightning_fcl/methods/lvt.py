@@ -113,7 +113,7 @@ class LVTMethod(Method):
 
         return total + step.loss_fn(memory["x"][sampled_indices], memory["y"][sampled_indices], loss=loss)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory, module = client.method_state, client.module
         x, y = finite_pairs(data)
         if not len(y):
@@ -125,20 +125,20 @@ class LVTMethod(Method):
                 module,
                 lambda output, y: require_sample_loss(module).sample_loss(output, y).sum(),
                 torch.abs,
-                own,
+                trained_state,
                 x,
                 y,
                 names,
             )
             memory = (
                 memory
-                | with_prefix({name: own[name] for name in names}, "previous")
+                | with_prefix({name: trained_state[name] for name in names}, "previous")
                 | with_prefix(gradient, "gradient")
             )
         if not (self.alpha or self.beta):
             return memory
         x, y = x.to(module.device), y.to(module.device)
-        logits = predictions(module, own, x)
+        logits = predictions(module, trained_state, x)
         indices = lowest_loss(require_sample_loss(module).sample_loss(logits, y), y, self.rho)
         samples = {"x": x[indices], "y": y[indices], "logits": logits[indices]}
         return add_to_task(memory, client.result, samples, client.client_round.experience_idx)

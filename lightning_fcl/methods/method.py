@@ -80,10 +80,10 @@ def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:
     return add_seen_classes(torch.zeros(num_classes, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))
 
 
-def add_seen_classes(seen: Tensor, labels: Tensor) -> Tensor:
+def add_seen_classes(seen_mask: Tensor, labels: Tensor) -> Tensor:
     """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it."""
-    size = max(len(seen), int(labels.max()) + 1 if len(labels) else 0)
-    extended_mask = pad_classes(seen, size).clone()
+    size = max(len(seen_mask), int(labels.max()) + 1 if len(labels) else 0)
+    extended_mask = pad_classes(seen_mask, size).clone()
     extended_mask[labels] = True
     return extended_mask
 

@@ -124,20 +124,22 @@ class MethodRound:
                     del self.server.extra_tensors[name]
         return extra
 
-    def receive(self, part: ClientRound, received: State, entered: ClientState) -> list[StateSection]:
+    def receive(self, client_round: ClientRound, received_state: State, entered: ClientState) -> list[StateSection]:
         """Return the state of each method with which a client starts a round, from a received state and its own."""
         device, memories = self.module.device, []
         for method in self.methods:
-            client = make_client(method, self.module, entered.get(method.section_name, {}), received, part)
+            client = make_client(
+                method, self.module, entered.get(method.section_name, {}), received_state, client_round
+            )
             self._set_history(method, client, entered)
             if overrides_hook(method, "reply"):
-                client.reply = self.server.send(part.client_id, method.reply(client))
+                client.reply = self.server.send(client_round.client_id, method.reply(client))
             memories.append(_moved(receive(method, client), device))
         return memories
 
-    def _set_history(self, method: MethodBase, client: Client, kept: ClientState) -> None:
+    def _set_history(self, method: MethodBase, client: Client, client_state: ClientState) -> None:
         if tracks_rounds(method):
-            client.set_history(partial(history_of, self.stream, client.client_round, kept))
+            client.set_history(partial(history_of, self.stream, client.client_round, client_state))
 
     # Upload.
 
@@ -207,7 +209,7 @@ class MethodRound:
             if name in rules and rules[name].is_uploaded
         }
 
-    def _share(self, method: MethodBase, client: LocalRound, seen: Client, own: State) -> State:
+    def _share(self, method: MethodBase, client: LocalRound, method_client: Client, trained_state: State) -> State:
         """Return what a client uploads to the sums of its experience."""
         client_round, rounds = (
             client.part,
@@ -216,7 +218,7 @@ class MethodRound:
         if self.is_full and returns(self.stream, client_round, rounds, accumulates=True):
             return {}
         earlier = client.entered.get(method.section_name + SENT, {})
-        contribution = share_of(method, seen, own, client.data(method), earlier)
+        contribution = share_of(method, method_client, trained_state, client.data(method), earlier)
         if contribution is None:
             return {}
         if next_round(self.stream, client_round, rounds) is not None:
@@ -267,9 +269,9 @@ class MethodRound:
         share = self._shares.pop((client_round.client_id, method.section_name), None)
         return sections_of(method, memory, result, share, client.entered)
 
-    def _returns(self, part: ClientRound, accumulates: bool) -> bool:
+    def _returns(self, client_round: ClientRound, accumulates: bool) -> bool:
         """Return whether the client's next round is sure to replace a result for the experience."""
-        return self.looks_ahead and self.is_full and returns(self.stream, part, self._rounds, accumulates)
+        return self.looks_ahead and self.is_full and returns(self.stream, client_round, self._rounds, accumulates)
 
     def end_dropped(self, client: LocalRound) -> None:
         """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
@@ -281,11 +283,11 @@ class MethodRound:
     # End of the round, and of a fit.
 
     @torch.no_grad()
-    def take_turns(self, begun: State, share: float) -> None:
+    def take_turns(self, previous_state: State, share: float) -> None:
         """Let methods change the server's model in the module, one after the other.
 
         Args:
-            begun: The server's state when the round began, with what the server kept for methods.
+            previous_state: The server's state when the round began, with what the server kept for methods.
             share: Share of the stream's clients whose uploads were accepted, above 0.
         """
         state, ends = state_tensors(self.module), _ends(self.stream, self.number)
@@ -293,7 +295,7 @@ class MethodRound:
             if overrides_hook(method, "process_aggregate"):
                 draws = torch.Generator().manual_seed(derive_seed(self.seed, method.section_name, self.number))
                 server_state = self.server.get_section(method.section_name)
-                turn = Server(begun, state, server_state, share, self.module, draws, ends)
+                turn = Server(previous_state, state, server_state, share, self.module, draws, ends)
                 for name, value in method.process_aggregate(turn).items():
                     state[name].copy_(value)
                 self.server.extra_tensors.update(
@@ -305,33 +307,35 @@ class MethodRound:
         if any(overrides_hook(method, "contribute_experience") for method in self.methods):
             self.server.accepted |= dict.fromkeys(clients, self.number)
 
-    def _finish_experience(self, part: ClientRound, kept: ClientState, own: State) -> ClientState | None:
+    def _finish_experience(
+        self, client_round: ClientRound, client_state: ClientState, model_state: State
+    ) -> ClientState | None:
         """Return a client's state with the results that were left to a later round of the experience.
 
         With full participation a result is computed once. If the client's last upload is dropped, or the fit stops
         within the experience, the result is computed from the state that the client has then. None if no result is
         missing.
         """
-        if PROGRESS not in kept or int(kept[PROGRESS]["experience"]) != part.experience_idx:
+        if PROGRESS not in client_state or int(client_state[PROGRESS]["experience"]) != client_round.experience_idx:
             return None
         missing = [
             method
             for method in self.methods
             if overrides_hook(method, "end_experience")
-            and keeps_client_state(method, part)
-            and not has_result(kept, method.section_name)
+            and keeps_client_state(method, client_round)
+            and not has_result(client_state, method.section_name)
         ]
         if not missing:
             return None
-        updated_state = {**kept, PROGRESS: {**kept[PROGRESS]}}
+        updated_state = {**client_state, PROGRESS: {**client_state[PROGRESS]}}
         reads = any(method.needs.round_samples for method in missing)
-        data = self.stream.client_samples(part.client_id, part.round_idx, self.seed) if reads else None
+        data = self.stream.client_samples(client_round.client_id, client_round.round_idx, self.seed) if reads else None
         for method in missing:
-            memory = kept.get(method.section_name, {})
-            client = make_client(method, self.module, memory, own, part)
-            self._set_history(method, client, kept)
-            result = result_of(method, client, own, data if method.needs.round_samples else None, {})
-            updated_state |= sections_of(method, memory, result, None, kept)
+            memory = client_state.get(method.section_name, {})
+            client = make_client(method, self.module, memory, model_state, client_round)
+            self._set_history(method, client, client_state)
+            result = result_of(method, client, model_state, data if method.needs.round_samples else None, {})
+            updated_state |= sections_of(method, memory, result, None, client_state)
             note_result(updated_state, method.section_name)
         return updated_state
 
@@ -360,15 +364,23 @@ def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> 
     return extra
 
 
-def entered_state(server: FederatedServer, part: ClientRound, kept: ClientState) -> ClientState:
+def entered_state(server: FederatedServer, client_round: ClientRound, client_state: ClientState) -> ClientState:
     """Return a client's state at the start of a round, from what the client keeps."""
-    return enter_round(kept, part.experience_idx, server.accepted.get(part.client_id, -1)) if kept else kept
+    return (
+        enter_round(client_state, client_round.experience_idx, server.accepted.get(client_round.client_id, -1))
+        if client_state
+        else client_state
+    )
 
 
-def client_before(server: FederatedServer, module: L.LightningModule, method: MethodBase, part: ClientRound) -> Client:
+def client_before(
+    server: FederatedServer, module: L.LightningModule, method: MethodBase, client_round: ClientRound
+) -> Client:
     """Return a client before a round, as a method sees it: the client has received nothing."""
-    memory = entered_state(server, part, server.client_store[part.client_id]).get(method.section_name, {})
-    return make_client(method, module, memory, client_round=part)
+    memory = entered_state(server, client_round, server.client_store[client_round.client_id]).get(
+        method.section_name, {}
+    )
+    return make_client(method, module, memory, client_round=client_round)
 
 
 def _ends(stream: ClientStream, number: int) -> bool:
@@ -377,10 +389,16 @@ def _ends(stream: ClientStream, number: int) -> bool:
     return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 
 
-def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
+def _lasting(trained_state: State, received_state: State, reductions: Mapping[str, Reduction]) -> State:
     """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
-    fixed_names = {n for n in own if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)}
-    return {n: received[n] if n in fixed_names else value for n, value in own.items()} if fixed_names else own
+    fixed_names = {
+        n for n in trained_state if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)
+    }
+    return (
+        {n: received_state[n] if n in fixed_names else value for n, value in trained_state.items()}
+        if fixed_names
+        else trained_state
+    )
 
 
 def _moved(memory: StateSection, device: torch.device) -> StateSection:

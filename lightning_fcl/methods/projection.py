@@ -93,10 +93,10 @@ def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1) for value in tensors.values()])
 
 
-def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The named tensors of a vector that `flatten` made, in the shapes of ``like``."""
-    pieces = torch.split(flat, [value.numel() for value in like.values()])
-    return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+def unflatten(flat: Tensor, reference: Mapping[str, Tensor]) -> State:
+    """The named tensors of a vector that `flatten` made, in the shapes of ``reference``."""
+    pieces = torch.split(flat, [value.numel() for value in reference.values()])
+    return {name: piece.view(value.shape) for (name, value), piece in zip(reference.items(), pieces, strict=True)}
 
 
 def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
@@ -146,9 +146,9 @@ def _sorted(tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(tensor.numpy())) if tensor.device.type == "cpu" else tensor.sort().values
 
 
-def _refuse(gradient: bool, others: list[bool]) -> None:
+def _refuse(gradient: bool, is_finite_row: list[bool]) -> None:
     locations = [] if gradient else ["the gradient"]
-    locations += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
+    locations += [f"row {row} of the others" for row, finite in enumerate(is_finite_row) if not finite]
     raise InvalidValueError(
         f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(locations)}.",
         hint="Lower the learning rate, or clip the gradients.",

@@ -50,8 +50,8 @@ class SparseSum(Sum):
     def pack(self, value: Tensor) -> Tensor:
         return value if bool(value.any()) else value.new_empty(0)
 
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
-        return torch.zeros_like(like) if packed.shape == (0,) else super().unpack(packed, like)
+    def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
+        return torch.zeros_like(reference) if packed.shape == (0,) else super().unpack(packed, reference)
 
 
 class _Sums(PlainSums):
@@ -211,16 +211,16 @@ class ICaRL(LwF):
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return memory_pairs(client.method_state)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
-        return client.method_state | self._exemplars(client, own, data)
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
+        return client.method_state | self._exemplars(client, trained_state, data)
 
-    def _exemplars(self, client: Client, own: State, data: Batch) -> StateSection:
+    def _exemplars(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         x, y = finite_pairs(data)
         old = tuple(part.to(x.device) for part in memory_pairs(client.method_state) or (x[:0], y[:0]))
         if (result_pairs := memory_pairs(client.result)) is not None:  # choose anew among these and the new samples
             current = ~torch.isin(result_pairs[1], old[1].to(result_pairs[1].device))
             x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(result_pairs, (x, y), strict=True))
-        features = F.normalize(embeddings(client.module, own, x)).to(x.device)
+        features = F.normalize(embeddings(client.module, trained_state, x)).to(x.device)
         classes, exemplars = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)

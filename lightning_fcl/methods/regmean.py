@@ -167,10 +167,10 @@ class LoRM(RegMean):
     def trainable_patterns(self, client: Client) -> Pattern | None:
         return "!*.a.weight" if int(client.server_state["turn"]) % 2 == 0 else "!*.b.weight"
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
         contribution = {name: torch.zeros_like(client.server_state[name]) for name in names.values()}
-        for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
+        for name, rows in layer_inputs(client.module, names, trained_state, finite_pairs(data)[0]):
             gram = self._gram(rows)
             contribution[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
         return contribution

@@ -72,15 +72,17 @@ class Consolidation(Method):
         )
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.strength == 0:
             return client.method_state
         earlier = strip_prefix(
             client.method_state, "importance"
         )  # not of what learns now: another method may have frozen a part
-        new = self.importance(client, own, data, earlier)
+        new = self.importance(client, trained_state, data, earlier)
         summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
-        return with_prefix({name: own[name] for name in earlier}, "center") | with_prefix(summed, "importance")
+        return with_prefix({name: trained_state[name] for name in earlier}, "center") | with_prefix(
+            summed, "importance"
+        )
 
 
 @dataclass(eq=False)
@@ -206,10 +208,10 @@ class SI(Consolidation):
                 of_penalty = weight * memory[f"importance.{name}"] * (p - memory[f"center.{name}"])
                 self._last[name] = p.clone(), p.grad - of_penalty
 
-    def _note_step(self, client: Client, now: Mapping[str, Tensor]) -> None:
+    def _note_step(self, client: Client, current_params: Mapping[str, Tensor]) -> None:
         """Note what the last step has done, once."""
         for name, (previous_value, gradient) in self._last.items():
-            change = now[name] - previous_value
+            change = current_params[name] - previous_value
             client.method_state[f"fall.{name}"].sub_(gradient * change)
             client.method_state[f"moved.{name}"].add_(change)
         self._last = {}

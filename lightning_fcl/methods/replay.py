@@ -181,10 +181,10 @@ class Replay(Method):
             return samples["x"], samples["y"]
         return {name.removeprefix(_SAMPLE): value for name, value in samples.items()}
 
-    def _size(self, part: ClientRound) -> int:
+    def _size(self, client_round: ClientRound) -> int:
         if isinstance(self.max_size, int):
             return self.max_size
-        if not part.num_stream_samples:
+        if not client_round.num_stream_samples:
             raise InvalidValueError(
                 f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
                 "`FederatedStream` tells how many samples there will be.",
@@ -192,7 +192,7 @@ class Replay(Method):
                 argument="max_size",
                 value=self.max_size,
             )
-        return max(1, round(self.max_size * part.num_stream_samples))
+        return max(1, round(self.max_size * client_round.num_stream_samples))
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.update == "experience":
@@ -207,12 +207,12 @@ class Replay(Method):
             data = client.selected(data, history.new_in_experience if should_refresh else history.new)
         return self._updated(memory, client, trained_state, data)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.update == "round":
             return client.method_state
-        return self._updated(client.result or client.method_state, client, own, data)
+        return self._updated(client.result or client.method_state, client, trained_state, data)
 
-    def _updated(self, memory: StateSection, client: Client, own: State, data: Batch) -> StateSection:
+    def _updated(self, memory: StateSection, client: Client, trained_state: State, data: Batch) -> StateSection:
         """Return the replay samples ``memory`` after some samples have been offered."""
         client_round, samples = client.client_round, _entries(data)
         first = next(iter(samples.values()))
@@ -249,18 +249,18 @@ class Replay(Method):
             groups = labels.cpu() if self.policy == "class-balanced" else torch.zeros(len(labels), dtype=torch.long)
             indices, order = sample_reservoirs(size, groups, places.get("priority", torch.zeros(0)), client.generator)
         else:
-            with self._holding(self.buffer, client, own) as agent:
+            with self._holding(self.buffer, client, trained_state) as agent:
                 indices, order = select(
                     self.buffer, sample, labels.cpu(), new["task"].cpu(), places, agent, client.generator
                 )
         return {**{name: value[indices] for name, value in new.items()}, **order, "seen": torch.tensor(num_seen)}
 
     @contextmanager
-    def _holding(self, buffer: ExemplarsBuffer, client: Client, own: State) -> Iterator[Agent]:
+    def _holding(self, buffer: ExemplarsBuffer, client: Client, trained_state: State) -> Iterator[Agent]:
         """Temporarily load the client's state into the module, which a selection strategy may read."""
         module = client.module
         previous_state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
-        load_state_tensors(module, own)
+        load_state_tensors(module, trained_state)
         try:
             with evaluation_mode(module):
                 yield Agent(buffer, module, client.client_round.experience_idx)

@@ -70,11 +70,11 @@ def joining_samples(
     """Return a function that returns the samples that join a client's batches in a round. None: no method has any."""
     joining = [method for method in methods if joins_batches(method)]
 
-    def samples_of(part: ClientRound) -> JoiningSamples:
+    def samples_of(client_round: ClientRound) -> JoiningSamples:
         method_samples = [
             (method, samples)
             for method in joining
-            if method.applies_to(part) and (samples := method.replay_samples(client_of(method, part)))
+            if method.applies_to(client_round) and (samples := method.replay_samples(client_of(method, client_round)))
         ]
         if not method_samples:
             return JoiningSamples()

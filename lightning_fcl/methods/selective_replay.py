@@ -127,14 +127,16 @@ class ReFed(Method):
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return memory_pairs(client.method_state)
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         x, y = finite_pairs(data)
         memory = client.result or client.method_state
         old = memory_pairs(memory) or (x[:0], y[:0])
         x, y = (concat_nested([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
         if not len(y):
             return memory
-        previous_params = {name: value.to(own[name].device) for name, value in strip_prefix(memory, "v").items()}
+        previous_params = {
+            name: value.to(trained_state[name].device) for name, value in strip_prefix(memory, "v").items()
+        }
         importance, v = sample_importance(
             client.module,
             client.received_state,
@@ -160,7 +162,7 @@ class ReFed(Method):
 
 def sample_importance(
     module: L.LightningModule,
-    received: Mapping[str, Tensor],
+    received_state: Mapping[str, Tensor],
     personal: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
@@ -188,7 +190,7 @@ def sample_importance(
     """
     loss = require_sample_loss(module).sample_loss
     names = [*trainable_parameters(module)]
-    w = {name: received[name].detach() for name in module.state_dict()}
+    w = {name: received_state[name].detach() for name in module.state_dict()}
     v = {name: {**w, **personal}[name] for name in names}
     importance = w[names[0]].new_zeros(len(y))
     for iteration in range(1, iterations + 1):
@@ -277,15 +279,15 @@ class FedCBDR(Method):
         weighted = torch.where(old[step.y], self.old_weight, self.new_weight) * _cross_entropy(scaled, step.y)
         return step.mean(weighted - _cross_entropy(step.output, step.y))
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
-        features = embeddings(client.module, own, finite_pairs(data)[0]).double()
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
+        features = embeddings(client.module, trained_state, finite_pairs(data)[0]).double()
         return {"gram": features.T @ features}
 
-    def end_experience(self, client: Client, own: State, data: Batch) -> StateSection:
+    def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if client.missed or not client.is_active:
             return client.method_state
         x, y = finite_pairs(data)
-        new = {"x": x, "y": y, "features": embeddings(client.module, own, x)}
+        new = {"x": x, "y": y, "features": embeddings(client.module, trained_state, x)}
         earlier = strip_prefix(client.result, "new")
         new = {name: concat_nested([earlier[name], value]) if earlier else value for name, value in new.items()}
         return client.method_state | with_prefix(new, "new")

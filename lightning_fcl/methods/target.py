@@ -132,7 +132,7 @@ class TARGET(Method):
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return {}  # it comes anew in each round
 
-    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         client_round, ended_classes = client.client_round, client.server_state.get("ended")
         if ended_classes is None:
             return {}

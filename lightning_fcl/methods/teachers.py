@@ -27,13 +27,13 @@ class Once(DownloadOnly):
     once = True
 
 
-def present_experiences(module: L.LightningModule, fits: int, later: int = 0) -> tuple[int, ...]:
+def present_experiences(module: L.LightningModule, fits: int, round_offset: int = 0) -> tuple[int, ...]:
     """Return the experiences that clients are in, ascending, in this round or some rounds later.
 
     Without a `FederatedStream` an experience is a fit, and ``fits`` is the number of earlier fits.
     """
     stream = find_stream(module.trainer)
-    return (fits,) if stream is None else stream.plan.present(_round(module, stream.plan, later))
+    return (fits,) if stream is None else stream.plan.present(_round(module, stream.plan, round_offset))
 
 
 def has_old_classes(module: L.LightningModule) -> bool:
@@ -42,9 +42,9 @@ def has_old_classes(module: L.LightningModule) -> bool:
     return stream is not None and bool(stream.plan.class_split(_round(module, stream.plan))[1])
 
 
-def _round(module: L.LightningModule, plan: Plan, later: int = 0) -> int:
+def _round(module: L.LightningModule, plan: Plan, round_offset: int = 0) -> int:
     """Return the current round or a later one, which is the last at most: the fit may have ended."""
-    return min(current_round(module.trainer) + later, plan.rounds - 1)
+    return min(current_round(module.trainer) + round_offset, plan.rounds - 1)
 
 
 def models_before(module: L.LightningModule, experiences: tuple[int, ...], state: State | None = None) -> State:

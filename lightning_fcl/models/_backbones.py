@@ -60,7 +60,7 @@ def vit_backbone(
 ) -> Backbone:
     """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
     check_blocks(width, heads, depth, mlp_ratio)
-    check_image_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
+    check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
     body: nn.Module = _timm("vision_transformer.VisionTransformer")(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
@@ -75,20 +75,20 @@ def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 
 def _cait(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     options = {"patch_size": _choose(image_size, 4, 16), **options}
-    check_image_size("CaiT", image_size, multiple=options["patch_size"], least=2 * options["patch_size"])
+    check_image_size("CaiT", image_size, multiple=options["patch_size"], min_size=2 * options["patch_size"])
     return _of_timm("cait.Cait", options, img_size=image_size, in_chans=channels)
 
 
 def _pit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     stride = options.get("stride", _choose(image_size, 2, 8))
     options = {"patch_size": 2 * stride, "stride": stride, **options}
-    check_image_size("PiT", image_size, multiple=stride, least=6 * stride)  # 5 patches a side: 5, 3, 2
+    check_image_size("PiT", image_size, multiple=stride, min_size=6 * stride)  # 5 patches a side: 5, 3, 2
     return _of_timm("pit.PoolingVisionTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     stride = _choose(image_size, 2, 4)
-    check_image_size("PVT", image_size, multiple=8 * stride, least=16 * stride)
+    check_image_size("PVT", image_size, multiple=8 * stride, min_size=16 * stride)
     options = {"sr_ratios": _choose(image_size, (4, 2, 1, 1), (8, 4, 2, 1)), **options}
     body, features = _of_timm("pvt_v2.PyramidVisionTransformerV2", options, in_chans=channels)
     body.patch_embed.proj.stride = (stride, stride)  # timm has the 4 of the paper in its code
@@ -98,14 +98,14 @@ def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 def _swin(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     patch, window = _choose(image_size, (2, 4), (4, 7))
     options = {"patch_size": patch, "window_size": window, "drop_path_rate": 0.0, **options}
-    check_image_size("Swin", image_size, multiple=8 * options["patch_size"], least=16 * options["patch_size"])
+    check_image_size("Swin", image_size, multiple=8 * options["patch_size"], min_size=16 * options["patch_size"])
     return _of_timm("swin_transformer.SwinTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     levit, convolution = _timm("levit.Levit"), _timm("levit.ConvNorm")
     stride = _choose(image_size, 4, 16)
-    check_image_size("LeViT", image_size, multiple=stride, least=5 * stride)  # 5 positions a side: 5, 3, 2
+    check_image_size("LeViT", image_size, multiple=stride, min_size=5 * stride)  # 5 positions a side: 5, 3, 2
     options = dict(_checked(levit, options))
     if stride == 4:
         width = options["embed_dim"][0]

@@ -121,13 +121,13 @@ def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0)
         )
 
 
-def check_image_size(name: str, image_size: int, multiple: int, least: int) -> None:
+def check_image_size(name: str, image_size: int, multiple: int, min_size: int) -> None:
     """Refuse images that a network cannot cut into patches, once or several times."""
     at_least(1, patch_size=multiple)
-    if image_size < least or image_size % multiple:
-        suggested_size = max(least, -(-image_size // multiple) * multiple)
+    if image_size < min_size or image_size % multiple:
+        suggested_size = max(min_size, -(-image_size // multiple) * multiple)
         raise InvalidValueError(
-            f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
+            f"Expected `image_size` to be a multiple of {multiple} and at least {min_size} for {name} but got "
             f"{image_size}.",
             hint=f"Resize the images, to {suggested_size} for example.",
             argument="image_size",

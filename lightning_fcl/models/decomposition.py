@@ -120,10 +120,10 @@ class Decomposed(Serializable):
             logits[rows] = task_logits
         return logits
 
-    def _run(self, number: int, x: Tensor, begun: int) -> Tensor:
+    def _run(self, number: int, x: Tensor, num_started_tasks: int) -> Tensor:
         """The network's output with the weights of a task; those of a past one with all that the task had."""
         state = self._weights(number)
-        if number < begun - 1:
+        if number < num_started_tasks - 1:
             state |= self._rest(self._task(number).rest)
         logits: Tensor = functional_call(self.net, state, (x,))
         return logits
@@ -187,9 +187,9 @@ class Decomposed(Serializable):
         task.classes = torch.cat([task.classes, classes.to(task.classes.device)])
         self._attend(task, adaptives)
 
-    def _attend(self, own: _Task, adaptives: int) -> None:
-        own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(own.mask)
-        own.knowledge = own.mask.new_zeros(self.size if adaptives else 0)
+    def _attend(self, task: _Task, adaptives: int) -> None:
+        task.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(task.mask)
+        task.knowledge = task.mask.new_zeros(self.size if adaptives else 0)
 
     def set_adaptives(self, adaptives: Sequence[Tensor]) -> None:
         """Make these the knowledge base that the present task trains with; they are no part of the state."""

@@ -90,7 +90,7 @@ class LVTBody(Serializable):
     ) -> None:
         super().__init__()
         check_blocks(width, heads, depth, mlp_ratio)
-        check_image_size("LVT", image_size, multiple=patch_size, least=2 * patch_size)
+        check_image_size("LVT", image_size, multiple=patch_size, min_size=2 * patch_size)
         side = image_size // patch_size
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))

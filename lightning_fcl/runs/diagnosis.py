@@ -108,13 +108,13 @@ class _Diagnosis:
                 argument="model",
             )
 
-    def _check_arguments(self, owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    def _check_arguments(self, owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Check arguments of a class or function by their names and types."""
         if not isinstance(values, Mapping):
             raise InvalidTypeError(
                 f"Expected arguments of {owner} by name but got {values!r:.100}.", argument=path, value=values
             )
-        types, names = argument_types(made), argument_names(made)
+        types, names = argument_types(factory), argument_names(factory)
         for name, value in values.items():
             plain = str(name).removesuffix("+")
             if plain not in names and f"{path}.{plain}" not in self._keys:
@@ -128,10 +128,10 @@ class _Diagnosis:
             self._check_value(f"{path}.{plain}", value, hint, default)
 
     @staticmethod
-    def _check_required(owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    def _check_required(owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Check whether a class or function gets all arguments that have no default."""
         try:
-            parameters = inspect.signature(made).parameters
+            parameters = inspect.signature(factory).parameters
         except ValueError:  # a built-in class
             return
         for name, parameter in parameters.items():
@@ -172,9 +172,9 @@ class _Diagnosis:
             raise InvalidTypeError(message, hint=fix, argument=path, value=wrong)
 
     @staticmethod
-    def _check_short_names(path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    def _check_short_names(path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Reject a class without its module in the arguments of another class, where the parser does not find it."""
-        types = argument_types(made)
+        types = argument_types(factory)
         for argument, value in values.items():
             if is_spec(value) and "." not in str(value["class_path"]):
                 hint, _ = types.get(argument, (Any, _ANY))

@@ -140,7 +140,7 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
     return nested_values
 
 
-def merge(whole: dict[str, Any], more: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
+def merge(whole: dict[str, Any], updates: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
     """Put the values of a recipe over those of another one.
 
     Sections, arguments of classes and values of a dataclass are merged name by name. Another dictionary, such as
@@ -151,19 +151,19 @@ def merge(whole: dict[str, Any], more: Mapping[str, Any], files: tuple[Path, ...
 
     Args:
         whole: The recipe that is changed.
-        more: The other recipe. Its values go by their names, which may be dotted.
+        updates: The other recipe. Its values go by their names, which may be dotted.
         files: The file of the other recipe, if it has one. Names of files in it are relative to this file.
     """
-    _merge(whole, more, _Place(files=files, sections=True))
+    _merge(whole, updates, _Place(files=files, sections=True))
 
 
-def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> None:
-    for key, value in more.items():
+def _merge(whole: dict[str, Any], updates: Mapping[str, Any], location: _Place) -> None:
+    for key, value in updates.items():
         if isinstance(key, str) and "." in key:
-            _merge(whole, _nested(key, value), place)
+            _merge(whole, _nested(key, value), location)
         elif isinstance(key, str) and key.endswith("+"):
             name = key.removesuffix("+")
-            value, item_location = place.argument(name).follow(_read(value))
+            value, item_location = location.argument(name).follow(_read(value))
             items = value if isinstance(value, list) else [] if value in (None, "null") else [value]
             current_value = whole.get(name)
             whole[name] = [
@@ -171,41 +171,57 @@ def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> Non
                 *_merged(None, items, item_location),
             ]
         else:
-            whole[key] = _merged(whole.get(key), value, place.argument(key))
+            whole[key] = _merged(whole.get(key), value, location.argument(key))
 
 
-def _merged(here: Any, value: Any, place: _Place) -> Any:
-    """Return the value that stands where ``value`` is put over ``here``."""
-    value, place = place.follow(value)
-    if isinstance(here, dict | list):
+def _merged(current_value: Any, value: Any, location: _Place) -> Any:
+    """Return the value that stands where ``value`` is put over ``current_value``."""
+    value, location = location.follow(value)
+    if isinstance(current_value, dict | list):
         value = _read(value)
     if isinstance(value, Mapping):
-        here = _read(here)
-    is_for_entry = isinstance(value, Mapping) and "class_path" not in value and (here or isinstance(value, _Dotted))
-    if isinstance(here, list) and is_for_entry:
-        position, value = _find_entry(here, value)
-        return [_merged(one, value, place.item) if n == position else one for n, one in enumerate(here)]
-    if isinstance(here, list) and isinstance(value, list) and len(value) == len(here) and any(map(is_spec, here)):
-        return [_merged(*pair, place.item) for pair in zip(here, value, strict=True)]
-    if isinstance(here, str) and isinstance(value, Mapping) and "class_path" not in value and find_class(here):
-        here = {"class_path": here}
-    if is_spec(here):
+        current_value = _read(current_value)
+    is_for_entry = (
+        isinstance(value, Mapping) and "class_path" not in value and (current_value or isinstance(value, _Dotted))
+    )
+    if isinstance(current_value, list) and is_for_entry:
+        position, value = _find_entry(current_value, value)
+        return [_merged(one, value, location.item) if n == position else one for n, one in enumerate(current_value)]
+    if (
+        isinstance(current_value, list)
+        and isinstance(value, list)
+        and len(value) == len(current_value)
+        and any(map(is_spec, current_value))
+    ):
+        return [_merged(*pair, location.item) for pair in zip(current_value, value, strict=True)]
+    if (
+        isinstance(current_value, str)
+        and isinstance(value, Mapping)
+        and "class_path" not in value
+        and find_class(current_value)
+    ):
+        current_value = {"class_path": current_value}
+    if is_spec(current_value):
         if isinstance(value, str) and find_class(value):
             value = {"class_path": value}
         if isinstance(value, Mapping):
-            return _merged_class(here, value, place)
+            return _merged_class(current_value, value, location)
     if is_spec(value):
-        return _merged_class({"class_path": value["class_path"]}, value, place)
-    files = isinstance(value, Mapping | list) and place.leads_to_files(value)
+        return _merged_class({"class_path": value["class_path"]}, value, location)
+    files = isinstance(value, Mapping | list) and location.leads_to_files(value)
     if isinstance(value, Mapping):
-        if isinstance(value, _Dotted) or place.group or ((files or isinstance(here, dict)) and place.owner):
-            merged_values = copy.copy(here) if isinstance(here, dict) else {}
-            _merge(merged_values, value, place)
+        if (
+            isinstance(value, _Dotted)
+            or location.group
+            or ((files or isinstance(current_value, dict)) and location.owner)
+        ):
+            merged_values = copy.copy(current_value) if isinstance(current_value, dict) else {}
+            _merge(merged_values, value, location)
             return merged_values
         if files:
-            return {key: _merged(None, one, place.item) for key, one in value.items()}
+            return {key: _merged(None, one, location.item) for key, one in value.items()}
     if isinstance(value, list) and files:
-        return [_merged(None, one, place.item) for one in value]
+        return [_merged(None, one, location.item) for one in value]
     return copy.deepcopy(dict(value) if isinstance(value, _Dotted) else value)
 
 
@@ -217,7 +233,7 @@ def _read(value: Any) -> Any:
     return value
 
 
-def _merged_class(here: dict[str, Any], value: Mapping[str, Any], place: _Place) -> dict[str, Any]:
+def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], location: _Place) -> dict[str, Any]:
     if "class_path" not in value and not {*value} <= _ARGUMENTS:
         value = {"init_args": _Dotted(value)}
     if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
@@ -228,16 +244,20 @@ def _merged_class(here: dict[str, Any], value: Mapping[str, Any], place: _Place)
             or f"Write it into `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
             argument=unknown[0],
         )
-    path = value.get("class_path", here["class_path"])
-    merged_spec = {**here, "class_path": path}
-    if path != here["class_path"] and (factory := find_class(path)) is not find_class(here["class_path"]):
+    path = value.get("class_path", current_value["class_path"])
+    merged_spec = {**current_value, "class_path": path}
+    if path != current_value["class_path"] and (factory := find_class(path)) is not find_class(
+        current_value["class_path"]
+    ):
         accepted_names = argument_names(factory) if factory else []
         retained_arguments = {
-            name: one for name, one in (here.get("init_args") or {}).items() if name in accepted_names
+            name: one for name, one in (current_value.get("init_args") or {}).items() if name in accepted_names
         }
         merged_spec = {"class_path": path} | ({"init_args": retained_arguments} if retained_arguments else {})
     if "init_args" in value:
-        merged_spec["init_args"] = _merged(merged_spec.get("init_args"), value["init_args"], place.arguments_of(path))
+        merged_spec["init_args"] = _merged(
+            merged_spec.get("init_args"), value["init_args"], location.arguments_of(path)
+        )
     if "dict_kwargs" in value:
         previous_kwargs, updated_kwargs = _read(merged_spec.get("dict_kwargs")) or {}, _read(value["dict_kwargs"])
         is_mergeable = isinstance(previous_kwargs, Mapping) and isinstance(updated_kwargs, Mapping)
@@ -256,16 +276,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", copy.deepcopy(value)
 
 
-def argument_names(made: Any) -> list[str]:
+def argument_names(factory: Any) -> list[str]:
     """Return the names of the arguments of a class or function, with those that it passes on as ``**kwargs``."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     names: list[str] = []
     with suppress(ValueError, TypeError):  # built-in classes have no signature
-        names += inspect.signature(made).parameters
-        add = parser.add_class_arguments if isinstance(made, type) else parser.add_function_arguments
-        add(made, fail_untyped=False)
+        names += inspect.signature(factory).parameters
+        add = parser.add_class_arguments if isinstance(factory, type) else parser.add_function_arguments
+        add(factory, fail_untyped=False)
     keys = parser.get_defaults(skip_validation=True).as_flat().__dict__
     return list(dict.fromkeys([*names, *(str(key).partition(".")[0] for key in keys)]))
 
@@ -311,8 +331,8 @@ def find_class(name: object) -> Any:
     )
 
 
-def full_name(made: Any) -> str:
+def full_name(factory: Any) -> str:
     """Return the shortest name, with its module, of a class or function."""
-    name = str(made.__qualname__)
-    homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is made]
-    return f"{homes[-1] if homes else made.__module__}.{name}"
+    name = str(factory.__qualname__)
+    homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is factory]
+    return f"{homes[-1] if homes else factory.__module__}.{name}"

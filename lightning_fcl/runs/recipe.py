@@ -121,12 +121,12 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[Path | Setting]]:
+def take_settings(words: Sequence[str], command_options: Collection[str]) -> tuple[list[str], list[Path | Setting]]:
     """Return the words that belong to the options of a command, and the files and settings among the others, in order.
 
     Args:
         words: The words of a command line.
-        known: The options of the command, such as ``--out``.
+        command_options: The options of the command, such as ``--out``.
     """
     rest, layers, remaining_words = list[str](), list[Path | Setting](), list(words)
     while remaining_words:
@@ -140,14 +140,14 @@ def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[st
                     argument="--config",
                 )
             layers.append(Path(value if equals else remaining_words.pop(0)))
-        elif not option.startswith("--") or option == "--" or option in known:
+        elif not option.startswith("--") or option == "--" or option in command_options:
             rest.append(word)
         elif equals or (remaining_words and not remaining_words[0].startswith("--")):
             layers.append(Setting(option[2:], value if equals else remaining_words.pop(0)))
         else:
             raise MissingValueError(
                 f"Expected a value behind `{option}` but got none.",
-                hint=did_you_mean(option, known) or f"Write {option}=VALUE.",
+                hint=did_you_mean(option, command_options) or f"Write {option}=VALUE.",
                 argument=option,
             )
     return rest, layers

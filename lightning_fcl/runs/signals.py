@@ -118,11 +118,11 @@ def write_stderr(message: str) -> None:
 def shorten_thread_errors() -> None:
     """Let a thread that cannot write, as TensorBoard's on a full disk, say so in one line."""
 
-    def failed(what: threading.ExceptHookArgs) -> None:
-        if isinstance(what.exc_value, OSError):
-            write_stderr(f"error: {what.exc_value}")
+    def failed(hook_arguments: threading.ExceptHookArgs) -> None:
+        if isinstance(hook_arguments.exc_value, OSError):
+            write_stderr(f"error: {hook_arguments.exc_value}")
         else:
-            threading.__excepthook__(what)
+            threading.__excepthook__(hook_arguments)
 
     threading.excepthook = failed
 

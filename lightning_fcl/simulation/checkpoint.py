@@ -146,16 +146,16 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
         )
 
 
-def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any], path: object) -> None:
+def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Mapping[str, Any], path: object) -> None:
     """Refuse other optimizers and schedules than those of a checkpoint: theirs would be used, and yours told.
 
     Args:
-        saved: Those of the checkpoint, as `get_settings` tells them.
-        current: Those of the recipe.
+        saved_settings: Those of the checkpoint, as `get_settings` tells them.
+        current_settings: Those of the recipe.
         path: Where the checkpoint is.
     """
-    for kind, kind_settings in current.items():
-        pairs = list(zip_longest(saved.get(kind, []), kind_settings, fillvalue={"class": "none"}))
+    for kind, kind_settings in current_settings.items():
+        pairs = list(zip_longest(saved_settings.get(kind, []), kind_settings, fillvalue={"class": "none"}))
         other = [
             f"{name} of the {kind} was {old[name]}, is {new[name]}"
             for old, new in pairs

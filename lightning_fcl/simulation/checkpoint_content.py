@@ -87,8 +87,8 @@ class _Content:
         return value if all(map(_is, plain_items.values(), value.values())) else type(value)(plain_items)
 
 
-def _is(left: object, right: object) -> bool:
-    return left is right
+def _is(first_value: object, second_value: object) -> bool:
+    return first_value is second_value
 
 
 def _checked(value: Any, path: tuple[object, ...]) -> Any:

@@ -33,7 +33,7 @@ class ClientGroup:
     Args:
         federation: The federation.
         local_trainer: Trains the clients.
-        every: Number of batches per optimizer step.
+        batches_per_step: Number of batches per optimizer step.
         clients: The clients.
         replayed: Returns the replay samples that join the batches of a client. None: no method has any.
         local_epochs: Each client's local epochs, shape (clients,).
@@ -46,7 +46,7 @@ class ClientGroup:
         self,
         federation: FederationProtocol,
         local_trainer: LocalTrainer,
-        every: int,
+        batches_per_step: int,
         clients: ClientRounds,
         replayed: Callable[[ClientRound], JoiningSamples] | None,
         local_epochs: IntArray,
@@ -56,7 +56,7 @@ class ClientGroup:
     ) -> None:
         self._stream = federation.stream
         self._seed = federation.seed
-        self._every = every
+        self._every = batches_per_step
         # Batches of modules' own steps are stacked and never padded: lists of `ShapeGroup`.
         self._stacked, self._alike = local_trainer.is_stacked, isinstance(local_trainer, StepTrainer)
         self.clients = clients
@@ -133,16 +133,18 @@ class ClientGroup:
                     rows, self._seed, self.clients.client_ids[row], self.clients.round_idx, *epoch_and_step
                 )
 
-    def batches(self, read: Iterator[Any] | None) -> Iterator[Any]:
+    def batches(self, loaded_batches: Iterator[Any] | None) -> Iterator[Any]:
         """The batches in order.
 
         Args:
-            read: What comes for `requests`; None: samples are taken from memory, all at once.
+            loaded_batches: What comes for `requests`; None: samples are taken from memory, all at once.
         """
         empty_samples = [JoiningSamples()] * len(self._rows)
         extra = empty_samples if self._replayed is None else [self._replayed(part) for part in self.clients]
         shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
-        batch_iterator = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
+        batch_iterator = (
+            self._batches_in_memory(extra) if loaded_batches is None else self._arriving(loaded_batches, extra)
+        )
         for self.step, batch in enumerate(batch_iterator):
             self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
             yield batch
@@ -155,9 +157,11 @@ class ClientGroup:
         if seen_again or (rehearsed is not None and rehearsed.any()):
             pool = concat_nested([self._stream.get_samples(rows), *(own.samples for own in extra if len(own))])
 
-        def take(chosen: IntArray) -> Any:
+        def take(sample_indices: IntArray) -> Any:
             return (
-                self._stream.get_samples(rows[chosen]) if pool is None else index_nested(pool, torch.from_numpy(chosen))
+                self._stream.get_samples(rows[sample_indices])
+                if pool is None
+                else index_nested(pool, torch.from_numpy(sample_indices))
             )
 
         transforms = self._replayed is not None and any(own.is_transformed for own in extra)
@@ -184,10 +188,12 @@ class ClientGroup:
             return
         yield from ((row, apply_to_collection(stacked, Tensor, itemgetter(at))) for row, stacked, at in parts)
 
-    def _arriving(self, read: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
+    def _arriving(self, loaded_batches: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
         for step in range(len(self)):
-            client_batches = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
+            client_batches = [
+                self._mixed(next(loaded_batches), extra[row], row, step) for row in range(self._active[step])
+            ]
             if self._alike or not self._stacked:
                 yield group_by_shape(client_batches) if self._alike else client_batches[0]
                 continue

@@ -129,9 +129,9 @@ class ClientCounters:
             counter["ready"] += number
             counter["completed"] += number
 
-    def step_together(self, trainer: L.Trainer, ranks: Ranks, before: int) -> None:
-        """Count the steps that all processes have taken since ``before``, the counter when the round began."""
-        num_rank_steps = trainer.global_step - before
+    def step_together(self, trainer: L.Trainer, ranks: Ranks, previous_steps: int) -> None:
+        """Count the steps that all processes have taken since ``previous_steps``, the counter when the round began."""
+        num_rank_steps = trainer.global_step - previous_steps
         self.count_steps(trainer, sum(ranks.all_gather_object(num_rank_steps)) - num_rank_steps)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
@@ -196,8 +196,8 @@ class ClientCounters:
             )
         return offsets
 
-    def _steps_after(self, counted: int, batches: int) -> int:
-        return -(-batches // self._every) if counted == batches else counted // self._every
+    def _steps_after(self, batch_count: int, batches: int) -> int:
+        return -(-batches // self._every) if batch_count == batches else batch_count // self._every
 
 
 class _Switch:

@@ -149,10 +149,10 @@ class Federation:
         present = self.participation.candidates(self.stream.plan, round_idx)
         return [self.stream.client_round(c, round_idx) for c in self.stream.plan.train[round_idx] if c in present]
 
-    def ending_clients(self, round: int) -> list[ClientRound]:
+    def ending_clients(self, round_idx: int) -> list[ClientRound]:
         """Return the clients whose experience ends with a round, with or without samples in it, in the plan's order."""
-        unavailable = self.participation.unavailable(round)
-        parts = [self.stream.client_round(c, round) for c in self.stream.plan.clients if c not in unavailable]
+        unavailable = self.participation.unavailable(round_idx)
+        parts = [self.stream.client_round(c, round_idx) for c in self.stream.plan.clients if c not in unavailable]
         return [part for part in parts if part.is_last_round]
 
     def client_state_dict(self, client: str, server: State | None = None) -> State:

@@ -68,27 +68,29 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
     return Snapshot(value)
 
 
-def change(before: Snapshot | None, now: Any) -> Change | None:
+def change(previous_snapshot: Snapshot | None, current_value: Any) -> Change | None:
     """Return how a value differs from its snapshot. None: it does not.
 
     Args:
-        before: The snapshot. None: there was no value.
-        now: The value.
+        previous_snapshot: The snapshot. None: there was no value.
+        current_value: The value.
     """
-    value, content = before if before is not None else Snapshot(_ABSENT)
-    if isinstance(now, dict) and (value is now or (value is _ABSENT and type(now) in _NEW)):
-        return _entries(content or {}, now)
-    if isinstance(now, list) and (value is now or value is _ABSENT):
-        return _items(content or [], now)
-    if _is_count(now) and (value is _ABSENT or _is_count(value)):
-        increase = now - (0 if value is _ABSENT else value)
+    value, content = previous_snapshot if previous_snapshot is not None else Snapshot(_ABSENT)
+    if isinstance(current_value, dict) and (
+        value is current_value or (value is _ABSENT and type(current_value) in _NEW)
+    ):
+        return _entries(content or {}, current_value)
+    if isinstance(current_value, list) and (value is current_value or value is _ABSENT):
+        return _items(content or [], current_value)
+    if _is_count(current_value) and (value is _ABSENT or _is_count(value)):
+        increase = current_value - (0 if value is _ABSENT else value)
         return Changed() if increase < 0 else Count(increase) if increase or value is _ABSENT else None
     if value is _ABSENT:
-        return Added(now)
-    if value is not now:
-        return None if _is_equal(value, now) else Changed()
+        return Added(current_value)
+    if value is not current_value:
+        return None if _is_equal(value, current_value) else Changed()
     kind = find_kind(value) if content is not None else None
-    return None if kind is None or kind.is_equal(kind.read(now), content) else Changed()
+    return None if kind is None or kind.is_equal(kind.read(current_value), content) else Changed()
 
 
 def joined(changes: Iterable[Change]) -> Change:
@@ -111,60 +113,68 @@ def joined(changes: Iterable[Change]) -> Change:
     return first
 
 
-def is_merged(found: Change | None) -> bool:
+def is_merged(value_change: Change | None) -> bool:
     """Return whether a change can be merged with those of other clients."""
-    if isinstance(found, Entries):
-        return all(map(is_merged, found.parts.values()))
-    return not isinstance(found, Changed)
+    if isinstance(value_change, Entries):
+        return all(map(is_merged, value_change.parts.values()))
+    return not isinstance(value_change, Changed)
 
 
-def apply(before: Snapshot | None, found: Change, extend: Callable[[list[Any], list[Any]], None]) -> Any:
+def apply(
+    previous_snapshot: Snapshot | None, value_change: Change, extend: Callable[[list[Any], list[Any]], None]
+) -> Any:
     """Return a value as it was, with a change; containers are changed in place.
 
     Args:
-        before: The snapshot of the value. None: there was no value.
-        found: The change.
+        previous_snapshot: The snapshot of the value. None: there was no value.
+        value_change: The change.
         extend: Sets the items of a list, of which the first argument is the list and the second the items that
             clients have appended to the items of the snapshot.
     """
-    value, content = before if before is not None else Snapshot(_ABSENT)
-    if isinstance(found, Count):
-        return int(found) + (0 if value is _ABSENT else value)
-    if isinstance(found, Items):
+    value, content = previous_snapshot if previous_snapshot is not None else Snapshot(_ABSENT)
+    if isinstance(value_change, Count):
+        return int(value_change) + (0 if value is _ABSENT else value)
+    if isinstance(value_change, Items):
         if value is _ABSENT:
-            return list(found)
+            return list(value_change)
         value[:] = content
-        extend(value, found)
+        extend(value, value_change)
         return value
-    if isinstance(found, Entries):
-        target = found.kind() if value is _ABSENT else value
-        for key in found.parts.keys() - (content or {}).keys():
+    if isinstance(value_change, Entries):
+        target = value_change.kind() if value is _ABSENT else value
+        for key in value_change.parts.keys() - (content or {}).keys():
             target.pop(key, None)  # The keys of all clients come in the clients' order.
-        for key, entry_change in found.parts.items():
+        for key, entry_change in value_change.parts.items():
             target[key] = apply((content or {}).get(key), entry_change, extend)
         return target
-    assert isinstance(found, Added)
-    return found.value
+    assert isinstance(value_change, Added)
+    return value_change.value
 
 
-def _entries(before: dict[Hashable, Snapshot], now: dict[Hashable, Any]) -> Change | None:
-    if before.keys() - now.keys():
+def _entries(previous_entries: dict[Hashable, Snapshot], current_entries: dict[Hashable, Any]) -> Change | None:
+    if previous_entries.keys() - current_entries.keys():
         return Changed()
-    parts = {key: change(before.get(key), value) for key, value in now.items()}
+    parts = {key: change(previous_entries.get(key), value) for key, value in current_entries.items()}
     entry_changes = {key: part for key, part in parts.items() if part is not None}
-    return Entries(entry_changes, type(now)) if entry_changes else None
+    return Entries(entry_changes, type(current_entries)) if entry_changes else None
 
 
-def _items(before: list[Any], now: list[Any]) -> Change | None:
-    if len(now) < len(before) or any(one is not other for one, other in zip(before, now, strict=False)):
+def _items(previous_items: list[Any], current_items: list[Any]) -> Change | None:
+    if len(current_items) < len(previous_items) or any(
+        one is not other for one, other in zip(previous_items, current_items, strict=False)
+    ):
         return Changed()
-    return Items(now[len(before) :]) if len(now) > len(before) else None
+    return Items(current_items[len(previous_items) :]) if len(current_items) > len(previous_items) else None
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_equal(one: object, other: object) -> bool:
+def _is_equal(first_value: object, second_value: object) -> bool:
     """Whether two values are equal numbers or strings: others are only equal if they are one object."""
-    return type(one) is type(other) and isinstance(one, bool | float | str) and one == other
+    return (
+        type(first_value) is type(second_value)
+        and isinstance(first_value, bool | float | str)
+        and first_value == second_value
+    )

@@ -52,7 +52,7 @@ class Isolation:
             )
 
     def loose_state(
-        self, module: L.LightningModule, optimizers: Sequence[Optimizer], before: ModuleSnapshot | None
+        self, module: L.LightningModule, optimizers: Sequence[Optimizer], previous_snapshot: ModuleSnapshot | None
     ) -> ModuleSnapshot:
         """Return the state beside the module's `state_dict` with which each client of a round starts.
 
@@ -61,11 +61,11 @@ class Isolation:
         Args:
             module: The module.
             optimizers: The module's optimizers.
-            before: The state of the round before; None before the first round.
+            previous_snapshot: The state of the round before; None before the first round.
         """
         schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
-        loose = ModuleSnapshot(module, optimizers, schedulers, before, self.carried)
-        if before is None and loose.unknown_attributes:
+        loose = ModuleSnapshot(module, optimizers, schedulers, previous_snapshot, self.carried)
+        if previous_snapshot is None and loose.unknown_attributes:
             log.warning(
                 "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked "
                 "into.",

@@ -74,11 +74,11 @@ def _changes_steps(callback: Callback) -> bool:
     return not isinstance(callback, MethodBase) and can_change_steps(type(callback))
 
 
-def _sorted_out(outside: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
+def _sorted_out(outside_state: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
     """Return the callbacks whose hooks can be tried, and the prefixes of others that can change a step."""
     trial_callbacks: list[Callback] = []
     untried_prefixes: list[str] = []
-    for prefix, holder in outside.names.items():
+    for prefix, holder in outside_state.names.items():
         if not isinstance(holder, Callback) or holder not in users:
             continue
         class_functions = functions_in(type(holder))
@@ -101,22 +101,22 @@ class _Finding:
     """Finds the state that changes what the second client uploads.
 
     Args:
-        outside: All state outside the module.
+        outside_state: All state outside the module.
         start: The state before the trial.
         steps: Trains the two clients.
     """
 
-    def __init__(self, outside: Outside, start: Search, steps: TrialSteps) -> None:
-        self._outside, self._start, self._steps = outside, start, steps
+    def __init__(self, outside_state: Outside, start: Search, steps: TrialSteps) -> None:
+        self._outside, self._start, self._steps = outside_state, start, steps
 
-    def carried(self, untried: Sequence[str]) -> Carried | None:
+    def carried(self, untried_prefixes: Sequence[str]) -> Carried | None:
         """Return the state that starts anew."""
         with self._steps.apart():
             try:
                 influential_names = self._found()
             finally:
                 self._start.restore()
-        if not (influential_names or untried):
+        if not (influential_names or untried_prefixes):
             return None
         metrics = [name for name in influential_names if name in self._metrics]
         for name in metrics:
@@ -132,7 +132,7 @@ class _Finding:
             log.info(
                 "Training reads %s, which starts anew with each client.", format_code_names(sorted(influential_names))
             )
-        return Carried(self._outside, influential_names - {*metrics}, metrics, untried)
+        return Carried(self._outside, influential_names - {*metrics}, metrics, untried_prefixes)
 
     def _found(self) -> set[str]:
         steps, start = self._steps, self._start
@@ -160,13 +160,13 @@ class _Finding:
         rest = {name for unit, names in units.items() if unit not in influential_names for name in names}
         return {*units} if not influential_names or (rest and self._influences(rest)) else influential_names
 
-    def _advance(self, left: Search) -> None:
+    def _advance(self, advanced_state: Search) -> None:
         """Let counters be as after many more steps."""
         initial_by_prefix: dict[str, dict[str, Any]] = {}
         for record in self._start.parts:
             if isinstance(record, NamedValues):
                 initial_by_prefix.setdefault(record.prefix, {}).update(record.saved)
-        for record in left.parts:
+        for record in advanced_state.parts:
             if not isinstance(record, NamedValues) or record.prefix.rstrip(".") in self._metrics:
                 continue
             initial_values, advanced_values = initial_by_prefix.get(record.prefix, {}), dict(record.saved)
@@ -197,12 +197,18 @@ class _Finding:
         return state
 
 
-def _distance(left: State, right: State) -> float:
+def _distance(first_state: State, second_state: State) -> float:
     """Return the largest difference of two states; infinite if their names or shapes differ."""
-    if left.keys() != right.keys() or any(left[name].shape != right[name].shape for name in left):
+    if first_state.keys() != second_state.keys() or any(
+        first_state[name].shape != second_state[name].shape for name in first_state
+    ):
         return float("inf")
-    return max((_apart(left[name], right[name]) for name in left), default=0.0)
+    return max((_apart(first_state[name], second_state[name]) for name in first_state), default=0.0)
 
 
-def _apart(left: Tensor, right: Tensor) -> float:
-    return float((left.double() - right.double()).abs().nan_to_num().max()) if left.numel() else 0.0
+def _apart(first_tensor: Tensor, second_tensor: Tensor) -> float:
+    return (
+        float((first_tensor.double() - second_tensor.double()).abs().nan_to_num().max())
+        if first_tensor.numel()
+        else 0.0
+    )

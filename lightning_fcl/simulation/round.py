@@ -183,11 +183,11 @@ class Round:
         self.exchange(self.sampled)
         self.progress.done = self.progress.settled = False
 
-    def exchange(self, clients: Sequence[str], after: bool = False) -> None:
+    def exchange(self, clients: Sequence[str], is_after_upload: bool = False) -> None:
         """Let the transforms of uploads exchange messages with clients, before or after the uploads."""
         server, placement = self.federation.server, self.placement
         if server.pipeline.exchanges:
-            server.exchange(clients, placement.ranks, placement.hosts, after)
+            server.exchange(clients, placement.ranks, placement.hosts, is_after_upload)
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
         """Train a group of clients: they download, train on their batches, and upload.
@@ -217,7 +217,7 @@ class Round:
         federation.counters.step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
         record_time(federation, self.number)
         check_usable(federation, self.number)
-        self.exchange(server.record.trained, after=True)
+        self.exchange(server.record.trained, is_after_upload=True)
         received_state = server.state
         load_state_tensors(federation.module, server.aggregate())
         if isinstance(federation.module, HasAggregationHook):

@@ -135,9 +135,9 @@ class RoundAttributes:
         path, attribute = name
         self._before[name] = snapshot(self._attributes[path][attribute], self._copies)
 
-    def _packed(self, grown: Mapping[Name, Change]) -> dict[Name, bytes]:
+    def _packed(self, group_changes: Mapping[Name, Change]) -> dict[Name, bytes]:
         packed: dict[Name, bytes] = {}
-        for name, value_change in grown.items():
+        for name, value_change in group_changes.items():
             content = io.BytesIO()
             try:
                 torch.save(value_change, content)
@@ -155,15 +155,15 @@ class RoundAttributes:
         unpacked_change: Change = torch.load(io.BytesIO(content), self._placed, weights_only=False)
         return unpacked_change
 
-    def _placed(self, storage: Any, where: str) -> Any:
-        return default_restore_location(storage, where if where == "cpu" else self._device)  # type: ignore[no-untyped-call]
+    def _placed(self, storage: Any, location: str) -> Any:
+        return default_restore_location(storage, location if location == "cpu" else self._device)  # type: ignore[no-untyped-call]
 
     def _extend(self, value: list[Any], items: list[Any]) -> None:
         if self._loose is None or not self._loose.gather(value, items):
             value.extend(items)
 
 
-def _only_appends(part: Change) -> bool:
-    if isinstance(part, Entries):
-        return all(map(_only_appends, part.parts.values()))
-    return isinstance(part, Items)
+def _only_appends(value_change: Change) -> bool:
+    if isinstance(value_change, Entries):
+        return all(map(_only_appends, value_change.parts.values()))
+    return isinstance(value_change, Items)

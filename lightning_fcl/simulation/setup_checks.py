@@ -46,10 +46,11 @@ from lightning_fcl.simulation.federation import Federation
 _MIXES_CLIENTS = "it would average the models of different clients, step by step"
 
 
-def _average(made: str = "") -> str:
+def _average(extra_arguments: str = "") -> str:
     return (
         "Average the server's model after each round: in `on_train_epoch_end` of your own callback, call "
-        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{made})` from `torch.optim.swa_utils`."
+        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{extra_arguments})` from "
+        "`torch.optim.swa_utils`."
     )
 
 

@@ -284,10 +284,10 @@ class TrialSteps:
             load_state_tensors(self._module, self._state)
 
 
-def _tensors_of(part: nn.Module) -> list[dict[str, Any]]:
-    return [vars(part)["_buffers"], vars(part)["_parameters"]]
+def _tensors_of(module: nn.Module) -> list[dict[str, Any]]:
+    return [vars(module)["_buffers"], vars(module)["_parameters"]]
 
 
-def _same(left: State, right: State) -> bool:
+def _same(first_state: State, second_state: State) -> bool:
     """Return whether the tensors of the first state are equal in the second, which may have more."""
-    return all(name in right and torch.equal(value, right[name]) for name, value in left.items())
+    return all(name in second_state and torch.equal(value, second_state[name]) for name, value in first_state.items())

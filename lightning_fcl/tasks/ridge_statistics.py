@@ -113,8 +113,8 @@ class ConcatReduction(Reduction):
     def pack(self, value: Tensor) -> Tensor:
         return pack_nonzero(value)
 
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
-        return unpack_nonzero(packed, like)
+    def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
+        return unpack_nonzero(packed, reference)
 
 
 class ConcatRows(ConcatReduction):

@@ -219,11 +219,11 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     }
 
 
-def _write(network: nn.Module, entry: ModelEntry, later: dict[str, Any] | str, to: Path) -> Path:
+def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] | str, registry_folder: Path) -> Path:
     """Put an entry beside a registry, then name it there: whole or not at all."""
-    if isinstance(later, str):
-        entry = replace(entry, recipe={**entry.recipe, "ends": later})
-    folder, partial = safe_join(to, entry.folder), safe_join(to, f".{entry.folder}.part")
+    if isinstance(continuation, str):
+        entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
+    folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
     if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -233,8 +233,8 @@ def _write(network: nn.Module, entry: ModelEntry, later: dict[str, Any] | str, t
     with torch.no_grad():
         pair = {"input": sample, "output": features_or_outputs(PretrainedModel(network, entry), sample).contiguous()}
     write_atomic(partial / CHECK, save(pair))
-    if not isinstance(later, str):
-        write_atomic(partial / CONTINUE, continuation_bytes(later))
+    if not isinstance(continuation, str):
+        write_atomic(partial / CONTINUE, continuation_bytes(continuation))
     write_atomic(partial / CARD, model_card(entry, metric_spread(entry), _tensors(network, half=False)))
     write_atomic(partial / CONFIG, json.dumps(asdict(entry), indent=1, ensure_ascii=False) + "\n")
     write_entry_checksums(partial)

@@ -108,7 +108,7 @@ _LOG_IN = "Log in with `hf auth login` and a token that may write, and try again
 
 
 @contextmanager
-def _speaking(what: str, remedy: str) -> Iterator[Any]:
+def _speaking(action: str, remedy: str) -> Iterator[Any]:
     """The hub's library, whose many errors, those of its HTTP library among them, become one."""
     for_what = "speaks to the Hugging Face hub"
     hub, cache = (
@@ -121,7 +121,7 @@ def _speaking(what: str, remedy: str) -> Iterator[Any]:
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # the disk's
                 raise
-            raise ConnectionFailedError(f"Expected to {what} but got: {error}.", hint=remedy) from error
+            raise ConnectionFailedError(f"Expected to {action} but got: {error}.", hint=remedy) from error
 
 
 REGISTRY, LOCK = "registry.txt", ".registry.lock"
@@ -164,7 +164,7 @@ class RegistryEntry:
         self._entry(folder)
         return folder
 
-    def _bring(self, wanted: Collection[str]) -> Path:
+    def _bring(self, file_names: Collection[str]) -> Path:
         entry_folder, cached_folder = (
             safe_join(self.registry_folder, self.folder),
             safe_join(cache_folder() / "zoo", self.digest),
@@ -172,7 +172,7 @@ class RegistryEntry:
         for candidate in [entry_folder] if self.url else [entry_folder, cached_folder]:
             if (candidate / CHECKSUMS_FILE).is_file():
                 check_digest(candidate / CHECKSUMS_FILE, self.digest)
-                files = {name: digest for name, digest in read_files(candidate).items() if name in wanted}
+                files = {name: digest for name, digest in read_files(candidate).items() if name in file_names}
                 if all((candidate / name).is_file() for name in files):
                     for name, digest in files.items():
                         check_digest(candidate / name, digest)
@@ -186,7 +186,7 @@ class RegistryEntry:
             )
         download(f"{self.url}/{self.folder}/{CHECKSUMS_FILE}", cached_folder / CHECKSUMS_FILE, self.digest)
         for name, digest in read_files(cached_folder).items():
-            if name in wanted:
+            if name in file_names:
                 download(f"{self.url}/{self.folder}/{name}", safe_join(cached_folder, name), digest)
         return cached_folder
 
@@ -302,13 +302,13 @@ def register(folder: Path) -> None:
     write_checksums(file, {**digests, f"{folder.name}/{CHECKSUMS_FILE}": sha256(folder / CHECKSUMS_FILE)})
 
 
-def copy_to_registry(folder: Path, to: Path) -> Path:
+def copy_to_registry(folder: Path, registry_folder: Path) -> Path:
     """Copy an entry's folder beside a registry, and name it there."""
     entry, files = read_folder(folder), read_files(folder)
-    target = safe_join(to, entry.folder)
+    target = safe_join(registry_folder, entry.folder)
     with disk_error_context(target):
         target.mkdir(parents=True, exist_ok=True)
-        with file_lock(to / LOCK):
+        with file_lock(registry_folder / LOCK):
             if (
                 any((target / name).exists() for name in (CHECKSUMS_FILE, *FILES))
                 and read_entry(target / CONFIG).name != entry.name

@@ -127,16 +127,16 @@ def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
         return
 
 
-def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Setting] = ()) -> LoadedRecipe:
+def recipe_parts(recipe: Mapping[str, Any], name: str, overrides: Sequence[Path | Setting] = ()) -> LoadedRecipe:
     """What the recipe of a published network stands for, if it is one of the package as it is now.
 
     Args:
-        over: Files and settings that go over it.
+        overrides: Files and settings that go over it.
     """
     for candidate in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
         if _recipe_mark(candidate).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
-            return load_recipe(candidate.with_values({"data.seed": seed}).with_layers(*over))
+            return load_recipe(candidate.with_values({"data.seed": seed}).with_layers(*overrides))
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another.",
         hint="Install the version of lightning-fcl that its entry names.",

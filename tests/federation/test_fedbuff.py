@@ -118,7 +118,7 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
     assert [rest.round_timing(round) for round in range(at, 30)] == [
         whole.round_timing(round) for round in range(at, 30)
     ]
-    with raises(InvalidValueError, "round", value=0):
+    with raises(InvalidValueError, "round_idx", value=0):
         rest.round_timing(0)
     begun(rest, plan, 5)  # a fit from the beginning begins at 0 seconds
     fresh = FedBuff(speeds, 2)

@@ -256,7 +256,7 @@ def test_sums_of_a_round_without_clients_are_changed():
     before, after = server.state, server.aggregate()
     for name, value in before.items():
         torch.testing.assert_close(after[name], value + 0.05)
-    server.start_round(module, round=1)
+    server.start_round(module, round_idx=1)
     server.aggregate()
     assert adds.rounds == [(0, []), (1, [])]
 
@@ -311,7 +311,7 @@ class Counts(UploadTransform):
         before = [kept.get("counts", {"n": torch.tensor(0)}) for kept in uploads.kept]
         uploads.memories["counts"] = [{"n": memory["n"] + 1} for memory in before]
 
-    def on_aggregate(self, before, aggregate):
+    def on_aggregate(self, previous_state, aggregate):
         self._rounds += 1
 
     def roll_back_round(self):

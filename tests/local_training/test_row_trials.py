@@ -222,7 +222,7 @@ class LaterSpread(Method):
 
     needs = Needs(round_samples=True)
 
-    def end_experience(self, client, own, data):
+    def end_experience(self, client, trained_state, data):
         return {"mean": F.one_hot(data[1], CLASSES).float().mean(dim=0)}
 
     def penalty(self, client, step):

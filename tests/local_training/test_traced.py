@@ -95,12 +95,12 @@ def test_a_step_whose_replay_differs_is_not_replayed():
         calls.append(None)
         return [params[0] * len(calls)]
 
-    step = TracedStep(counting, after=2)
+    step = TracedStep(counting, warmup_steps=2)
     assert [float(step([torch.ones(())], [], [])[0]) for _ in range(5)] == [1, 2, 4, 5, 6]  # one more to trace it
     assert step.traced == 0
 
 
 def test_a_step_that_cannot_be_traced_runs_as_it_is():
-    step = TracedStep(lambda params, rest, batch: [params[0] if params[0].sum() > 0 else None], after=1)
+    step = TracedStep(lambda params, rest, batch: [params[0] if params[0].sum() > 0 else None], warmup_steps=1)
     assert step([torch.ones(2)], [], [])[0].tolist() == [1, 1]
     assert step([-torch.ones(2)], [], []) == [None] and step.traced == 0

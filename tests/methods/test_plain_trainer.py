@@ -213,7 +213,7 @@ def test_federation_of_one_client_on_loaders_of_the_user(make_task, fit, quiet, 
     trainer.fit(tasks[0], loader)
     federated = fit(tasks[1], stream, [methods[1]], cohort_size=1, trainer_args=options)
     # A federation divides the sum of the gradients, Lightning each loss.
-    assert_same(*tasks, 0 if accumulate == 1 else 1e-8)
+    assert_same(*tasks, 0 if accumulate == 1 else 1e-7)
     kept = federated.strategy.server.client_store.get_section("0", "EWC")
     torch.testing.assert_close(dict(memory_of(methods[0])), dict(kept), rtol=0, atol=0 if accumulate == 1 else 1e-7)
 

@@ -75,8 +75,8 @@ def run(workload, rounds, marks, out, device="cpu"):
 
     @server.main()
     def main(grid, context):
-        def tick(round, arrays):
-            marks.round() if round else marks.begin()
+        def tick(server_round, arrays):
+            marks.round() if server_round else marks.begin()
 
         result = strategy.start(grid, ArrayRecord(strategy.state), num_rounds=rounds, evaluate_fn=tick)
         last = result.arrays.to_torch_state_dict()

@@ -12,7 +12,7 @@ WORKLOADS = {
     "esn": (esn.make, {}, 10),
     "vit": (vit.make, {}, 2),
     # Curves: with the number of clients of whom 100 are drawn, and with the size of the model.
-    **{f"drawn-{n}": (digits.make, {"clients": n, "drawn": 100}, 20) for n in (1000, 10000, 100000)},
+    **{f"drawn-{n}": (digits.make, {"clients": n, "clients_per_round": 100}, 20) for n in (1000, 10000, 100000)},
     **{f"width-{n}": (digits.make, {"clients": 100, "width": n}, 10) for n in (32, 128, 512, 2048)},
 }
 

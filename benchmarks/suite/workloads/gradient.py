@@ -20,14 +20,21 @@ class Gradient:
         model: The network, as it begins.
         classes: Number of classes.
         batch_size: Samples per batch.
-        drawn: Clients per round; None: all.
+        clients_per_round: Clients per round; None: all.
     """
 
     rate = 0.01
     by_gradients = True
 
-    def __init__(self, x, y, sizes, model, classes, batch_size, drawn=None):
-        self.x, self.y, self.model, self.classes, self.batch_size, self.drawn = x, y, model, classes, batch_size, drawn
+    def __init__(self, x, y, sizes, model, classes, batch_size, clients_per_round=None):
+        self.x, self.y, self.model, self.classes, self.batch_size, self.drawn = (
+            x,
+            y,
+            model,
+            classes,
+            batch_size,
+            clients_per_round,
+        )
         self.sizes = list(sizes)
         self.ends = np.cumsum(self.sizes).tolist()
         self.clients = len(self.sizes)

@@ -127,7 +127,7 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
         check(names == [name.upper() for name in _ACTIVITIES], ", ".join(names))
     x, y, subject, test = [], [], [], []
     for split_name in ("train", "test"):
-        labels = _rows(folder / split_name / f"y_{split_name}.txt", 1, among=range(1, len(_ACTIVITIES) + 1))
+        labels = _rows(folder / split_name / f"y_{split_name}.txt", 1, allowed_values=range(1, len(_ACTIVITIES) + 1))
         axes = [f"{SENSORS[name][0]}_{axis}" for name in sensors for axis in "xyz"]
         places = [folder / split_name / "Inertial Signals" / f"{axis}_{split_name}.txt" for axis in axes]
         x.append(np.stack([_rows(place, _STEPS, len(labels)) for place in places], axis=1))
@@ -140,10 +140,10 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 
 
 def _rows(
-    path: Path, columns: int, number: int | None = None, among: range | None = None, dtype: type = np.float32
+    path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
     """The rows of a text file, if they are as many, as long, and of such values as they should be."""
-    lines = f"to have {columns} {among or 'values'} in each of {number or 'its'} lines"
+    lines = f"to have {columns} {allowed_values or 'values'} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
         content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()  # of a zip file
         check_size(MAX_TEXT_LENGTH * len(content))
@@ -151,7 +151,7 @@ def _rows(
         rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
         fits = rows.shape == (len(rows) if number is None else number, columns)
         check(fits, f"{len(rows)} lines of {rows.shape[1]}")
-        check(among is None or np.isin(rows, among).all(), "others")
+        check(allowed_values is None or np.isin(rows, allowed_values).all(), "others")
         return rows
 
 

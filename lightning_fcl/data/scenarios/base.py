@@ -87,9 +87,9 @@ class Plan:
     def _ways(self) -> set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
-    def present(self, round: int) -> tuple[int, ...]:
+    def present(self, round_idx: int) -> tuple[int, ...]:
         """The experiences that clients are in during a round, ascending."""
-        return tuple(sorted({numbers[round] for numbers in self._numbers}))
+        return tuple(sorted({numbers[round_idx] for numbers in self._numbers}))
 
     @cached_property
     def in_step(self) -> bool:
@@ -250,7 +250,7 @@ def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> 
     return np.flatnonzero(rest), subset
 
 
-def nearest_divisor(number: int, wanted: int) -> int:
+def nearest_divisor(number: int, target: int) -> int:
     """Return the divisor of a number that is nearest to a wanted one.
 
     Example:
@@ -258,7 +258,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
         2
     """
     divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    return min(divisors, key=lambda divisor: abs(divisor - wanted), default=1)
+    return min(divisors, key=lambda divisor: abs(divisor - target), default=1)
 
 
 def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:

@@ -231,9 +231,9 @@ def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
     return classes
 
 
-def _inner(of: Scenario | str | None) -> Scenario:
+def _inner(scenario: Scenario | str | None) -> Scenario:
     default = ClassIncremental(rounds_per_experience=10)
-    return default if of is None else from_name("of", of, Scenario.__subclasses__())
+    return default if scenario is None else from_name("of", scenario, Scenario.__subclasses__())
 
 
 def _take_over(scenario: Online | Staggered) -> None:

@@ -215,10 +215,10 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     ]
 
 
-def _suggest_experiences(classes: int, wanted: int) -> str:
+def _suggest_experiences(classes: int, num_experiences: int) -> str:
     """Return the fix for a number of experiences that does not divide the number of classes."""
-    nearest = nearest_divisor(classes, wanted)
-    sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(wanted, 1), classes))]
+    nearest = nearest_divisor(classes, num_experiences)
+    sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(num_experiences, 1), classes))]
     sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
     return f"Use a divisor, such as `experiences={nearest}`{sizes_hint}."
 

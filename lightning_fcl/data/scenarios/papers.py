@@ -93,10 +93,10 @@ class FLwFScenario(Scenario):
             history=self.history,
         )
 
-    def _draw(self, left: dict[int, IntArray], labels: Sequence[int], number: int) -> IntArray:
+    def _draw(self, remaining_rows: dict[int, IntArray], labels: Sequence[int], number: int) -> IntArray:
         drawn_rows = [EMPTY]
         for label in labels:
-            rows = left.get(label, EMPTY)
+            rows = remaining_rows.get(label, EMPTY)
             if len(rows) < number:
                 raise InvalidValueError(
                     f"Expected at least {number - len(rows)} more samples of class {label}.",
@@ -106,7 +106,7 @@ class FLwFScenario(Scenario):
                     value=self.rounds,
                 )
             drawn_rows.append(rows[:number])
-            left[label] = rows[number:]
+            remaining_rows[label] = rows[number:]
         return np.sort(np.concatenate(drawn_rows))
 
 
