@@ -104,7 +104,7 @@ def make_stream(tasks):
     )
     stream.setup("fit")
     client = stream.plan.clients[0]
-    stream.blocks = [stream.client_round(client, round).task_classes for round in range(tasks)]
+    stream.blocks = [stream.client_round(client, round_idx).task_classes for round_idx in range(tasks)]
     return stream
 
 

@@ -1538,7 +1538,7 @@ ROWS |= {
         "Raise `rounds_per_experience` and `max_epochs`.",
     ),
     "unlearning after the last round": Row(
-        lambda lab, round: fit_reservoir(lab, callbacks=[Unlearning({"0": round})]),
+        lambda lab, round_idx: fit_reservoir(lab, callbacks=[Unlearning({"0": round_idx})]),
         {"round": 5},
         {"round": 0},
         "Name an earlier round",
@@ -1992,7 +1992,7 @@ def fit_dytox(lab, scenario):
 
 ROWS |= {
     "swarm that a client leaves too late": Row(
-        lambda lab, round: fit_one_round(lab, swarm=Swarm(leaves={"0": round})),
+        lambda lab, round_idx: fit_one_round(lab, swarm=Swarm(leaves={"0": round_idx})),
         {"round": 9},
         {"round": 1},
         "Name an earlier one.",

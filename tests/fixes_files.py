@@ -1545,7 +1545,10 @@ ROWS |= {
         RejectedMessageError,
     ),
     "round before the last": Row(
-        lambda lab, round: (written(lab, "round.json", '{"round": 3}'), client_state_folder(lab.folder, "1", round)),
+        lambda lab, round_idx: (
+            written(lab, "round.json", '{"round": 3}'),
+            client_state_folder(lab.folder, "1", round_idx),
+        ),
         {"round": 1},
         {"round": 3},
         "Start the server from its newest checkpoint",

@@ -65,9 +65,9 @@ def in_folder(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, address
 
 
-def check(app: Sphinx, failed: Exception | None) -> None:
+def check(app: Sphinx, exception: Exception | None) -> None:
     """Warn of all that the site would load from elsewhere."""
-    if failed is None:
+    if exception is None:
         for path, address in in_folder(Path(app.outdir)):
             logging.getLogger(__name__).warning("%s would load %s: keep a copy in docs/_static.", path, address)
 

@@ -124,17 +124,17 @@ class Data(Command):
             for description in dataset_descriptions:
                 print(f"{description.name:12} {description.content} ({description.size}; {description.licence})")
             return
-        failed = []
+        unusable_names = []
         for name in options.names or [description.name for description in dataset_descriptions]:
             try:
                 if options.action == "fetch":
                     datasets.download(name, options.root)
                 print(f"{name:12} {datasets.verify(name, options.root)}")
             except (ValueError, OSError) as error:
-                failed.append(name)
+                unusable_names.append(name)
                 print(f"{name:12} {error}", file=sys.stderr)
-        if failed:
-            raise ValueError(f"{len(failed)} of the data sets cannot be used: {', '.join(failed)}.")
+        if unusable_names:
+            raise ValueError(f"{len(unusable_names)} of the data sets cannot be used: {', '.join(unusable_names)}.")
 
 
 def _show(options: Namespace) -> None:

@@ -63,8 +63,8 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     rounds = np.unique(np.linspace(0, plan.rounds - 1, _MOST_ROUNDS).round().astype(int)).tolist()
     clients = plan.clients[:_MOST_CLIENTS]
     by_round = [
-        {"round": round + 1, "group": names[group], "samples": count}
-        for round, counts in zip(rounds, _counts(plan, rounds), strict=True)
+        {"round": round_idx + 1, "group": names[group], "samples": count}
+        for round_idx, counts in zip(rounds, _counts(plan, rounds), strict=True)
         for group, count in enumerate(counts.tolist())
         if count
     ]
@@ -77,11 +77,11 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
         if count
     ]
     tasks = [
-        {"client": client, "round": round + 1, "task": plan.experiences[client][round] + 1}
-        | {"samples": len(plan.train[round][client])}
-        for round in rounds
+        {"client": client, "round": round_idx + 1, "task": plan.experiences[client][round_idx] + 1}
+        | {"samples": len(plan.train[round_idx][client])}
+        for round_idx in rounds
         for client in clients
-        if client in plan.train[round]
+        if client in plan.train[round_idx]
     ]
     x = alt.X("round:O", title="round", axis=charts.integer_axis())
     group = alt.Y("group:N", sort=names, title=kind)

@@ -137,7 +137,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
     """Return what a client is told of a stream."""
     plan, scenario = stream.plan, dealt_by(stream.scenario)
     per_round = None if scenario is None else scenario.samples_per_round
-    class_splits = [plan.class_split(round) for round in range(plan.rounds)]
+    class_splits = [plan.class_split(round_idx) for round_idx in range(plan.rounds)]
     domains = stream.samples.group
     names = stream.samples.classes
     if not plan.groups_are_classes and domains is not None:
@@ -156,7 +156,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
         plan.history,
         per_round,
         scenario is not None,
-        tuple(plan.present(round) for round in range(plan.rounds)),
+        tuple(plan.present(round_idx) for round_idx in range(plan.rounds)),
         plan.in_step,
     )
 
@@ -184,7 +184,7 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
             hint="Write the data with `lightning-fcl deploy split`.",
         )
     else:
-        whole = [_rows(outline, groups, round, seed) for round in range(number)]
+        whole = [_rows(outline, groups, round_idx, seed) for round_idx in range(number)]
         rows_by_round = [{outline.client: rows} if len(rows) else {} for rows in whole]
         dealt = [current.get(outline.client, EMPTY) for current in with_history(rows_by_round, outline.history)]
     return ClientPlan(

@@ -538,7 +538,7 @@ class FederatedServer:
         """Take over what a checkpoint has kept, before `start_fit`."""
         self.client_store.replace_all(state["clients"])
         self.extra_tensors = dict(state.get("extra", {}))
-        self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
+        self.accepted = {str(client): int(round_idx) for client, round_idx in state.get("accepted", {}).items()}
         self.sent_once.received = dict(state.get("sent_once", {}))
         self._restored = state["server_optimizer"]
         for transform, transform_state in zip(self.pipeline.transforms, state.get("transforms", ()), strict=False):

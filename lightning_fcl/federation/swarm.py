@@ -45,7 +45,7 @@ class Swarm:
             )
         self.dropout = dropout
         self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
-        self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
+        self.leaves = {str(node): int(round_idx) for node, round_idx in (leaves or {}).items()}
         for round_idx in self.explicit_rounds:
             if round_idx < 0:
                 raise InvalidValueError(
@@ -60,7 +60,7 @@ class Swarm:
 
     @property
     def explicit_rounds(self) -> list[int]:
-        return [*self.leaves.values(), *(round for rounds in self.missing.values() for round in rounds)]
+        return [*self.leaves.values(), *(round_idx for rounds in self.missing.values() for round_idx in rounds)]
 
     def departed_nodes(self, round_idx: int) -> set[str]:
         return {node for node, first in self.leaves.items() if round_idx >= first}

@@ -46,7 +46,7 @@ class Unlearning(Method):
     @check_arguments
     def __init__(self, requests: Mapping[str, int] | None = None) -> None:
         super().__init__()
-        self.requests = {str(client): round for client, round in (requests or {}).items()}
+        self.requests = {str(client): round_idx for client, round_idx in (requests or {}).items()}
         self.unlearned_clients: list[str] = []
         self._federation: FederationProtocol | None = None
 

@@ -304,8 +304,8 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     _check_finite(a, b)
     # Rounding may leave a singular matrix positive: only a regulariser above all rounding errors says that it is none.
     if beta > _ROUNDING * _cut_off(b.diagonal().sum().expand(len(b))):  # the trace is above all eigenvalues
-        factor, failed = torch.linalg.cholesky_ex(b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device))
-        if not failed:
+        factor, error_code = torch.linalg.cholesky_ex(b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device))
+        if not error_code:
             return torch.cholesky_solve(a.t(), factor).t()
     weights, rank = _by_eigenvalues(a, b, [beta])
     if rank < len(b):

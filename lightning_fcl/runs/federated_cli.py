@@ -182,22 +182,22 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Make the parts. An error of a class itself is raised as it is, also for an argument of several types."""
-        failed: list[Exception] = []
+        class_errors: list[Exception] = []
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
             try:
                 instance: object = class_type(*args, **with_variables(kwargs, (class_type.__name__,)))
             except Exception as error:
-                failed.append(error)
+                class_errors.append(error)
                 raise
-            failed.clear()
+            class_errors.clear()
             return instance
 
         self.parser.add_instantiator(make, object)
         try:
             super().instantiate_classes()
         except ValueError as error:
-            cause = failed[-1] if failed else error.__cause__  # of a class, or of a function
+            cause = class_errors[-1] if class_errors else error.__cause__  # of a class, or of a function
             if type(error) is ValueError and isinstance(cause, Exception):
                 raise cause from None  # the parser's error lists all types that it has tried
             raise

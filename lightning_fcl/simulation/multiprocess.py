@@ -212,7 +212,7 @@ class RanksStrategy(ParallelStrategy):
         by_name: dict[str, Callable[[int], Tensor]] = {"sum": values.sum, "max": values.amax, "min": values.amin}
         return by_name[_name(reduce_op)](0).to(tensor.dtype)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the name of the argument in Lightning
         """Whether all processes, or any of them, say so."""
         decisions = self.ranks.all_gather_object(bool(decision))
         return False not in decisions if all else True in decisions

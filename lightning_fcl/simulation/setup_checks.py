@@ -320,7 +320,7 @@ def check_ranks(federation: Federation, ranks: int) -> None:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)
     max_cohorts = max(
-        (-(-len(federation.participation.sample_on_time_clients(plan, round)[0]) // size) for round in rounds),
+        (-(-len(federation.participation.sample_on_time_clients(plan, round_idx)[0]) // size) for round_idx in rounds),
         default=ranks,
     )
     if ranks > max_cohorts:

@@ -362,12 +362,12 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
     }
     assert found.keys() == last.models.keys() and {r % 4 for r, _ in found.values()} > {3}
     x, y = stream.get_samples(stream.plan.test)
-    for (client, experience), (round, counts) in found.items():
+    for (client, experience), (round_idx, counts) in found.items():
         expected, model = last.models[client, experience]
         right = (model(x).argmax(1) == y).numpy()
         seen = {g for groups in stream.plan.tasks[client][: experience + 1] for g in groups}
         by_hand = [int(right[y.numpy() == g].sum()) if g in seen else None for g in range(4)]
-        assert (round, counts) == (expected, by_hand)
+        assert (round_idx, counts) == (expected, by_hand)
     summary, totals = summarize(both.record), both.record["totals"]
     for client in "012":
         rows = [found[client, e][1] for e in (0, 1)]

@@ -26,8 +26,8 @@ def test_each_client_has_its_own_samples(names):
     assert stream.plan.rounds == 3 and len(stream.plan.test) == 5
     assert sorted(stream.plan.clients) == sorted(names or ("0", "1"))
     for number, client in enumerate(names or ("0", "1"), start=1):
-        for round in range(3):
-            x, _ = stream.client_samples(client, round, 0)
+        for round_idx in range(3):
+            x, _ = stream.client_samples(client, round_idx, 0)
             assert x.unique().tolist() == [number]
     assert sum(map(len, stream.plan.train[0].values())) == 10
 

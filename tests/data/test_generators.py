@@ -392,9 +392,9 @@ def test_batches_equal_those_of_a_loop(quiet):
     """A generator attribute is seeded by the seed, the client, the round, the batch and its path."""
     data, task = NumPyItems(1), train({"a": NumPyItems(1)}, quiet)
     assert len(task.batches) == ROUNDS * 2 * -(-SIZE // BATCH)
-    for number, (client, round, x) in enumerate(task.batches):
+    for number, (client, round_idx, x) in enumerate(task.batches):
         step = number % 8
-        request = derive_seed(0, client, round, "data", step // 4, step)
+        request = derive_seed(0, client, round_idx, "data", step // 4, step)
         draws = np.random.Generator(np.random.PCG64(derive_seed(request, "0", "rng")))
         for row in x:
             clean = row - torch.from_numpy(draws.normal(size=5)).float()
@@ -411,10 +411,10 @@ def test_global_generators_keep_their_numbers(quiet):
 
     for make in (Both, DATA["global generators"]):
         data, task = Items(1), train({"a": make(1)}, quiet)
-        for number, (client, round, x) in enumerate(task.batches):
+        for number, (client, round_idx, x) in enumerate(task.batches):
             step = number % 8
             with isolate_rng():
-                seed_all(0, client, round, "data", step // 4, step)
+                seed_all(0, client, round_idx, "data", step // 4, step)
                 for row in x:
                     clean = row - from_global_generators(torch.zeros(5))
                     assert torch.isclose(data.x, clean, atol=1e-6).all(1).any()

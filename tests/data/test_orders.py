@@ -59,12 +59,12 @@ def test_a_client_s_plan_does_not_depend_on_the_others(seed):
 
 def test_a_draw_depends_on_seed_client_round_epoch_and_sample():
     draw = {
-        (seed, client, round, stream): tuple(
-            keyed_permutations(order_keys(seed, [client], round), np.array([30]), stream)[0].tolist()
+        (seed, client, round_idx, stream): tuple(
+            keyed_permutations(order_keys(seed, [client], round_idx), np.array([30]), stream)[0].tolist()
         )
         for seed in (0, 1)
         for client in ("a", "b")
-        for round in (0, 1)
+        for round_idx in (0, 1)
         for stream in (0, 1)
     }
     assert len(set(draw.values())) == len(draw) == 16

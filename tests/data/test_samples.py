@@ -91,9 +91,9 @@ def everything(stream):
 def test_token_ids_and_bytes_stay_what_they_are(quiet, dtype):
     ids = np.random.default_rng(0).integers(0, 200, (48, 5)).astype(dtype)
     stream = FederatedStream.from_arrays(ids, np.arange(48) % 4, scenario=ClassIncremental(2), partition=IID(2), seed=0)
-    for client, round, (x, y) in seen(stream, quiet):
+    for client, round_idx, (x, y) in seen(stream, quiet):
         assert x.dtype == torch.from_numpy(ids).dtype and y.dtype == torch.int64
-        rows = stream.plan.train[round][client]
+        rows = stream.plan.train[round_idx][client]
         assert sorted(map(tuple, x.tolist())) == sorted(map(tuple, ids[rows].tolist()))
 
 
@@ -110,9 +110,9 @@ def test_sentences_of_several_lengths(quiet):
     data = Tokens(ragged=True)
     stream = stream_of(data, collate_fn=padded)
     widths = set()
-    for client, round, batch in seen(stream, quiet):
+    for client, round_idx, batch in seen(stream, quiet):
         rows = [tuple(ids[ids > 0].tolist()) for ids in batch["ids"]]
-        own = [tuple(data.ids[row].tolist()) for row in stream.plan.train[round][client]]
+        own = [tuple(data.ids[row].tolist()) for row in stream.plan.train[round_idx][client]]
         assert set(rows) <= set(own)
         widths.add(batch["ids"].shape[1])
     assert len(widths) > 1  # padded as the batch asks for, not as the whole data set does
@@ -128,10 +128,10 @@ def test_targets_that_are_no_classes(quiet, shape):
         stream = FederatedStream.from_arrays(x, y, group=group, scenario=scenario, partition=IID(2), seed=0)
         batches = seen(stream, quiet)
         assert stream.num_classes == 0 and len(stream.y) == 0 and stream.plan.rounds == 2
-        client, round, (inputs, targets) = batches[0]
+        client, round_idx, (inputs, targets) = batches[0]
         assert targets.dtype == torch.float32 and targets.shape[1:] == shape[1:]
-        assert stream.client_round(client, round).labels.numel() == 0
-        rows = stream.plan.train[round][client]
+        assert stream.client_round(client, round_idx).labels.numel() == 0
+        rows = stream.plan.train[round_idx][client]
         assert sorted(inputs[:, 0].tolist()) == sorted(x[rows, 0].tolist())
     several = (rng.random((48, 3)) > 0.5).astype(np.int64)
     stream = FederatedStream.from_arrays(x, several, scenario=ClassIncremental(1), partition=IID(2), seed=0)
@@ -154,8 +154,10 @@ def test_transforms_are_drawn_anew_each_local_epoch(quiet):
 def test_what_is_drawn_depends_on_nobody_else(quiet):
     everybody = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2)
     some = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2, participation=1)
-    for client, round, (x, y) in some:
-        assert any((c, r) == (client, round) and torch.equal(x, a) and torch.equal(y, b) for c, r, (a, b) in everybody)
+    for client, round_idx, (x, y) in some:
+        assert any(
+            (c, r) == (client, round_idx) and torch.equal(x, a) and torch.equal(y, b) for c, r, (a, b) in everybody
+        )
     state = torch.get_rng_state()
     next(iter(read_batches(stream_of(Noisy()).get_samples, [], LoaderConfig(1))), None)
     assert torch.equal(state, torch.get_rng_state())
@@ -166,8 +168,8 @@ def test_what_is_drawn_depends_on_nobody_else(quiet):
 def test_workers_change_nothing(quiet, data):
     alone, helped = (seen(stream_of(data(), num_workers=n), quiet, local_epochs=2) for n in (0, 2))
     assert len(alone) == len(helped)
-    for (client, round, one), (c, r, other) in zip(alone, helped, strict=True):
-        assert (client, round) == (c, r)
+    for (client, round_idx, one), (c, r, other) in zip(alone, helped, strict=True):
+        assert (client, round_idx) == (c, r)
         pairs = (
             zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
         )
@@ -226,8 +228,8 @@ def test_avalanche_benchmarks(quiet):
     batches = seen(stream, quiet)
     classes = [sorted(experience.classes_in_this_experience) for experience in benchmark.train_stream]
     assert [list(labels) for labels in stream.plan.tasks["0"]] == classes
-    for _, round, (x, y) in batches:
-        assert set(y.tolist()) <= set(classes[round // 2])
+    for _, round_idx, (x, y) in batches:
+        assert set(y.tolist()) <= set(classes[round_idx // 2])
         assert all((x[i] == train.tensors[0]).all(1).any() for i in range(len(y)))
     assert len(stream.plan.test) == 24 and everything(stream) == 120
     instances = ni_benchmark(train, test, n_experiences=2, task_labels=False, seed=1)

@@ -54,12 +54,12 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
 
 @pytest.mark.parametrize("number", [1, 7, 299, 5000])
 def test_the_lowest_lots_are_drawn(plan, number):
-    for round in range(plan.rounds):
-        lots = make_client_keys(5, plan.clients, round, "participation")
+    for round_idx in range(plan.rounds):
+        lots = make_client_keys(5, plan.clients, round_idx, "participation")
         drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
-        training, skipped = Participation(number, seed=5).sample_clients(plan, round)
+        training, skipped = Participation(number, seed=5).sample_clients(plan, round_idx)
         assert set(training) | set(skipped) == drawn
-        assert set(training) == drawn & plan.train[round].keys()
+        assert set(training) == drawn & plan.train[round_idx].keys()
 
 
 def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):

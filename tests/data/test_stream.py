@@ -193,7 +193,7 @@ def test_no_pretraining_samples():
 def test_turn():
     x, y = arrays()
     stream = prepared(x, y, class_order=[3, 1, 0, 2], rounds_per_experience=2, partition=IID(3))
-    client_rounds = [stream.client_round("1", round) for round in range(4)]
+    client_rounds = [stream.client_round("1", round_idx) for round_idx in range(4)]
     assert [(t.client_id, t.round_idx, t.experience_idx, t.is_last_round) for t in client_rounds] == [
         ("1", 0, 0, False),
         ("1", 1, 0, True),
@@ -333,9 +333,9 @@ def test_a_plain_trainer_trains_one_client(make_task, fit):
     stream, task, by_hand = prepared(*arrays(), partition=IID(1), batch_size=8), make_task(), make_task()
     fit(task, stream, strategy="auto")
     optimizer = by_hand.configure_optimizers()
-    for round, current in enumerate(stream.plan.train):
+    for round_idx, current in enumerate(stream.plan.train):
         x, y = stream.get_samples(current["0"])
-        for indices in plan_batches(len(y), 1, BatchPlan(8), order_keys(0, ["0"], round)):
+        for indices in plan_batches(len(y), 1, BatchPlan(8), order_keys(0, ["0"], round_idx)):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
             optimizer.step()
@@ -368,12 +368,14 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
     x, y = stream.get_samples(np.arange(len(arrays.y)))
     assert torch.equal(x, torch.from_numpy(arrays.x))
     assert [names[label] for label in y] == [arrays.classes[label] for label in arrays.y]
-    for round, classes in enumerate([(2, 3), (2, 3), (4, 5), (4, 5)]):
+    for round_idx, classes in enumerate([(2, 3), (2, 3), (4, 5), (4, 5)]):
         for node, label in zip(("node1", "node2"), classes, strict=True):
-            client_round = stream.client_round(node, round)
+            client_round = stream.client_round(node, round_idx)
             assert client_round.labels.tolist() == [label] * 4 and client_round.num_classes == 6
             assert client_round.new_classes == classes and client_round.old_classes == tuple(range(classes[0]))
-            assert client_round.experience_idx == 1 + round // 2 and client_round.is_last_round == (round % 2 == 1)
+            assert client_round.experience_idx == 1 + round_idx // 2 and client_round.is_last_round == (
+                round_idx % 2 == 1
+            )
             assert client_round.samples == 4 and client_round.num_stream_samples == 8
     for loader, number in ((stream.test_dataloader(), 3), (stream.val_dataloader(), 2)):
         assert torch.cat([y for _, y in loader]).bincount().tolist() == [number] * 6

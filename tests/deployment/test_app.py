@@ -99,8 +99,8 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
             plan = client_plan(outline, stream.plan.groups[own], None, 5)
             for here, there in zip(plan.train, stream.plan.train, strict=True):
                 assert np.array_equal(own[here.get(client, [])], there.get(client, []))
-            assert [plan.class_split(round) for round in range(plan.rounds)] == [
-                stream.plan.class_split(round) for round in range(plan.rounds)
+            assert [plan.class_split(round_idx) for round_idx in range(plan.rounds)] == [
+                stream.plan.class_split(round_idx) for round_idx in range(plan.rounds)
             ]
 
 

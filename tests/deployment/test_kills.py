@@ -85,9 +85,9 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
     moments.shuffle(kills)
     rounds = sorted(moments.sample(range(2, ROUNDS - 1), len(kills)))
     at.run(one.app(), **settings)
-    for kill, round in zip(kills, rounds, strict=True):
+    for kill, round_idx in zip(kills, rounds, strict=True):
         client, later = moments.choice(one.clients), moments.random()
-        at.wait_for(lambda client=client, round=round: one.begun(client) >= round)
+        at.wait_for(lambda client=client, round_idx=round_idx: one.begun(client) >= round_idx)
         time.sleep(later)
         kill(client)
     assert not one.ended()
@@ -111,11 +111,13 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     at.supernode(lost, one.config(lost))
     at.wait_for(one.ended)
     rounds = one.rounds()
-    there = [lost in round["upload_bytes"] for round in rounds]
+    there = [lost in round_idx["upload_bytes"] for round_idx in rounds]
     assert len(rounds) == ROUNDS and there[0] and not all(there)
     assert any(there[there.index(False) :])
-    assert all(len(round["upload_bytes"]) >= 2 for round in rounds)
-    claimed = [round["claims"] for round in rounds if "claims" in round]  # none where it took so long to start
+    assert all(len(round_idx["upload_bytes"]) >= 2 for round_idx in rounds)
+    claimed = [
+        round_idx["claims"] for round_idx in rounds if "claims" in round_idx
+    ]  # none where it took so long to start
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
     assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]
 
@@ -130,4 +132,4 @@ def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     at.wait_for(one.ended)
     rounds = one.rounds()
     assert len(rounds) == ROUNDS and set(rounds[-1]["upload_bytes"]) == {"0", "1"}
-    assert all(len(round["upload_bytes"]) >= 2 for round in rounds)
+    assert all(len(round_idx["upload_bytes"]) >= 2 for round_idx in rounds)

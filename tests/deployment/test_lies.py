@@ -53,8 +53,8 @@ def lying(wire, lies):
     return Lying
 
 
-def reasons(caplog, round):
-    beginning = f"Round {round}: nothing of client 1: "
+def reasons(caplog, round_idx):
+    beginning = f"Round {round_idx}: nothing of client 1: "
     said = [record.getMessage() for record in caplog.records]
     return [line.removeprefix(beginning) for line in said if line.startswith(beginning)]
 
@@ -70,8 +70,8 @@ def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, s
     fit = prepared.serve(lying(wire, lies)(prepared.nodes()), min_clients=2)
     assert same(honest, fit.model)
     wanted = [message for _, message in KINDS.values()]
-    for round, others in enumerate(([], ["it is old, or another's"])):
-        for message, reason in zip(wanted + others, reasons(caplog, round), strict=True):
+    for round_idx, others in enumerate(([], ["it is old, or another's"])):
+        for message, reason in zip(wanted + others, reasons(caplog, round_idx), strict=True):
             assert re.search(message, reason), reason
     assert "Round 0: dropped the upload of client 1 (not finite" in caplog.text
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
@@ -125,8 +125,8 @@ def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared
     fit = prepared.serve(lies(prepared.nodes()), min_clients=3, round_timeout=2)
     assert same(honest, fit.model)
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
-    for round in (0, 1):
-        named = rf"at least 3 clients in round {round} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
+    for round_idx in (0, 1):
+        named = rf"at least 3 clients in round {round_idx} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
         assert re.search(named, caplog.text)
 
 

@@ -53,5 +53,5 @@ def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
     one = rehearsal({"trainer": {"strategy": strategy(compression=top), "max_epochs": 1}})
     one.simulate()
     one.serve(wire(one.nodes()), min_clients=3)
-    (round,) = one.rounds()
-    assert all(round["upload_bytes"][client] < round["download_bytes"][client] / 5 for client in one.clients)
+    (round_idx,) = one.rounds()
+    assert all(round_idx["upload_bytes"][client] < round_idx["download_bytes"][client] / 5 for client in one.clients)

@@ -89,8 +89,8 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 
     class Changing(wire):
         def nodes(self):
-            round = max((parcel.header["round"] for _, parcel in self.asked), default=0)
-            self.reached = {1: first, **({2: second} if round < 2 else {}), **({3: third} if round > 0 else {})}
+            round_idx = max((parcel.header["round"] for _, parcel in self.asked), default=0)
+            self.reached = {1: first, **({2: second} if round_idx < 2 else {}), **({3: third} if round_idx > 0 else {})}
             return super().nodes()
 
     one.serve(Changing([]), min_clients=1)

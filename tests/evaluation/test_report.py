@@ -234,11 +234,11 @@ def test_the_charts_show_what_the_record_says():
     every = curves(content["record"])
     server = next(chart for name, chart in drawn.items() if name.startswith("The server"))
     ours = {(row["line"], row["round"]): row["value"] for row in rows_of(server) if "line" in row}
-    for round, whole, learnt in zip(
+    for round_idx, whole, learnt in zip(
         every["server"].rounds, every["server"].overall, every["server"].seen_classes, strict=True
     ):
-        assert ours["server, whole test set", round + 1] == pytest.approx(whole, abs=1e-4)
-        assert ours["server, what was learnt so far", round + 1] == pytest.approx(learnt, abs=1e-4)
+        assert ours["server, whole test set", round_idx + 1] == pytest.approx(whole, abs=1e-4)
+        assert ours["server, what was learnt so far", round_idx + 1] == pytest.approx(learnt, abs=1e-4)
     rows = rows_of(drawn["Accuracy on each class, or domain"])
     groups = {(row["model"], row["round"], row["group"]): row["value"] for row in rows}
     assert groups["client1", 3, "group|7"] == pytest.approx(every["client1"].accuracy[2, 7], abs=1e-4)

@@ -101,10 +101,10 @@ def test_error_feedback_makes_the_mean_over_rounds_the_true_one(code):
     server, update = {"w": torch.zeros(40)}, torch.randn(2, 40) + 0.3
     without = (decoded(CODES[code], update) - update).abs().max()
     total, left, off = torch.zeros(2, 40), [{}, {}], {}
-    for round in range(1, 401):
+    for round_idx in range(1, 401):
         received, left = transmit(CODES[code], server, {"w": update}, left)
         total += received["w"]
-        off[round] = float((total / round - update).abs().max())
+        off[round_idx] = float((total / round_idx - update).abs().max())
     assert off[400] < 12 / 400 and off[400] < 0.2 * off[40] + 1e-5 and off[400] < 0.1 * without
 
 
@@ -136,8 +136,8 @@ def make_federation(code, store="memory", **kwargs):
     return federation, module
 
 
-def uploads(federation, clients, round):
-    generator = torch.Generator().manual_seed(round)
+def uploads(federation, clients, round_idx):
+    generator = torch.Generator().manual_seed(round_idx)
     changed = {}
     for name, value in federation.state.items():
         noise = torch.randn(clients, *value.shape, generator=generator)
@@ -151,10 +151,10 @@ def test_a_federation_aggregates_what_it_decodes(code, store):
     federation, module = make_federation(CODES[code], store)
     learnt = {name for name, p in module.named_parameters() if p.requires_grad}
     sizes, left = [3, 1, 2], [{} for _ in range(3)]
-    for round in range(3):
+    for round_idx in range(3):
         federation.start_round(module)
-        server, states = federation.state, uploads(federation, 3, round)
-        federation.upload([ClientRound(c, round, samples=n) for c, n in zip("abc", sizes, strict=True)], states)
+        server, states = federation.state, uploads(federation, 3, round_idx)
+        federation.upload([ClientRound(c, round_idx, samples=n) for c, n in zip("abc", sizes, strict=True)], states)
         for row, client in enumerate("abc"):
             federation.save_client_state(client, {name: value[row] for name, value in states.items()}, {})
         result = federation.aggregate()
@@ -184,12 +184,12 @@ def test_clients_side_by_side_are_one_by_one(code):
     results = []
     for groups in ([[0, 1, 2]], [[2], [0, 1]], [[0], [1], [2]]):
         federation, module = make_federation(CODES[code])
-        for round in range(3):
+        for round_idx in range(3):
             federation.start_round(module)
-            states = uploads(federation, 3, round)
+            states = uploads(federation, 3, round_idx)
             for rows in groups:
                 part = {name: value[rows] for name, value in states.items()}
-                federation.upload([ClientRound("abc"[row], round, samples=2) for row in rows], part)
+                federation.upload([ClientRound("abc"[row], round_idx, samples=2) for row in rows], part)
                 for row in rows:
                     federation.save_client_state("abc"[row], {name: value[row] for name, value in states.items()}, {})
             module.load_state_dict(federation.aggregate())
@@ -201,17 +201,17 @@ def test_clients_side_by_side_are_one_by_one(code):
 
 def test_a_refused_upload_leaves_what_was_left_over():
     federation, module = make_federation(TopK(0.2))
-    for round in range(2):
+    for round_idx in range(2):
         federation.start_round(module)
-        states = uploads(federation, 2, round)
-        if round:
+        states = uploads(federation, 2, round_idx)
+        if round_idx:
             states["0.weight"][0, 0, 0] = float("nan")
-        client_rounds = [ClientRound(client, round, samples=1) for client in "ab"]
+        client_rounds = [ClientRound(client, round_idx, samples=1) for client in "ab"]
         taken = federation.upload(client_rounds, states)
         for row, client in enumerate("ab"):
             if taken[row]:
                 federation.save_client_state(client, {name: value[row] for name, value in states.items()}, {})
-        if not round:
+        if not round_idx:
             kept = federation.client_store["a"]["residual"], federation.client_store["b"]["residual"]
     assert taken == [False, True] and "a" in federation.record.dropped
     assert equal(federation.client_store["a"]["residual"], kept[0]) and not equal(

@@ -20,8 +20,8 @@ def plan_of(clients=8, rounds=40, absent=None):
     gone = absent or {}
     return Plan(
         train=tuple(
-            {name: np.arange(2 + i) for i, name in enumerate(names) if round not in gone.get(name, ())}
-            for round in range(rounds)
+            {name: np.arange(2 + i) for i, name in enumerate(names) if round_idx not in gone.get(name, ())}
+            for round_idx in range(rounds)
         ),
         experiences={name: (0,) * rounds for name in names},
         tasks={name: ((0,),) for name in names},
@@ -30,33 +30,33 @@ def plan_of(clients=8, rounds=40, absent=None):
     )
 
 
-def begun(schedule, plan, participation=1.0, seed=3, round=0, **deployment):
+def begun(schedule, plan, participation=1.0, seed=3, round_idx=0, **deployment):
     drawn = Participation(participation, seed, schedule=schedule)
-    schedule.start(TimingContext(plan, drawn, **deployment), round)
+    schedule.start(TimingContext(plan, drawn, **deployment), round_idx)
     return drawn
 
 
 def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
     """The same deployment, moment after moment, without a heap: (client, version) of each round, and its end."""
     training, now, told = {}, 0, []  # client -> (arrival, version)
-    for round in range(rounds):
-        lots = make_client_keys(seed, plan.clients, round, "participation")
+    for round_idx in range(rounds):
+        lots = make_client_keys(seed, plan.clients, round_idx, "participation")
         waiting = [plan.clients[i] for i in np.argsort(lots, kind="stable")]
-        waiting = [client for client in waiting if client in plan.train[round] and client not in training]
+        waiting = [client for client in waiting if client in plan.train[round_idx] and client not in training]
         buffer, skipped = [], []
         while len(buffer) < buffer_size:
             arrived = [client for client in plan.clients if client in training and training[client][0] <= now]
             if arrived:
                 _, version = training.pop(arrived[0])
-                if arrived[0] in plan.train[round]:
+                if arrived[0] in plan.train[round_idx]:
                     buffer.append((arrived[0], version))
                 else:
                     skipped.append(arrived[0])
                 continue
             while len(training) < concurrency and waiting:
                 client = waiting.pop(0)
-                seconds = speeds.seconds(client, round, seed, len(plan.train[round][client]), 0, 0)
-                training[client] = now + round_to(seconds), round
+                seconds = speeds.seconds(client, round_idx, seed, len(plan.train[round_idx][client]), 0, 0)
+                training[client] = now + round_to(seconds), round_idx
             if not training:
                 break
             now = max(now, min(arrival for arrival, _ in training.values()))
@@ -81,16 +81,16 @@ def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency
     begun(schedule, plan, concurrency)
     told = by_hand(plan, speeds, buffer_size, concurrency, 3, plan.rounds)
     before = 0
-    for round, (buffer, skipped, end) in enumerate(told):
-        timed = schedule.round_timing(round)
+    for round_idx, (buffer, skipped, end) in enumerate(told):
+        timed = schedule.round_timing(round_idx)
         assert timed.clients == [client for client, _ in buffer]
-        assert timed.staleness == {client: round - version for client, version in buffer if version < round}
+        assert timed.staleness == {client: round_idx - version for client, version in buffer if version < round_idx}
         assert timed.skipped == skipped and timed.late == []
         assert round_to(timed.duration_s) == end - before
         before = end
-        assert len(schedule.clock_at(round + 1).flights) <= concurrency
+        assert len(schedule.clock_at(round_idx + 1).flights) <= concurrency
     if buffer_size < concurrency and speeds.spread:
-        assert any(schedule.round_timing(round).staleness for round in range(plan.rounds))
+        assert any(schedule.round_timing(round_idx).staleness for round_idx in range(plan.rounds))
 
 
 def test_whoever_asks_first_the_schedule_is_the_same():
@@ -99,7 +99,7 @@ def test_whoever_asks_first_the_schedule_is_the_same():
     def timed(rounds, seed=3):
         schedule = FedBuff(speeds, 3)
         begun(schedule, plan, 5, seed)
-        return {round: schedule.round_timing(round) for round in rounds}
+        return {round_idx: schedule.round_timing(round_idx) for round_idx in rounds}
 
     assert timed(range(20)) == timed(reversed(range(20)))
     assert timed(range(20)) != timed(range(20), seed=4)
@@ -110,13 +110,13 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
     plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
     whole, rest = FedBuff(speeds, 2), FedBuff(speeds, 2)
     begun(whole, plan, 5)
-    for round in range(at):
-        whole.start_round(round)
+    for round_idx in range(at):
+        whole.start_round(round_idx)
     kept = whole.state_dict(at)
     rest.load_state_dict(kept)
-    begun(rest, plan, 5, round=at)
-    assert [rest.round_timing(round) for round in range(at, 30)] == [
-        whole.round_timing(round) for round in range(at, 30)
+    begun(rest, plan, 5, round_idx=at)
+    assert [rest.round_timing(round_idx) for round_idx in range(at, 30)] == [
+        whole.round_timing(round_idx) for round_idx in range(at, 30)
     ]
     with raises(InvalidValueError, "round_idx", value=0):
         rest.round_timing(0)
@@ -130,12 +130,12 @@ def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
     plan = plan_of()
     schedule = FedBuff(Speeds(0.1, spread=0.9), 3)
     drawn = begun(schedule, plan, 5)
-    ahead = [schedule.round_timing(round) for round in range(10)]
+    ahead = [schedule.round_timing(round_idx) for round_idx in range(10)]
     schedule.start_round(4)
     gone = ahead[4].clients[0]
     drawn.withdraw(gone)
     assert schedule.round_timing(4) == ahead[4]
-    later = [schedule.round_timing(round) for round in range(5, 30)]
+    later = [schedule.round_timing(round_idx) for round_idx in range(5, 30)]
     assert not any(gone in timed.clients for timed in later)
     for client in plan.clients:
         drawn.withdraw(client)

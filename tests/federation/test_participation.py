@@ -17,13 +17,15 @@ def plan(make_stream):
 
 @pytest.mark.parametrize(("clients", "number"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (4, 4), (99, 10)])
 def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
-    draws = [Participation(clients, seed=3).sample_on_time_clients(plan, round) for round in range(plan.rounds)]
+    draws = [Participation(clients, seed=3).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.rounds)]
     backwards = Participation(clients, seed=3)
-    assert draws[::-1] == [backwards.sample_on_time_clients(plan, round) for round in reversed(range(plan.rounds))]
+    assert draws[::-1] == [
+        backwards.sample_on_time_clients(plan, round_idx) for round_idx in reversed(range(plan.rounds))
+    ]
     assert all(len(training) == number and skipped == [] for training, skipped in draws)
     assert all(training == [c for c in plan.clients if c in training] for training, _ in draws)
     assert (number == 10) == (len({tuple(training) for training, _ in draws}) == 1)
-    other = [Participation(clients, seed=4).sample_on_time_clients(plan, round) for round in range(plan.rounds)]
+    other = [Participation(clients, seed=4).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.rounds)]
     assert (number == 10) == (other == draws)
 
 
@@ -41,15 +43,18 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
     everybody = Participation(6, seed=1)
     participation = Participation(6, seed=1, swarm=Swarm(leaves={"2": 4}))
     participation.withdraw("5")
-    for round in range(plan.rounds):
-        gone = {"5"} | ({"2"} if round >= 4 else set())
-        assert participation.unavailable(round) == gone and everybody.unavailable(round) == set()
-        drawn = [client for client in everybody.sample_on_time_clients(plan, round)[0] if client not in gone]
-        assert participation.sample_on_time_clients(plan, round) == (drawn, [])
+    for round_idx in range(plan.rounds):
+        gone = {"5"} | ({"2"} if round_idx >= 4 else set())
+        assert participation.unavailable(round_idx) == gone and everybody.unavailable(round_idx) == set()
+        drawn = [client for client in everybody.sample_on_time_clients(plan, round_idx)[0] if client not in gone]
+        assert participation.sample_on_time_clients(plan, round_idx) == (drawn, [])
 
 
 def test_only_a_swarm_misses():
-    swarm, asked = Swarm(dropout=0.3, missing={"4": [7]}), [(str(i), round) for i in range(10) for round in range(20)]
+    swarm, asked = (
+        Swarm(dropout=0.3, missing={"4": [7]}),
+        [(str(i), round_idx) for i in range(10) for round_idx in range(20)],
+    )
     missed = [one for one in asked if Participation(seed=5, swarm=swarm).misses_sync(*one)]
     assert missed == [one for one in asked if swarm.misses_sync(*one, 5)] and ("4", 7) in missed
     assert not any(Participation(seed=5).misses_sync(*one) for one in asked)

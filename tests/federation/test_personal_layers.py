@@ -31,13 +31,13 @@ def network():
 def by_hand(task, stream, own):
     """FedAvg of all entries but the clients' own: the server's state, and theirs."""
     server, kept = copy.deepcopy(task.state_dict()), {}
-    for round, current in enumerate(stream.plan.train):
+    for round_idx, current in enumerate(stream.plan.train):
         sums, total = {}, 0
         for client, rows in current.items():
             model, (x, y) = copy.deepcopy(task).train(), stream.get_samples(rows)
             model.load_state_dict({**server, **kept.get(client, {})})
             optimizer, batching = model.configure_optimizers(), BatchPlan(8, True, drop_last=True)
-            for indices in plan_batches(len(y), 1, batching, order_keys(0, [client], round)):
+            for indices in plan_batches(len(y), 1, batching, order_keys(0, [client], round_idx)):
                 optimizer.zero_grad()
                 cross_entropy(model(x[indices]), y[indices]).backward()
                 optimizer.step()

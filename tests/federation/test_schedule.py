@@ -62,7 +62,7 @@ def test_the_clock_depends_on_nothing_that_happened_before(plan):
     def timed(rounds):
         schedule = Deadline(Speeds(0.01, spread=0.8, variation=0.5), seconds=0.2, goal=3)
         begun(schedule, plan, participation=0.7)
-        return {round: schedule.round_timing(round) for round in rounds}
+        return {round_idx: schedule.round_timing(round_idx) for round_idx in rounds}
 
     rounds = range(plan.rounds)
     assert timed(rounds) == timed(reversed(rounds))

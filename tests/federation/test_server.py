@@ -30,16 +30,16 @@ def make_server(**kwargs):
     return FederatedServer(ClientStore(), **kwargs), nn.Linear(3, 2)
 
 
-def one_round(server, module, round=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
+def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
     """Two clients' round; what the module becomes, and the server's new state."""
     server.start_round(module, extra_tensors=extra)
     received, _ = server.download(["a", "b"])
     shift = {
-        name: torch.stack([torch.full_like(p, row + round) for row in range(2)])
+        name: torch.stack([torch.full_like(p, row + round_idx) for row in range(2)])
         for name, p in module.state_dict().items()
     }
     states = {name: value + server.state[name] for name, value in shift.items()}
-    client_rounds = [ClientRound(client, round, samples=n) for client, n in zip("ab", weights, strict=True)]
+    client_rounds = [ClientRound(client, round_idx, samples=n) for client, n in zip("ab", weights, strict=True)]
     assert server.upload(client_rounds, {**states, **sent}) == [True, True]
     for row, client in enumerate("ab"):
         server.save_client_state(client, {name: value[row] for name, value in {**states, **sent}.items()}, {})
@@ -64,7 +64,7 @@ def test_extra_entries_travel_and_come_together_as_all_others():
 def test_their_values_go_on_from_round_to_round_whatever_the_first_one_is():
     server, module = make_server()
     one_round(server, module)
-    received, result = one_round(server, module, round=1)
+    received, result = one_round(server, module, round_idx=1)
     assert received[0]["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert result["Method.counts"].tolist() == [12, 14, 0]
     server.start_fit(module, extra_tensors={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
@@ -78,8 +78,8 @@ def test_the_module_is_as_without_them_and_their_bytes_count():
     results = []
     for extra, sent in ((None, {}), (EXTRA, SENT)):
         server, module = make_server(server_optimizer=lambda params: torch.optim.Adam(params, lr=0.1))
-        for round in range(3):
-            one_round(server, module, round, extra, sent)
+        for round_idx in range(3):
+            one_round(server, module, round_idx, extra, sent)
         results.append((copy.deepcopy(module.state_dict()), server.record))
     assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in results[0][0])
     plain, more = (record for _, record in results)
@@ -177,8 +177,8 @@ def test_the_stream_gives_clients_their_numbers(fit, make_stream, make_task):
 def test_each_client_may_keep_its_own():
     server, module = make_server()
     extra = {"Method.own": (torch.zeros(1), "none")}
-    for round in range(2):
-        received, result = one_round(server, module, round, extra, {"Method.own": torch.tensor([[3.0], [4.0]])})
+    for round_idx in range(2):
+        received, result = one_round(server, module, round_idx, extra, {"Method.own": torch.tensor([[3.0], [4.0]])})
     assert [state["Method.own"].item() for state in received] == [3, 4] and result["Method.own"].item() == 0
 
 

@@ -25,7 +25,7 @@ def test_a_time_is_the_sum_of_its_parts():
 def test_what_is_drawn_depends_on_seed_client_and_round_alone():
     speeds = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
     again = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
-    asked = [(client, round) for client in "abc" for round in range(3)]
+    asked = [(client, round_idx) for client in "abc" for round_idx in range(3)]
     first = {key: speeds.seconds(*key, 4, 10, 100, 100) for key in asked}
     assert {key: again.seconds(*key, 4, 10, 100, 100) for key in reversed(asked)} == first
     assert len(set(first.values())) == len(asked)

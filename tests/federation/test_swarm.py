@@ -27,14 +27,14 @@ def same(left, right, tolerance=0.0):
     torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
 
 
-def local_training(task, state, stream, client, round, seed=0):
+def local_training(task, state, stream, client, round_idx, seed=0):
     """A client's local training, written by hand."""
     local = copy.deepcopy(task)
     local.load_state_dict(state)
-    x, y = stream.get_samples(stream.plan.train[round][client])
+    x, y = stream.get_samples(stream.plan.train[round_idx][client])
     optimizer = local.configure_optimizers()
     for indices in plan_batches(
-        len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+        len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round_idx)
     ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(local.model(x[indices]), y[indices]).backward()
@@ -45,13 +45,13 @@ def local_training(task, state, stream, client, round, seed=0):
 def by_hand(task, stream, missing, leaves=()):
     """The state after each round; ``missing`` names who is out of reach in which, ``leaves`` who leaves with which."""
     server, own, states = snapshot(task), {}, []
-    for round, current in enumerate(stream.plan.train):
+    for round_idx, current in enumerate(stream.plan.train):
         uploads = []
         for client in current:
-            if round >= dict(leaves).get(client, round + 1):
+            if round_idx >= dict(leaves).get(client, round_idx + 1):
                 continue
-            state, n = local_training(task, own.pop(client, server), stream, client, round)
-            if round in missing.get(client, ()):
+            state, n = local_training(task, own.pop(client, server), stream, client, round_idx)
+            if round_idx in missing.get(client, ()):
                 own[client] = state
             else:
                 uploads.append((n, state))
@@ -166,14 +166,14 @@ def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, ma
 
 def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
     swarm = Swarm(dropout=0.3)
-    misses = [[swarm.misses_sync(node, round, seed=0) for round in range(500)] for node in "ab"]
-    assert misses == [[Swarm(0.3).misses_sync(node, round, seed=0) for round in range(500)] for node in "ab"]
-    assert misses[0] != misses[1] != [swarm.misses_sync("b", round, seed=1) for round in range(500)]
+    misses = [[swarm.misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
+    assert misses == [[Swarm(0.3).misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
+    assert misses[0] != misses[1] != [swarm.misses_sync("b", round_idx, seed=1) for round_idx in range(500)]
     assert all(0.24 < np.mean(row) < 0.36 for row in misses)
-    assert not any(Swarm().misses_sync("a", round, seed=0) for round in range(100))
+    assert not any(Swarm().misses_sync("a", round_idx, seed=0) for round_idx in range(100))
     metrics, stream = ContinualMetrics(), make_stream(**STREAM)
     fit(make_task(), stream, [metrics], swarm=swarm, seed=5)
-    missed = [[c for c in stream.plan.clients if swarm.misses_sync(c, round, 5)] for round in range(6)]
+    missed = [[c for c in stream.plan.clients if swarm.misses_sync(c, round_idx, 5)] for round_idx in range(6)]
     assert [sorted(entry["missed"]) for entry in metrics.record["rounds"]] == missed
     assert any(missed) and not all(missed)
 

@@ -208,7 +208,7 @@ def test_so_it_is_of_several(fit):
 
     module = Reads(make)
     fit(module, stream_of(a=24, b=24))
-    assert module.seen == [(OneCycleLR, StepLR, round) for round in (0, 1) for _ in range(6)]
+    assert module.seen == [(OneCycleLR, StepLR, round_idx) for round_idx in (0, 1) for _ in range(6)]
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -34,9 +34,9 @@ SCHEDULES = {
 def by_hand(task, stream, make, every=1, epochs=2, schedule=None, frequency=1, by_round=None, clip=None):
     """FedAvg whose clients step after ``every`` batches and after their last one, and then step a schedule."""
     server, factor = copy.deepcopy(task.state_dict()), 1.0
-    for round in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.rounds):
         sums, total = {}, 0
-        for client, rows in stream.plan.train[round].items():
+        for client, rows in stream.plan.train[round_idx].items():
             local = copy.deepcopy(task)
             local.load_state_dict(server)
             optimizer = make(local.parameters())
@@ -44,7 +44,7 @@ def by_hand(task, stream, make, every=1, epochs=2, schedule=None, frequency=1, b
                 group["lr"] *= factor
             scheduler = schedule(optimizer) if schedule else None
             x, y = stream.get_samples(rows)
-            keys = order_keys(0, [client], round)
+            keys = order_keys(0, [client], round_idx)
             batches = plan_batches(len(y), epochs, BatchPlan(stream.batch_size, stream.shuffle), keys)
             steps = 0
             for number, chosen in enumerate(batches, 1):

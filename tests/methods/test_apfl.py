@@ -68,7 +68,7 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}
-    for round, current in enumerate(stream.plan.train):
+    for round_idx, current in enumerate(stream.plan.train):
         uploads = []
         for client, rows in current.items():
             local, own = copy.deepcopy(w), v[client]
@@ -76,7 +76,7 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
             personal = kept[client] if keep else own.configure_optimizers()
             x, y = stream.get_samples(rows)
             for indices in plan_batches(
-                len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(0, [client], round)
+                len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), order_keys(0, [client], round_idx)
             ):
                 a, mixed = alpha[client], copy.deepcopy(local)
                 for p, q, r in zip(mixed.parameters(), own.parameters(), local.parameters(), strict=True):

@@ -137,8 +137,8 @@ def test_tokens_are_as_many_as_tasks(fit):
     fit(task, stream, [DyToxTraining(0.2), Keep()], seed=0)
     order = [task.model.blocks.index(block) for block in stream.plan.tasks["0"]]
     assert sorted(order) == [0, 1, 2]
-    for round, state in enumerate(states):
-        learnt = order[: round // 2 + 1]
+    for round_idx, state in enumerate(states):
+        learnt = order[: round_idx // 2 + 1]
         assert (state["model.learnt"] > 0).nonzero()[:, 0].tolist() == sorted(learnt)
         changed = parts_changed(start, state)
         assert {name for name in changed if name.startswith(("tokens", "heads"))} == {
@@ -286,11 +286,11 @@ def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
     fit(make_task(), stream, [method, watch], local_epochs=3, seed=0)
     for client_round, epoch, y, _ in watch.steps:
         sizes.setdefault((client_round.client_id, client_round.round_idx), {}).setdefault(epoch, []).append(y)
-    for (_, round), epochs in sizes.items():
-        assert set(epochs) == ({0, 1, 2, 3, 4} if round in (3, 5) else {0, 1, 2})
-        if round in (3, 5):
+    for (_, round_idx), epochs in sizes.items():
+        assert set(epochs) == ({0, 1, 2, 3, 4} if round_idx in (3, 5) else {0, 1, 2})
+        if round_idx in (3, 5):
             tuned = torch.cat(epochs[3]).bincount(minlength=6)
-            seen = [label for block in stream.plan.tasks["0"][: round // 2 + 1] for label in block]
+            seen = [label for block in stream.plan.tasks["0"][: round_idx // 2 + 1] for label in block]
             assert tuned[seen].min() >= 0.5 * tuned[seen].max() and tuned[seen].sum() == tuned.sum()
 
 
@@ -309,8 +309,8 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     epochs = []
     monkeypatch.setattr(MethodDriver, "on_before_backward", watched)
     fit(make_task(), stream, [method], seed=0)
-    assert {same for round, epoch, same in epochs if round == 0 or epoch == 1} == {True}
-    assert {same for round, epoch, same in epochs if round and epoch == 0} == {False}
+    assert {same for round_idx, epoch, same in epochs if round_idx == 0 or epoch == 1} == {True}
+    assert {same for round_idx, epoch, same in epochs if round_idx and epoch == 0} == {False}
 
 
 def test_in_a_plain_trainer_the_last_epochs_are_balanced(train):

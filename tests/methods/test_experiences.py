@@ -146,7 +146,10 @@ def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejecte
         server, own = expected(stream, stream.plan.train.__getitem__, stream.plan.rounds)
         assert (server[0] == server[1]) == (delay > 0)
         more = 100 if delay else 0
-        assert counted(trainer, "Alone") == (server, {client: (now + more, all) for client, (now, all) in own.items()})
+        assert counted(trainer, "Alone") == (
+            server,
+            {client: (now + more, total) for client, (now, total) in own.items()},
+        )
 
 
 @pytest.mark.parametrize("experiences", [1, 4])

@@ -22,13 +22,13 @@ def by_hand(task, stream, drawn, alpha):
     """Algorithm 1 of the paper, with one gradient g of each client and h of the server, anew in each experience."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
     experiences = stream.plan.experiences[everyone[0]]
-    for round in range(stream.plan.rounds):
-        if round == 0 or experiences[round] != experiences[round - 1]:
+    for round_idx in range(stream.plan.rounds):
+        if round_idx == 0 or experiences[round_idx] != experiences[round_idx - 1]:
             h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended = []
-        for client in drawn(round):
-            x, y = stream.get_samples(stream.plan.train[round][client])
+        for client in drawn(round_idx):
+            x, y = stream.get_samples(stream.plan.train[round_idx][client])
             model = copy.deepcopy(task)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for rows in [*torch.arange(len(y)).split(8)] * 2:
@@ -52,7 +52,10 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
     options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [FedDyn(0.2)], **options)
     by_hand(
-        hand, stream, lambda round: trainer.strategy.federation.participation.expected_clients(stream.plan, round), 0.2
+        hand,
+        stream,
+        lambda round_idx: trainer.strategy.federation.participation.expected_clients(stream.plan, round_idx),
+        0.2,
     )
     assert_same(task, hand, 1e-5)
 

@@ -115,7 +115,7 @@ def test_clients_that_trained_keep_weights(fit):
     stream = make_stream(clients=3, batch_size=16)
     trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
     drawn_in = trainer.strategy.federation.participation.expected_clients
-    drawn = {client for round in range(2) for client in drawn_in(stream.plan, round)}
+    drawn = {client for round_idx in range(2) for client in drawn_in(stream.plan, round_idx)}
     assert {client for client in stream.plan.clients if trainer.strategy.server.client_store[client]} == drawn
     for client in drawn:
         memory = trainer.strategy.server.client_store.get_section(client, "FedKNOW")

@@ -84,10 +84,10 @@ def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
     server, plan = make_task().model, stream.plan
     own = {c: {"head": copy.deepcopy(server.head), "body": None, "memory": None} for c in plan.clients}
     changed = 0
-    for round, current in enumerate(plan.train):
+    for round_idx, current in enumerate(plan.train):
         trained, sizes = [], []
         for client, rows in current.items():
-            (x, y), client_round, state = stream.get_samples(rows), stream.client_round(client, round), own[client]
+            (x, y), client_round, state = stream.get_samples(rows), stream.client_round(client, round_idx), own[client]
             net = copy.deepcopy(server)
             net.head = copy.deepcopy(state["head"])
             body, head = parts(net)

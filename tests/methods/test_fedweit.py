@@ -276,8 +276,8 @@ def test_clients_that_are_not_drawn(fit):
     fit(task, make_stream(4, rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
     drawn = [set(now.log.trained) for now in watch.rounds]
     for end in (2, 5, 8):
-        for round in range(end - 2, end + 1):  # each may be the client's last one of the task
-            assert set(watch.rounds[round].log.upload_bytes) == drawn[round]
+        for round_idx in range(end - 2, end + 1):  # each may be the client's last one of the task
+            assert set(watch.rounds[round_idx].log.upload_bytes) == drawn[round_idx]
     for number, now in enumerate(watch.rounds[3:], 3):
         assert set(now.known) == set().union(*drawn[: number // 3 * 3])
     for client, kept in watch.rounds[-1].clients.items():
@@ -426,10 +426,10 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     fit(task, make_stream(), [method, watch], reductions={**OWN, "model.net.body.*weight": "mean"})
     stream = make_stream()
     stream.setup("fit")
-    for client, round, first, mask in begun:
-        assert first == (round % 2 == 0)
-        if round:
-            before = watch.rounds[round - 1].clients[client]["model"]["model.tasks.0.mask"]
+    for client, round_idx, first, mask in begun:
+        assert first == (round_idx % 2 == 0)
+        if round_idx:
+            before = watch.rounds[round_idx - 1].clients[client]["model"]["model.tasks.0.mask"]
             assert torch.equal(mask, before)  # it goes on
     model = task.model
     for client in "012":

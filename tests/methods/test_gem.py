@@ -98,16 +98,16 @@ def data(labels, first=0):
     return [torch.arange(first, first + len(y)).float()[:, None], y]
 
 
-def client_in(memory=None, round=0, experience=0):
-    return Client(memory or {}, {}, ClientRound("a", round, experience))
+def client_in(memory=None, round_idx=0, experience=0):
+    return Client(memory or {}, {}, ClientRound("a", round_idx, experience))
 
 
 def test_a_task_keeps_the_samples_of_its_newest_round():
     memory, rng = {}, generator()
-    for round, (experience, part) in enumerate(
+    for round_idx, (experience, part) in enumerate(
         [(0, data([0, 1] * 10)), (0, data([0, 1] * 10, 20)), (2, data([2] * 40, 40))]
     ):
-        memory = add_task_memory(client_in(memory, round, experience), part, 0.1, rng)
+        memory = add_task_memory(client_in(memory, round_idx, experience), part, 0.1, rng)
     assert memory["task"].tolist() == [0, 0, 2, 2, 2, 2] and memory["y"].tolist() == [0, 1, 2, 2, 2, 2]
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
     (x, y), *others = past_tasks(Client(memory, {}, ClientRound("a", 2, experience_idx=2)))
@@ -139,10 +139,10 @@ def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_s
     drawn = trainer.strategy.federation.participation.expected_clients
     for client in "abc":
         memory = trainer.strategy.server.client_store.get_section(client, "GEM")
-        trained = [round for round in range(4) if client in drawn(stream.plan, round)]
-        assert set(memory.get("task", torch.zeros(0)).tolist()) == {round // 2 for round in trained}
-        for round in trained:
-            client_round = stream.client_round(client, round)
+        trained = [round_idx for round_idx in range(4) if client in drawn(stream.plan, round_idx)]
+        assert set(memory.get("task", torch.zeros(0)).tolist()) == {round_idx // 2 for round_idx in trained}
+        for round_idx in trained:
+            client_round = stream.client_round(client, round_idx)
             expected = [count / 5 for count in client_round.labels.bincount(minlength=4).tolist()]
             kept = memory["y"][memory["task"] == client_round.experience_idx].bincount(minlength=4).tolist()
             assert all(abs(left - right) < 1 for left, right in zip(kept, expected, strict=True))

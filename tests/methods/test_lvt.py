@@ -239,8 +239,8 @@ def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit
     drawn = trainer.strategy.federation.participation.expected_clients
     for client in "01":
         memory = trainer.strategy.server.client_store.get_section(client, "LVTMethod")
-        rounds = [round for round in range(4) if client in drawn(stream.plan, round)]
-        tasks = sorted({stream.plan.experiences[client][round] for round in rounds})
+        rounds = [round_idx for round_idx in range(4) if client in drawn(stream.plan, round_idx)]
+        tasks = sorted({stream.plan.experiences[client][round_idx] for round_idx in rounds})
         if not tasks:
             assert not memory
             continue

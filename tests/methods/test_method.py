@@ -237,14 +237,14 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
 
     stream, rounds = make_stream(rounds_per_experience=3, samples_per_round=8), []
     stream.setup("fit")
-    for round in poisoned:
-        rows = stream.plan.train[round]["1"]
+    for round_idx in poisoned:
+        rows = stream.plan.train[round_idx]["1"]
         stream.samples.x[torch.from_numpy(rows[: int(share * len(rows))])] = float("nan")
     method = method(**({"integrate_last": True} if issubclass(method, FedViT) else {}))
     options = {"reductions": {"model.head.*": "none"}, "participation": participation, "seed": 1}
     trainer = fit(make_task(model=with_head(type(method))), stream, [method, Log()], **options)
     assert ("1" in rounds[2][1]) == (participation == 1.0)
-    assert all("1" in rounds[round][round in poisoned] for round in (0, 1))
+    assert all("1" in rounds[round_idx][round_idx in poisoned] for round_idx in (0, 1))
     assert sum("1" in trained for trained, _ in rounds[3:]) >= 2 and not any(dropped for _, dropped in rounds[3:])
     memory = trainer.strategy.server.client_store["1"][type(method).__name__]
     assert all(value.isfinite().all() for value in memory.values())

@@ -45,16 +45,16 @@ def fedip(adapt):
         size = reservoir.features
         gain = np.ones(size) if gain is None else gain
         bias = np.zeros(size) if bias is None else bias
-        for round in rounds:
+        for round_idx in rounds:
             states, weights = [], []
-            for client, own_rows in stream.plan.train[round].items():
+            for client, own_rows in stream.plan.train[round_idx].items():
                 x, y = stream.get_samples(own_rows)
                 remembered = (buffers or {}).get(client, x[:0])
                 plan = plan_batches(
                     len(y),
                     method.epochs,
                     BatchPlan(8, stream.shuffle),
-                    order_keys(0, [client], round),
+                    order_keys(0, [client], round_idx),
                     len(remembered),
                 )
                 own, x = (gain, bias), torch.cat([x, remembered])
@@ -238,14 +238,14 @@ def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, 
         assert resumed == record and again.readout.beta == whole.readout.beta
 
 
-@pytest.mark.parametrize("round", [1, 2, 4])
+@pytest.mark.parametrize("round_idx", [1, 2, 4])
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
-    fit, make_series_stream, make_reservoir_task, round, cohort_size
+    fit, make_series_stream, make_reservoir_task, round_idx, cohort_size
 ):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == round and batch_idx == 1:
+            if trainer.current_epoch == round_idx and batch_idx == 1:
                 raise RuntimeError("stopped")
 
     def run(callbacks, **kwargs):
@@ -257,10 +257,10 @@ def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
             assert str(error) == "stopped"
         return task
 
-    cut, before = run([Stop()]), run([], max_epochs=round)
+    cut, before = run([Stop()]), run([], max_epochs=round_idx)
     for name in ("reservoir.gain", "reservoir.bias", "readout.weight"):
         assert torch.equal(cut.state_dict()[name], before.state_dict()[name]), name
-    if round != 2:  # where a readout round begins, the statistics of the reservoir before are given up
+    if round_idx != 2:  # where a readout round begins, the statistics of the reservoir before are given up
         assert all(torch.equal(value, before.state_dict()[name]) for name, value in cut.state_dict().items())
 
 

@@ -32,9 +32,9 @@ def numbers(memory):
 def learn(method, parts, seed=0, experiences=None):
     """The memory after some rounds, an experience each unless told otherwise."""
     memory, rng, module = {}, generator(seed), Reader()
-    for round, part in enumerate(parts):
-        experience = round if experiences is None else experiences[round]
-        client = Client(memory, client_round=ClientRound("a", round, experience), module=module, generator=rng)
+    for round_idx, part in enumerate(parts):
+        experience = round_idx if experiences is None else experiences[round_idx]
+        client = Client(memory, client_round=ClientRound("a", round_idx, experience), module=module, generator=rng)
         ends = method.update_client_state if method.update == "round" else method.end_experience
         memory = ends(client, module.state_dict(), part)
     return memory
@@ -98,10 +98,10 @@ def test_reservoir_is_uniform_over_all_that_passed(policy):
 @pytest.mark.parametrize(("share", "size"), [(0.25, 10), (0.05, 2), (1.0, 40), (0.001, 1), (1, 1)])
 def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
     method, memory = Replay(share, policy, "round"), {}
-    for round in range(4):
-        client_round = ClientRound("a", round, 0, samples=10, num_stream_samples=40)
+    for round_idx in range(4):
+        client_round = ClientRound("a", round_idx, 0, samples=10, num_stream_samples=40)
         memory = method.update_client_state(
-            Client(memory, client_round=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round)
+            Client(memory, client_round=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round_idx)
         )
     assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
 
@@ -114,9 +114,12 @@ def test_a_share_needs_a_stream(make_task, samples, train):
 def test_update_joins_samples_after_the_round_or_the_experience():
     for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
         method, memory = Replay(100, "reservoir", update), {}
-        for round, size in enumerate(sizes):
-            client_round = ClientRound("a", round, round // 2, is_last_round=round % 2 == 1)
-            client, samples = Client(memory, client_round=client_round, generator=generator()), data([0] * 4, 4 * round)
+        for round_idx, size in enumerate(sizes):
+            client_round = ClientRound("a", round_idx, round_idx // 2, is_last_round=round_idx % 2 == 1)
+            client, samples = (
+                Client(memory, client_round=client_round, generator=generator()),
+                data([0] * 4, 4 * round_idx),
+            )
             client.method_state = memory = method.update_client_state(client, {}, samples)
             if client_round.is_last_round:
                 memory = method.end_experience(client, {}, samples)
@@ -246,7 +249,7 @@ def test_selection_equals_that_of_the_buffer_of_avalanche(policy, buffer, max_si
     draw = generator(max_size)
     for classes in ([0, 1, 2], [8, 1, 16, 3], [31, 7, 15, 23, 2]):
         labels = [[classes[i] for i in torch.randint(len(classes), (9,), generator=draw)] for _ in range(4)]
-        parts = [data(own, 9 * round) for round, own in enumerate(labels)]
+        parts = [data(own, 9 * round_idx) for round_idx, own in enumerate(labels)]
         ours = learn(Replay(max_size, policy, "round"), parts)
         theirs = learn(Replay(buffer=getattr(avalanche(), buffer)(max_size), update="round"), parts)
         assert list(ours) == list(theirs) and 0 < len(ours["y"]) <= max_size
@@ -356,7 +359,7 @@ def test_dicts_are_remembered(fit, policy):
     stream = FederatedStream(Sentences(), ClassIncremental(2), IID(2), batch_size=100, seed=0)
     task = Reader()
     trainer = fit(task, stream, [Replay(6, policy)], seed=0)
-    own = [len(stream.plan.train[round][client]) for round in (0, 1) for client in "01"]
+    own = [len(stream.plan.train[round_idx][client]) for round_idx in (0, 1) for client in "01"]
     assert [size for _, size in task.sizes] == [own[0], own[1], own[2] + 6, own[3] + 6]
     for client in "01":
         memory = trainer.strategy.server.client_store[client]["Replay"]

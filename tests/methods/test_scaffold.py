@@ -38,13 +38,13 @@ def by_hand(task, stream, drawn, every=1, momentum=0.0):
     """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
-    for round in range(stream.plan.rounds):
-        if round % 3 == 0:
+    for round_idx in range(stream.plan.rounds):
+        if round_idx % 3 == 0:
             c, own = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended, change = [], dict.fromkeys(names, 0.0)
-        for client in drawn(round):
-            x, y = stream.get_samples(stream.plan.train[round][client])
+        for client in drawn(round_idx):
+            x, y = stream.get_samples(stream.plan.train[round_idx][client])
             model = copy.deepcopy(task)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
             batches = [rows for _ in range(2) for rows in torch.arange(len(y)).split(8)]
@@ -78,7 +78,7 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
     options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [SCAFFOLD()], trainer_args={"accumulate_grad_batches": every}, **options)
     plan, who = stream.plan, trainer.strategy.federation.participation
-    c, own = by_hand(hand, stream, lambda round: who.expected_clients(plan, round), every, momentum)
+    c, own = by_hand(hand, stream, lambda round_idx: who.expected_clients(plan, round_idx), every, momentum)
     assert_same(task, hand, 1e-5)
     kept, store = trainer.strategy.server.get_section("SCAFFOLD"), trainer.strategy.server.client_store
     for name, expected in c.items():
@@ -97,7 +97,7 @@ def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
     trainer = fit(task, stream, [SCAFFOLD()], cohort_size=size, local_epochs=2, **UNIFORM)
     trained = [[client for client, rows in each.items() if len(rows)] for each in stream.plan.train]
     assert len({*itertools.chain(*trained)}) > min(map(len, trained))  # somebody has no samples of an experience
-    by_hand(hand, stream, lambda round: trained[round])
+    by_hand(hand, stream, lambda round_idx: trained[round_idx])
     assert_same(task, hand, 1e-5)
     variates = strip_prefix(trainer.strategy.server.get_section("SCAFFOLD"), "c")
     assert max(float(c.norm()) for c in variates.values()) > 1e-3

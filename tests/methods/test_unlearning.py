@@ -38,8 +38,8 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
     # Every client's samples of a round are drawn from its own alone, so that the others do not depend on who is there.
     stream.setup("fit")
     order = {str(c): np.flatnonzero(owner[chosen] == c) for c in clients}
-    for round, current in enumerate(stream.plan.train):
-        current.update({c: rows[round * steps : (round + 1) * steps] for c, rows in order.items()})
+    for round_idx, current in enumerate(stream.plan.train):
+        current.update({c: rows[round_idx * steps : (round_idx + 1) * steps] for c, rows in order.items()})
     task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3, share=share, symmetric=symmetric).double()
     trainer = fit(task, stream, callbacks, seed=0, **kwargs)
     return task, trainer

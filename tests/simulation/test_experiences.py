@@ -83,7 +83,7 @@ def numbers(memory):
 
 def numbers_in(stream, client, rounds):
     """Return the numbers of the samples that a client trained on in some rounds, each once, ascending."""
-    rows = [stream.plan.train[round].get(client, np.zeros(0, dtype=np.int64)) for round in rounds]
+    rows = [stream.plan.train[round_idx].get(client, np.zeros(0, dtype=np.int64)) for round_idx in rounds]
     taken = stream.get_samples(np.unique(np.concatenate([*rows, np.zeros(0, dtype=np.int64)])))
     return sorted(taken[0][:, 0].int().tolist())
 
@@ -91,7 +91,7 @@ def numbers_in(stream, client, rounds):
 def rounds_of(trainer, stream, client):
     """Return the rounds in which a client was sampled."""
     drawn = trainer.strategy.federation.participation.expected_clients
-    return [round for round in range(stream.plan.rounds) if client in drawn(stream.plan, round)]
+    return [round_idx for round_idx in range(stream.plan.rounds) if client in drawn(stream.plan, round_idx)]
 
 
 @pytest.mark.seconds
@@ -152,15 +152,15 @@ def test_results_are_computed_once_with_full_participation(fit, make, make_task)
     for participation, expected in ((1.0, 8), (0.5, 16)):
         seen, stream = [], make()
         fit(small(make_task), stream, [Counts()], participation=participation, local_epochs=1)
-        seen = [(client, round) for client, round in seen if client in stream.plan.clients]  # without the trial
+        seen = [(client, round_idx) for client, round_idx in seen if client in stream.plan.clients]  # without the trial
         assert len(seen) == len(set(seen)) == expected
 
 
 class Stop(Callback):
     """Stops a fit after a round."""
 
-    def __init__(self, round):
-        self.round = round
+    def __init__(self, round_idx):
+        self.round = round_idx
 
     def on_train_epoch_end(self, trainer, pl_module):
         trainer.should_stop = trainer.should_stop or trainer.current_epoch == self.round
@@ -209,8 +209,8 @@ def test_client_whose_last_upload_is_dropped_keeps_the_experience(fit, make, mak
 def moments(stream, task, states):
     """Return the number of samples and the sum of their features of each class, from the clients' own states."""
     sums = torch.zeros(4, 6, dtype=torch.float64)
-    for (client, round), state in states.items():
-        x, y = stream.get_samples(stream.plan.train[round][client])
+    for (client, round_idx), state in states.items():
+        x, y = stream.get_samples(stream.plan.train[round_idx][client])
         features = embeddings(task, state, x).double()
         for label in range(4):
             chosen = features[y == label]
@@ -236,9 +236,9 @@ def test_server_has_the_moments_of_all_samples_that_clients_trained_on(fit, make
     task = make_task()
     trainer = fit(task, stream, [CCVR(samples=8), own], participation=participation, local_epochs=1)
     latest = {}
-    for (client, round), state in own.states.items():  # in the order of the rounds
-        key = (client, round) if kind == "Online" else (client, stream.plan.experiences[client][round])
-        latest[key] = (client, round), state
+    for (client, round_idx), state in own.states.items():  # in the order of the rounds
+        key = (client, round_idx) if kind == "Online" else (client, stream.plan.experiences[client][round_idx])
+        latest[key] = (client, round_idx), state
     expected = moments(stream, task, dict(latest.values()))
     found = trainer.strategy.server.get_section("CCVR")["sums"]
     assert torch.equal(found[:, 0], expected[:, 0]) and found[:, 0].sum() > 0

@@ -138,10 +138,10 @@ def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_loo
     listens, task = Listens(), make_task()
     before = torch.cat([p.flatten() for p in task.parameters()]).clone()
     fit(task, make_stream(experiences=1, clients=3, rounds_per_experience=2), [listens], cohort_size=3)
-    assert listens.rounds == [0, 1] and [round for round, _ in listens.seen] == [0, 0, 0, 1, 1, 1]
+    assert listens.rounds == [0, 1] and [round_idx for round_idx, _ in listens.seen] == [0, 0, 0, 1, 1, 1]
     states = {tuple(state.tolist()) for _, state in listens.seen}
     assert len(states) == (6 if looks else 2)
-    assert all(torch.equal(state, before) is not looks for round, state in listens.seen if round == 0)
+    assert all(torch.equal(state, before) is not looks for round_idx, state in listens.seen if round_idx == 0)
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])

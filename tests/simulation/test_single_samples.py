@@ -240,7 +240,8 @@ def test_skipped_last_round_of_an_experience_keeps_the_result_of_the_earlier_rou
     stream.plan = replace(stream.plan, train=(first, {**second, "b": second["b"][:1]}, *others))
     trainer = fit(BatchNorm(), stream, [Replay(9)], participation=participation, max_epochs=3, seed=1)
     drawn = [
-        trainer.strategy.federation.participation.sample_on_time_clients(stream.plan, round)[0] for round in range(2)
+        trainer.strategy.federation.participation.sample_on_time_clients(stream.plan, round_idx)[0]
+        for round_idx in range(2)
     ]
     assert "b" not in drawn[1]
     for client in sizes:

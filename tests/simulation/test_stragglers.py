@@ -72,7 +72,7 @@ def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu
     weights = [p.detach().clone() for p in net.parameters()]
     under_way = {client: (time, [w.clone() for w in weights]) for client, time in seconds.items()}
     born, now, told = dict.fromkeys(seconds, 0), 0.0, []
-    for round in range(rounds):
+    for round_idx in range(rounds):
         steps, buffer = [torch.zeros_like(w) for w in weights], []
         while len(buffer) < buffer_size:
             client = min(under_way, key=lambda one: under_way[one][0])
@@ -85,14 +85,14 @@ def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu
                 away = sum(((p - w) ** 2).sum() for p, w in zip(net.parameters(), start, strict=True))
                 (F.cross_entropy(net(x), y) + mu / 2 * away).backward()
                 optimizer.step()
-            buffer.append((client, round - born[client]))
-            scale, share = (1 + round - born[client]) ** -exponent, len(data[client][0][1])
+            buffer.append((client, round_idx - born[client]))
+            scale, share = (1 + round_idx - born[client]) ** -exponent, len(data[client][0][1])
             for step, parameter, value in zip(steps, net.parameters(), start, strict=True):
                 step += share * scale * (parameter.detach() - value)
         total = sum(len(data[client][0][1]) for client, _ in buffer)
         weights = [w + server * step / total for w, step in zip(weights, steps, strict=True)]
         for client, _ in buffer:
-            under_way[client], born[client] = (now + seconds[client], [w.clone() for w in weights]), round + 1
+            under_way[client], born[client] = (now + seconds[client], [w.clone() for w in weights]), round_idx + 1
         told.append((sorted(client for client, _ in buffer), {c: age for c, age in buffer if age}, now))
     return weights, told
 
@@ -209,9 +209,9 @@ def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, 
     ends = set()
     for experience in range(2):
         rounds = range(4 * experience, 4 * experience + 4)
-        last = {client: round for round, client in watch.trained if round in rounds}
+        last = {client: round_idx for round_idx, client in watch.trained if round_idx in rounds}
         tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["own"]]
-        assert {client: round for client, round in tested if round in rounds} == last
+        assert {client: round_idx for client, round_idx in tested if round_idx in rounds} == last
         ends |= {*last.values()}
     assert len(ends) > 2  # not all in the experiences' last rounds
 
@@ -264,9 +264,9 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
     watch, stream = Watch(), make_stream(clients=3, samples=300)
     schedule = Deadline(Speeds(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=7))
     fit(make_task(), stream, [watch], schedule=schedule, compression=TopK(0.25), local_epochs=2, seed=5)
-    for round, record in enumerate(watch.rounds):
+    for round_idx, record in enumerate(watch.rounds):
         up, down = record.upload_bytes, record.download_bytes
-        samples = {client: len(rows) for client, rows in stream.plan.train[round].items()}
+        samples = {client: len(rows) for client, rows in stream.plan.train[round_idx].items()}
         times = [7 + 2 * 0.25 * samples[c] + down[c] / 1000 + up[c] / 100 for c in samples]
         assert record.simulated_seconds == pytest.approx(max(times), abs=1e-8)
         assert max(up.values()) < max(down.values())

@@ -32,13 +32,13 @@ def snapshot(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def local_training(task, stream, client, round, epochs, seed=0):
+def local_training(task, stream, client, round_idx, epochs, seed=0):
     """A client's local training, written by hand."""
-    x, y = stream.get_samples(stream.plan.train[round][client])
+    x, y = stream.get_samples(stream.plan.train[round_idx][client])
     optimizer = task.configure_optimizers()
     task.train()
     for indices in plan_batches(
-        len(y), epochs, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+        len(y), epochs, BatchPlan(stream.batch_size, stream.shuffle), order_keys(seed, [client], round_idx)
     ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(task.model(x[indices]), y[indices]).backward()
@@ -49,12 +49,12 @@ def local_training(task, stream, client, round, epochs, seed=0):
 def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None, seed=0):
     """FedAvg, written by hand."""
     server = snapshot(task)
-    for round in range(rounds):
+    for round_idx in range(rounds):
         total, sums = 0.0, None
-        for client in choose(round) if choose else stream.plan.train[round]:
+        for client in choose(round_idx) if choose else stream.plan.train[round_idx]:
             local = copy.deepcopy(task)
             local.load_state_dict(server)
-            state, n = local_training(local, stream, client, round, epochs, seed)
+            state, n = local_training(local, stream, client, round_idx, epochs, seed)
             w = weight(client, n)
             sums = {name: (sums[name] if sums else 0) + w * value.double() for name, value in state.items()}
             total += w
@@ -106,7 +106,7 @@ def test_participants_alone_are_averaged(fit, make_stream, make_task):
     start = copy.deepcopy(task)
     fit(task, stream, participation=0.5, cohort_size=1, seed=7)
     chosen = partial(Participation(0.5, 7).sample_clients, stream.plan)
-    assert equal(task.state_dict(), fedavg(start, stream, 1, 2, choose=lambda round: chosen(round)[0], seed=7))
+    assert equal(task.state_dict(), fedavg(start, stream, 1, 2, choose=lambda round_idx: chosen(round_idx)[0], seed=7))
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task
     assert len(servers) == 4 and all(equal(server, start.state_dict()) for server in servers)
     for client in stream.plan.clients:
         alone = copy.deepcopy(start)
-        for round in range(4):
-            local_training(alone, stream, client, round, 1)
+        for round_idx in range(4):
+            local_training(alone, stream, client, round_idx, 1)
         kept = trainer.strategy.server.client_store[client]["model"]
         assert kept.keys() == alone.state_dict().keys()
         assert close(kept, alone.state_dict(), 0 if cohort_size == 1 else 1e-5)
@@ -239,12 +239,12 @@ def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, red
     task, stream, records = make_task(), make_stream(), Records()
     start, server = copy.deepcopy(task), snapshot(task)
     fit(task, stream, [records], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
-    for round in range(2):  # each client trains the head too, from the server's
+    for round_idx in range(2):  # each client trains the head too, from the server's
         states = []
-        for client in stream.plan.train[round]:
+        for client in stream.plan.train[round_idx]:
             local = copy.deepcopy(start)
             local.load_state_dict(server)
-            states.append(local_training(local, stream, client, round, 1))
+            states.append(local_training(local, stream, client, round_idx, 1))
         total = sum(n for _, n in states)
         means = {name: sum(n * s[name].double() for s, n in states) / total for name in server}
         server |= {name: value.float() for name, value in means.items() if not name.startswith("model.3.")}
@@ -271,7 +271,9 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
     task, stream, poison = make_task(), make_stream(), Poison()
     start = copy.deepcopy(task)
     fit(task, stream, [poison], cohort_size=1, seed=0)
-    expected = fedavg(start, stream, 1, 2, choose=lambda round: [c for c in stream.plan.train[round] if c != "1"])
+    expected = fedavg(
+        start, stream, 1, 2, choose=lambda round_idx: [c for c in stream.plan.train[round_idx] if c != "1"]
+    )
     assert equal(task.state_dict(), expected)
     assert all(set(record.dropped) == {"1"} and "1" not in record.upload_bytes for record in poison.rounds)
     assert "not finite: model.1.weight" in poison.rounds[0].dropped["1"]

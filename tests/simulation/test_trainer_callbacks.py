@@ -124,8 +124,8 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
             seen.append((trainer.current_epoch, batch_idx + 1, self.total_train_batches))
 
     fit(make_task(), make_stream(), [Own()], trainer_args={"enable_progress_bar": True}, cohort_size=cohort_size)
-    for round in (0, 1):
-        counts = [(done, total) for epoch, done, total in seen if epoch == round]
+    for round_idx in (0, 1):
+        counts = [(done, total) for epoch, done, total in seen if epoch == round_idx]
         assert counts == [(n + 1, len(counts)) for n in range(len(counts))]
 
 

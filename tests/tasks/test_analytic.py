@@ -217,10 +217,10 @@ def test_moments_come_to_the_papers_estimate(fit, symmetric):
 
     trainer = fit(task, stream, [Moments()])
     b = np.zeros((FEATURES, FEATURES))
-    for round in range(2):
-        sums = np.concatenate([s for number, s, _ in sent if number == round])
-        counts = np.concatenate([n for number, _, n in sent if number == round])
-        assert counts.sum() == sum(map(len, stream.plan.train[round].values()))
+    for round_idx in range(2):
+        sums = np.concatenate([s for number, s, _ in sent if number == round_idx])
+        counts = np.concatenate([n for number, _, n in sent if number == round_idx])
+        assert counts.sum() == sum(map(len, stream.plan.train[round_idx].values()))
         for c in range(4):
             n, k = counts[:, c].sum(), (counts[:, c] > 0).sum()
             if n == 0:
@@ -278,8 +278,8 @@ class Absent(L.Callback):
 
     def on_fit_start(self, trainer, pl_module):
         for client, rounds in self.rounds.items():
-            for round in rounds:
-                trainer.datamodule.plan.train[round].pop(client, None)
+            for round_idx in rounds:
+                trainer.datamodule.plan.train[round_idx].pop(client, None)
 
 
 @pytest.mark.seconds
@@ -289,9 +289,9 @@ def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
     methods = Unlearning({"7": 6}), Absent({"7": range(10)})
     for task, method, watch in zip(tasks, methods, weights, strict=True):
         fit(task, streamed(data, clients=50, experiences=10), [method, watch])
-    for round, (forgotten, never) in enumerate(zip(*(watch.after for watch in weights), strict=True)):
+    for round_idx, (forgotten, never) in enumerate(zip(*(watch.after for watch in weights), strict=True)):
         same = bool((forgotten - never).abs().max() < 1e-9 * never.abs().max())
-        assert same == (round >= 6), round
+        assert same == (round_idx >= 6), round_idx
     assert int(tasks[0].readout.n) == int(tasks[1].readout.n) < 2000
 
 

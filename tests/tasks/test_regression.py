@@ -55,15 +55,15 @@ def regressor(outputs=2, kind=Regressor, lr=0.05):
 
 def fedavg(task, stream):
     server = copy.deepcopy(task.state_dict())
-    for round in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.rounds):
         sums, total = {}, 0
-        for client, rows in stream.plan.train[round].items():
+        for client, rows in stream.plan.train[round_idx].items():
             local = copy.deepcopy(task)
             local.load_state_dict(server)
             optimizer = local.configure_optimizers()
             x, y = stream.get_samples(rows)
             y = y[:, None] if y.dim() == 1 else y
-            keys = order_keys(0, [client], round)
+            keys = order_keys(0, [client], round_idx)
             for chosen in plan_batches(len(y), 1, BatchPlan(stream.batch_size, stream.shuffle), keys):
                 optimizer.zero_grad()
                 ((local.model(x[chosen]) - y[chosen]) ** 2).mean().backward()

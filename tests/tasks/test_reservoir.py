@@ -139,12 +139,12 @@ def test_averaged_readouts_are_the_mean_of_each_clients_own(
     stream, watch = make_series_stream(4, increments), Watch()
     task = make_reservoir_task(share="weights", symmetric=symmetric)
     fit(task, stream, [watch], cohort_size=cohort_size)
-    for round in range(increments):  # a client's own statistics go on from round to round
-        sizes = {client: len(rows) for client, rows in stream.plan.train[round].items()}
+    for round_idx in range(increments):  # a client's own statistics go on from round to round
+        sizes = {client: len(rows) for client, rows in stream.plan.train[round_idx].items()}
         assert len(set(sizes.values())) > 1
-        own = [centralized(by_numpy, task, *seen(stream, round + 1, client)) for client in sizes]
+        own = [centralized(by_numpy, task, *seen(stream, round_idx + 1, client)) for client in sizes]
         expected = np.average(own, axis=0, weights=list(sizes.values()))
-        np.testing.assert_allclose(watch.weights[round], expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(watch.weights[round_idx], expected, rtol=0, atol=1e-9)
     assert np.abs(expected - centralized(by_numpy, task, *seen(stream))).max() > 1e-3
 
 

@@ -350,15 +350,15 @@ def random_albumentations(client: int) -> Dataset:
 def test_random_transforms_of_library_depend_on_client_and_round_only(make):
     """They do not depend on the processes that read, or on the other clients."""
 
-    def read(clients: str, round: int, num_workers: int = 0) -> torch.Tensor:
+    def read(clients: str, round_idx: int, num_workers: int = 0) -> torch.Tensor:
         data = {name: make(int(name)) for name in clients}
         split = Split(test=0.0)
         stream = FederatedStream(data, Stationary(2), split=split, num_workers=num_workers, seed=0)
         stream.setup("fit")
-        request = BatchRequest.keyed(stream.plan.train[round]["1"], 0, "1", round, 0)
+        request = BatchRequest.keyed(stream.plan.train[round_idx]["1"], 0, "1", round_idx, 0)
         (batch,) = stream.read_batches([request])
         return torch.as_tensor(batch["x"] if isinstance(batch, dict) else batch[0])
 
-    first = read("1", round=0)
-    assert torch.equal(first, read("01", round=0)) and torch.equal(first, read("01", round=0, num_workers=1))
-    assert not torch.equal(first, read("1", round=1))
+    first = read("1", round_idx=0)
+    assert torch.equal(first, read("01", round_idx=0)) and torch.equal(first, read("01", round_idx=0, num_workers=1))
+    assert not torch.equal(first, read("1", round_idx=1))

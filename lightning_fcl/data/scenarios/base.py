@@ -174,7 +174,7 @@ class Plan:
         if tasks is None:
             return self.rounds
         ways = set(self.experiences.values())
-        return sum(any(numbers[round] < tasks for numbers in ways) for round in range(self.rounds))
+        return sum(any(numbers[round_idx] < tasks for numbers in ways) for round_idx in range(self.rounds))
 
 
 @dataclass(frozen=True)

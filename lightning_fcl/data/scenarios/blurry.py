@@ -147,10 +147,10 @@ class Online(Scenario):
         train: list[dict[str, IntArray]] = [{} for _ in plan.train]
         for client_idx, client in enumerate(plan.clients):
             for experience, numbers in _runs(plan.experiences[client]):
-                rounds = [round for round in numbers if client in plan.train[round]]
+                rounds = [round_idx for round_idx in numbers if client in plan.train[round_idx]]
                 if not rounds:
                     continue
-                rows = np.unique(np.concatenate([plan.train[round][client] for round in rounds]))
+                rows = np.unique(np.concatenate([plan.train[round_idx][client] for round_idx in rounds]))
                 rows = np.random.default_rng([seed, 9, client_idx, experience]).permutation(rows)
                 for round_idx, round_rows in zip(rounds, np.array_split(rows, len(rounds)), strict=True):
                     if len(round_rows):
@@ -205,7 +205,7 @@ class Staggered(Scenario):
             numbers = np.full(len(train), runs[0][0])
             rows = [EMPTY] * len(train)
             for (experience, rounds), late in zip(runs, np.sort(draws).tolist(), strict=True):
-                task_rows = [plan.train[round].get(client, EMPTY) for round in rounds]
+                task_rows = [plan.train[round_idx].get(client, EMPTY) for round_idx in rounds]
                 begin, end = rounds[0] + late, rounds[-1] + late + 1
                 numbers[begin:] = experience
                 rows[begin:end] = task_rows
@@ -255,6 +255,6 @@ def _runs(experiences: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 def _without_empty_rounds(
     plan: Plan, train: Sequence[dict[str, IntArray]], experiences: Mapping[str, tuple[int, ...]]
 ) -> Plan:
-    round_indices = [round for round, current in enumerate(train) if current]
-    numbers = {client: tuple(own[round] for round in round_indices) for client, own in experiences.items()}
-    return replace(plan, train=tuple(train[round] for round in round_indices), experiences=numbers)
+    round_indices = [round_idx for round_idx, current in enumerate(train) if current]
+    numbers = {client: tuple(own[round_idx] for round_idx in round_indices) for client, own in experiences.items()}
+    return replace(plan, train=tuple(train[round_idx] for round_idx in round_indices), experiences=numbers)

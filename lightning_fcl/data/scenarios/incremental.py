@@ -269,7 +269,9 @@ def make_plan(
             client: samples[: num_rounds * number].reshape(num_rounds, number)
             for client, samples in client_samples.items()
         }
-        train += [{client: _ascending(own[round]) for client, own in pieces.items()} for round in range(num_rounds)]
+        train += [
+            {client: _ascending(own[round_idx]) for client, own in pieces.items()} for round_idx in range(num_rounds)
+        ]
     shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
     return Plan(
         train=with_history(train, scenario.history),

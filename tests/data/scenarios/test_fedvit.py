@@ -199,12 +199,14 @@ def test_the_stream_hands_over_its_parts_and_its_seed(plan):
 
 def test_turns_name_the_block_of_the_clients_task(plan):
     stream = prepared()
-    for client, round in (("0", 0), ("0", 10), ("13", 99)):
-        client_round = stream.client_round(client, round)
-        assert client_round.experience_idx == round // 10 and client_round.is_last_round == (round % 10 == 9)
-        assert client_round.task_classes == plan.task_classes[client][round // 10]
+    for client, round_idx in (("0", 0), ("0", 10), ("13", 99)):
+        client_round = stream.client_round(client, round_idx)
+        assert client_round.experience_idx == round_idx // 10 and client_round.is_last_round == (round_idx % 10 == 9)
+        assert client_round.task_classes == plan.task_classes[client][round_idx // 10]
         assert (
-            set(client_round.labels.tolist()) == set(plan.tasks[client][round // 10]) <= set(client_round.task_classes)
+            set(client_round.labels.tolist())
+            == set(plan.tasks[client][round_idx // 10])
+            <= set(client_round.task_classes)
         )
 
 
