@@ -96,7 +96,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 
 # In one process each, as two are run at a time: workers would first import for seconds.
 $(SMOKE:%=smoke-%): smoke-%:
-	@$(if $(SMOKE_NEEDS),$(BIN)/lightning-fcl data check $(SMOKE_NEEDS) || { echo "skipped recipes/$*: no data"; exit 0; };) \
+	@$(if $(SMOKE_NEEDS),$(BIN)/lightning-fcl data verify $(SMOKE_NEEDS) || { echo "skipped recipes/$*: no data"; exit 0; };) \
 	$(BIN)/lightning-fcl reproduce $* --scale smoke --workers 1 --out runs/smoke/$*
 
 smoke-quickstart:

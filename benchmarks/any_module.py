@@ -107,16 +107,18 @@ def digits(name):
     )
 
 
-def through_trainer(name, rounds, batch_size=26, cohort_size="auto", timer=time.perf_counter):
+def through_trainer(name, rounds, batch_size=26, max_vectorized_clients="auto", timer=time.perf_counter):
     """Seconds per round inside one `Trainer.fit`, without its start; and the weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
-    scenario = ClassIncremental(experiences=1, rounds_per_experience=rounds + 1)
+    scenario = ClassIncremental(num_experiences=1, rounds_per_experience=rounds + 1)
     options = {"scenario": scenario, "split": Split(test=0.0), "batch_size": batch_size, "seed": 0}
     clock, module = Clock(timer), Module(CASES[name][1])
-    trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0, cohort_size=cohort_size))
+    trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0, max_vectorized_clients=max_vectorized_clients))
     trainer.fit(module, datamodule=FederatedStream.from_arrays(*data, owner, **options))
-    assert (trainer.strategy.num_vectorized_clients > 1) == (cohort_size == "auto"), trainer.strategy.sequential_reason
+    assert (trainer.strategy.num_vectorized_clients > 1) == (max_vectorized_clients == "auto"), (
+        trainer.strategy.sequential_reason
+    )
     return (clock.end - clock.start) / rounds, module.state_dict()
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from lightning_fcl.models import LVT, fcl_vit, vit
+from lightning_fcl.models import LVT, create_vit, vit
 
 
 def step(model, optimizer, x, y, way):
@@ -40,7 +40,7 @@ def main():
     torch.set_num_threads(1)
     x, y = torch.randn(32, 3, 32, 32), torch.randint(100, (32,))
     for name in options.networks:
-        model = LVT() if name == "LVT" else fcl_vit(name)
+        model = LVT() if name == "LVT" else create_vit(name)
         optimizer = torch.optim.AdamW(model.parameters(), 5e-4)
         turns = [
             {way: step(model, optimizer, x, y, way) for way in ("fp32", "bf16", "ours")}

@@ -32,12 +32,12 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation import charts
 from lightning_fcl.methods import fedvit
-from lightning_fcl.models import Decomposed, ViT
+from lightning_fcl.models import FedWEITNet, ViT
 
 TASKS, BATCH = 10, 32  # past tasks, images of a batch and of a task
 KEPT = 0.3  # of the 32 images of a task: ten
-DECOMPOSED = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
-TINY = {"width": 24, "depth": 2, "heads": 2, "patch_size": 16}
+DECOMPOSED = {"model.tasks.*": "local", "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"}
+TINY = {"width": 24, "depth": 2, "num_heads": 2, "patch_size": 16}
 
 
 class Times(Callback):
@@ -46,7 +46,7 @@ class Times(Callback):
     def __init__(self, method, stream, clock, repeats):
         self.method, self.stream, self.clock, self.repeats = method, stream, clock, repeats
         self.steps, self.bare, self.projections, self.start = [], [], [], None
-        self.last = stream.plan.rounds - 1
+        self.last = stream.plan.num_rounds - 1
 
     def on_train_epoch_end(self, trainer, pl_module):
         """Before the last round: as many steps as are to be timed."""
@@ -114,15 +114,15 @@ def fit(stream, method, quick, *callbacks):
     classes = stream.num_classes
     model, reductions = ViT(classes, **(TINY if quick else {})), {}
     if isinstance(method, FedViT):
-        reductions = {"model.head.*": "none"}
+        reductions = {"model.head.*": "local"}
     elif isinstance(method, FedWEIT):
-        model, reductions = Decomposed(model, tasks=TASKS), DECOMPOSED
+        model, reductions = FedWEITNet(model, num_tasks=TASKS), DECOMPOSED
     task = Classifier(
         model, classes, task_incremental=True,
         optimizer=lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.05),
     )  # fmt: skip
     trainer = L.Trainer(
-        strategy=FederatedStrategy(reductions=reductions, seed=0), max_epochs=stream.plan.rounds, accelerator="cpu",
+        strategy=FederatedStrategy(reductions=reductions, seed=0), max_epochs=stream.plan.num_rounds, accelerator="cpu",
         callbacks=[method, *callbacks], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip

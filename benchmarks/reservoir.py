@@ -178,7 +178,7 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
         x,
         y,
         owner,
-        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds),
+        scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds),
         split=Split(test=0.0),
         batch_size=32,
         classes=list(map(str, range(CLASSES))),
@@ -186,7 +186,8 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
     )
     task = ReservoirClassifier(network(units, dtype), CLASSES, BETA, min_samples=1)
     trainer = L.Trainer(
-        strategy=FederatedStrategy(cohort_size=size, seed=0), max_epochs=rounds, logger=False, accelerator="cpu",
+        strategy=FederatedStrategy(max_vectorized_clients=size, seed=0),
+            max_epochs=rounds, logger=False, accelerator="cpu",
         callbacks=[clock, *([IntrinsicPlasticity()] if plastic else [])],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -202,7 +203,7 @@ def cohorts(table, clients):
         )
         difference = float((cohort_readout - sequential_readout).abs().max())
         assert difference < 1e-9, f"readouts differ by {difference:.1e}"
-        metric = f"{name}, {clients} clients with 1-2 sequences; alternative: cohort_size=1"
+        metric = f"{name}, {clients} clients with 1-2 sequences; alternative: max_vectorized_clients=1"
         cohort_timer, sequential_timer = (
             (lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1)
         )

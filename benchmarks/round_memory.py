@@ -53,7 +53,7 @@ def fit(network, clients, reduction):
     x, y = torch.randn(4 * clients, 3, 32, 32, generator=generator), torch.arange(4 * clients) % 4
     options = {"scenario": ClassIncremental(1, rounds_per_experience=3), "split": Split(test=0.0), "seed": 0}
     stream = FederatedStream.from_arrays(x, y, np.arange(len(y)) // 4, batch_size=4, **options)
-    strategy = FederatedStrategy(seed=0, cohort_size=1, reductions={"*": reduction})
+    strategy = FederatedStrategy(seed=0, max_vectorized_clients=1, reductions={"*": reduction})
     L.Trainer(
         strategy=strategy, max_epochs=3, logger=False, accelerator="cpu", enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

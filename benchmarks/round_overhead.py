@@ -83,7 +83,7 @@ def through_trainer(case, rounds, timer=time.perf_counter):
         x,
         y,
         client,
-        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds + 1),
+        scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds + 1),
         split=Split(test=0.0),
         batch_size=batch_size,
         seed=0,

@@ -28,7 +28,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 METHODS = {
     "FedAvg": [],
     "EWC": [("EWC", {"strength": 100.0})],
-    "Replay": [("Replay", {"max_size": 200})],
+    "Replay": [("Replay", {"memory_size": 200})],
     "CCVR": [("CCVR", {})],
 }
 

@@ -22,7 +22,7 @@ from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, Replay
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.fedbuff import BufferedServer, FedBuff
 from lightning_fcl.models import MLP
@@ -33,7 +33,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "moments of SGD(lr=1, momentum=0.9)": {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)},
     "moments of Adam(lr=0.01)": {"server_optimizer": lambda p: torch.optim.Adam(p, lr=0.01)},
     "residuals of TopK(0.01)": {"compression": TopK(0.01)},
-    "stale updates of FedBuff": {"schedule": FedBuff(Speeds(0.01, spread=1.0), 2)},
+    "stale updates of FedBuff": {"synchronization": FedBuff(ClientSpeeds(0.01, spread=1.0), 2)},
 }
 
 
@@ -72,7 +72,7 @@ def final_accuracy(seed: int, should_reset: bool, options: Mapping[str, Any]) ->
     trainer = L.Trainer(
         strategy=FederatedStrategy(**options),
         max_epochs=EXPERIENCES * ROUNDS,
-        callbacks=[Replay(max_size=100), metrics, *[StartAnew()] * should_reset],
+        callbacks=[Replay(memory_size=100), metrics, *[StartAnew()] * should_reset],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -1,5 +1,5 @@
 from .data.stream import FederatedStream as FederatedStream
-from .federation.client_speeds import Speeds as Speeds
+from .federation.client_speeds import ClientSpeeds as ClientSpeeds
 from .federation.compression import Quantize as Quantize
 from .federation.compression import TopK as TopK
 from .federation.fedbuff import FedBuff as FedBuff

@@ -22,7 +22,6 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.comparison import comparison_points, scatter
 from lightning_fcl.evaluation.leaderboard import leaderboard_table
@@ -39,6 +38,7 @@ from lightning_fcl.runs.paper_rows import (
     scale_folder,
     slug,
 )
+from lightning_fcl.validation import did_you_mean
 
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _KINDS = ("mean", "percentile")

@@ -144,16 +144,16 @@ KINDS = {
 }
 
 
-def stream_words(scenario="class-incremental", partition=None, clients=None, **kwargs):
+def stream_words(scenario="class-incremental", partition=None, num_clients=None, **kwargs):
     """A stream's arguments, from those of its scenario, its partition and its split side by side."""
     if not isinstance(scenario, str):
-        return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](clients or 10)}
+        return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](num_clients or 10)}
     kind = KINDS[scenario]
     own = {name: kwargs.pop(name) for name in list(kwargs) if name in kind.__dataclass_fields__}
     split = {name: kwargs.pop(name) for name in list(kwargs) if name in Split.__dataclass_fields__}
     words = {**kwargs, "scenario": kind(**own)}
-    if clients is not None or partition is not None:
-        words["partition"] = KINDS[partition or "iid"](clients or 10)
+    if num_clients is not None or partition is not None:
+        words["partition"] = KINDS[partition or "iid"](num_clients or 10)
     return {**words, "split": Split(**split)} if split else words
 
 
@@ -164,8 +164,8 @@ def make_stream():
     def make(client_ids=None, samples=240, **kwargs):
         x, y = toy_arrays(samples)
         scenario = kwargs.get("scenario", "class-incremental")
-        words = {"clients": 3} if client_ids is None and scenario != "flwf" else {}
-        words |= {"experiences": 2} if scenario == "class-incremental" else {}
+        words = {"num_clients": 3} if client_ids is None and scenario != "flwf" else {}
+        words |= {"num_experiences": 2} if scenario == "class-incremental" else {}
         words |= {"batch_size": 8, "seed": 0, **kwargs}
         return FederatedStream.from_arrays(x, y, client_ids, **stream_words(**words))
 
@@ -189,8 +189,8 @@ def small_recipe():
 
     def make(rounds, clients, rounds_per_experience=1, **data):
         strategy = {"init_args": {"local_epochs": 1}}
-        scenario = {"init_args": {"experiences": 2, "rounds_per_experience": rounds_per_experience}}
-        partition = {"class_path": "IID", "init_args": {"clients": clients}}
+        scenario = {"init_args": {"num_experiences": 2, "rounds_per_experience": rounds_per_experience}}
+        partition = {"class_path": "IID", "init_args": {"num_clients": clients}}
         return {
             "trainer": {"max_epochs": rounds, "enable_progress_bar": False, "strategy": strategy},
             "data": {"scenario": scenario, "partition": partition, **data},
@@ -227,7 +227,7 @@ def fit(quiet):
         options = {**quiet, **(trainer_args or {})}
         if max_epochs is None:
             stream.setup("fit")
-            max_epochs = stream.plan.rounds
+            max_epochs = stream.plan.num_rounds
         trainer = L.Trainer(
             strategy=strategy or FederatedStrategy(**kwargs),
             max_epochs=max_epochs,
@@ -250,7 +250,7 @@ def reservoir_by_hand(reservoir, x, gain=None, bias=None):
     bias = numbers["bias"] if bias is None else np.asarray(bias, dtype=np.float64)
     drive, leak = np.asarray(x, dtype=np.float64), reservoir.leaking_rate
     layers = []
-    for layer in range(reservoir.layers):
+    for layer in range(reservoir.num_layers):
         units = slice(layer * reservoir.units, (layer + 1) * reservoir.units)
         w_in, w = numbers[f"input_weight_{layer}"], numbers[f"recurrent_weight_{layer}"]
         state, steps = np.zeros((len(drive), reservoir.units)), []
@@ -482,7 +482,7 @@ def assert_resumes(fit, make_stream, assert_same, tmp_path):
         return dict(server.extra_tensors), {client: dict(server.client_store[client]) for client in server.client_store}
 
     def four_clients():
-        return make_stream(clients=4, rounds_per_experience=2)
+        return make_stream(num_clients=4, rounds_per_experience=2)
 
     def check(make_module, method, stream=four_clients, **options):
         whole, saving = make_module(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)

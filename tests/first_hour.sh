@@ -85,7 +85,7 @@ with open("mine.csv", "w", newline="") as file:
 PY
 cat >own.yaml <<'YAML'
 trainer:
-  strategy: {class_path: FederatedStrategy, init_args: {local_epochs: 10, cohort_size: 1}}
+  strategy: {class_path: FederatedStrategy, init_args: {local_epochs: 10, max_vectorized_clients: 1}}
   callbacks:
     - class_path: my_method.StayNear
       init_args: {mu: 0.0001}
@@ -94,8 +94,8 @@ trainer:
 model: {class_path: my_model.MyNet, init_args: {width: 16}}
 data:
   data: {class_path: my_data.Table}
-  scenario: {class_path: ClassIncremental, init_args: {experiences: 2, rounds_per_experience: 4}}
-  partition: {class_path: IID, init_args: {clients: 3}}
+  scenario: {class_path: ClassIncremental, init_args: {num_experiences: 2, rounds_per_experience: 4}}
+  partition: {class_path: IID, init_args: {num_clients: 3}}
 out: runs/own
 YAML
 expect "StayNear, Replay" validate own.yaml

@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lightning_fcl import (
     Classifier,
+    ClientSpeeds,
     Deadline,
     FedBuff,
     FederatedStrategy,
     FederatedStream,
     Regressor,
     RidgeClassifier,
-    Speeds,
     Swarm,
     TopK,
     client_model,
@@ -45,7 +45,7 @@ from lightning_fcl.callbacks import (
     SCAFFOLD,
     ActivationDensity,
     ContinualMetrics,
-    DyToxTraining,
+    DyToxMethod,
     FedDyn,
     FedKNOW,
     FedNova,
@@ -62,14 +62,14 @@ from lightning_fcl.callbacks import (
     Replay,
     Unlearning,
 )
-from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
+from lightning_fcl.data.partition import IID, ByClientId, ClassSubsets, Dirichlet, Shards
 from lightning_fcl.data.scenarios import (
     Blurry,
     ClassIncremental,
+    Delayed,
     DomainIncremental,
     FedViTScenario,
     Online,
-    Staggered,
     Stationary,
 )
 from lightning_fcl.data.split import Split
@@ -84,7 +84,7 @@ from lightning_fcl.errors import (
 from lightning_fcl.federation.compression import Quantize
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.uploads import Setting, Stage, UploadTransform
-from lightning_fcl.models import HARCNN, MLP, Decomposed, DyTox, EchoStateNetwork, ViT
+from lightning_fcl.models import HARCNN, MLP, DyTox, EchoStateNetwork, FedWEITNet, ViT
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 
@@ -175,14 +175,14 @@ class Average(L.Callback):
         self.states.append([value.detach().clone() for value in pl_module.parameters()])
 
 
-def fit_averaged(lab, callback, scheduler=False, mean=None, cohort_size=1):
+def fit_averaged(lab, callback, scheduler=False, mean=None, max_vectorized_clients=1):
     task = lab.task()
     if scheduler:
         optimizer = sgd(task.parameters())
         schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
         task.configure_optimizers = lambda: ([optimizer], [schedule])
-    stream = lab.stream(experiences=1, rounds_per_experience=4)
-    trainer = lab.fit(task, stream, [callback], cohort_size=cohort_size)
+    stream = lab.stream(num_experiences=1, rounds_per_experience=4)
+    trainer = lab.fit(task, stream, [callback], max_vectorized_clients=max_vectorized_clients)
     found = [value for value in callback.averaged.module.parameters()]
     wanted = [mean(values) for values in zip(*callback.states, strict=True)]
     assert len(callback.states) == 4 and all(map(torch.allclose, found, wanted))
@@ -227,7 +227,7 @@ ROWS |= {
     "callback WeightAveraging": Row(
         fit_averaged,
         {"callback": WeightAveraging()},
-        {"callback": Average(), "mean": average_equally, "cohort_size": "auto"},
+        {"callback": Average(), "mean": average_equally, "max_vectorized_clients": "auto"},
         f"{AVERAGE}pl_module)`",
     ),
     "callback EMAWeightAveraging": Row(
@@ -498,7 +498,7 @@ ROWS |= {
     ),
     "LBFGS that is kept": Row(
         lambda lab, **options: fit_one_round(lab, task=lab.task(lbfgs), **options),
-        {"keep_optimizer": True},
+        {"keep_optimizer_state": True},
         None,
         "Leave it out.",
     ),
@@ -510,9 +510,9 @@ ROWS |= {
     ),
     "limit_train_batches beside a schedule": Row(
         fit_one_round,
-        {"schedule": Deadline(Speeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
+        {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"trainer_args": {}},
-        "Leave the limit out, or leave `schedule` out.",
+        "Leave the limit out, or leave `synchronization` out.",
     ),
     "max_steps": Row(
         lambda lab, epochs, **limits: lab.fit(lab.task(), lab.stream(), max_epochs=epochs, trainer_args=limits),
@@ -603,27 +603,27 @@ ROWS |= {
     ),
     "swarm with dropout beside compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
-        {"swarm": Swarm(dropout=0.5), "compression": TopK(0.1)},
+        {"swarm": Swarm(missed_sync_prob=0.5), "compression": TopK(0.1)},
         {"swarm": Swarm()},
-        "Leave `dropout` and `missing`",
+        "Leave `missed_sync_prob` and `missed_rounds`",
     ),
     "swarm beside a schedule": Row(
         lambda lab, **options: FederatedStrategy(**options),
-        {"swarm": Swarm(), "schedule": Deadline(Speeds(0.01))},
+        {"swarm": Swarm(), "synchronization": Deadline(ClientSpeeds(0.01))},
         {"swarm": None},
-        "Leave `swarm` or `schedule` out.",
+        "Leave `swarm` or `synchronization` out.",
     ),
     "FedBuff beside a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
-        {"schedule": FedBuff(Speeds(0.01), 2), "upload_transforms": [SumsOnly()]},
+        {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"upload_transforms": []},
         "Leave it out",
     ),
     "FedBuff beside a mask, with a Deadline": Row(
         lambda lab, **options: FederatedStrategy(**options),
-        {"schedule": FedBuff(Speeds(0.01), 2), "upload_transforms": [SumsOnly()]},
-        {"schedule": Deadline(Speeds(0.01))},
-        "or use a `Deadline` as the `schedule`",
+        {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
+        {"synchronization": Deadline(ClientSpeeds(0.01))},
+        "or use a `Deadline` as the `synchronization`",
     ),
     "upload transforms in another order": Row(
         lambda lab, transforms: FederatedStrategy(upload_transforms=transforms),
@@ -657,7 +657,7 @@ ROWS |= {
     ),
     "a mask beside a method whose clients send messages": Row(
         lambda lab, senders: Pipeline([SumsOnly()]).setup(
-            Setting({}, {}, [], seed=0, round=0, clients=[], senders=senders)
+            Setting({}, {}, [], seed=0, round_idx=0, clients=[], senders=senders)
         ),
         {"senders": ["FedWEIT"]},
         {"senders": []},
@@ -671,33 +671,33 @@ ROWS |= {
     ),
     "limit_train_batches beside a schedule, without": Row(
         fit_one_round,
-        {"schedule": Deadline(Speeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
-        {"schedule": None},
-        "or leave `schedule` out.",
+        {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
+        {"synchronization": None},
+        "or leave `synchronization` out.",
     ),
     "FedBuff with a large buffer": Row(
-        lambda lab, size: fit_one_round(lab, schedule=FedBuff(Speeds(0.01), buffer_size=size)),
+        lambda lab, size: fit_one_round(lab, synchronization=FedBuff(ClientSpeeds(0.01), buffer_size=size)),
         {"size": 9},
         {"size": 2},
         "Use `buffer_size=3` or less.",
     ),
     "FedBuff with a median": Row(
-        lambda lab, schedule: fit_one_round(lab, schedule=schedule, reductions={"*": "median"}),
-        {"schedule": FedBuff(Speeds(0.01), 2)},
-        {"schedule": Deadline(Speeds(0.01))},
+        lambda lab, synchronization: fit_one_round(lab, synchronization=synchronization, reductions={"*": "median"}),
+        {"synchronization": FedBuff(ClientSpeeds(0.01), 2)},
+        {"synchronization": Deadline(ClientSpeeds(0.01))},
         "Use a `Deadline`",
     ),
     "speeds are missing": Row(
-        lambda lab, speeds: fit_one_round(lab, schedule=Deadline(speeds)),
-        {"speeds": Speeds(clients={"0": {"seconds_per_sample": 0.1}})},
-        {"speeds": Speeds(0.01, clients={"0": {"seconds_per_sample": 0.1}})},
-        "Set it in `Speeds`",
+        lambda lab, speeds: fit_one_round(lab, synchronization=Deadline(speeds)),
+        {"speeds": ClientSpeeds(per_client={"0": {"seconds_per_sample": 0.1}})},
+        {"speeds": ClientSpeeds(0.01, per_client={"0": {"seconds_per_sample": 0.1}})},
+        "Set it in `ClientSpeeds`",
         MissingValueError,
     ),
     "pattern of reductions without an entry": Row(
         fit_one_round,
-        {"reductions": {"head.*": "none"}},
-        {"reductions": {"model.3.*": "none"}},
+        {"reductions": {"head.*": "local"}},
+        {"reductions": {"model.3.*": "local"}},
         "The entries are: model.1.weight",
     ),
     "optimizer with a negative rate": Row(
@@ -746,7 +746,7 @@ def show_two(trainer, together):
 def stream_of(lab=None, **options):
     stream = small_stream(**options)
     stream.setup("fit")
-    assert stream.plan.rounds and stream.plan.clients
+    assert stream.plan.num_rounds and stream.plan.clients
     return stream
 
 
@@ -843,7 +843,7 @@ ROWS |= {
         stream_of,
         {"scenario": ClassIncremental(3)},
         {"scenario": ClassIncremental(2)},
-        "Use a divisor, such as `experiences=2`, or the number",
+        "Use a divisor, such as `num_experiences=2`, or the number",
     ),
     "order of all clients and of each": Row(
         lambda lab, **options: ClassIncremental(2, **options),
@@ -887,7 +887,7 @@ ROWS |= {
         "Lower `samples_per_round`",
     ),
     "Blurry with many experiences": Row(
-        stream_of, {"scenario": Blurry(9)}, {"scenario": Blurry(4)}, "Use `experiences=4` or fewer."
+        stream_of, {"scenario": Blurry(9)}, {"scenario": Blurry(4)}, "Use `num_experiences=4` or fewer."
     ),
     "Online with a history": Row(
         stream_of,
@@ -901,26 +901,26 @@ ROWS |= {
         None,
         "Leave it out.",
     ),
-    "Natural without owners": Row(
-        stream_of_arrays, {"partition": Natural()}, {"partition": IID(2)}, "Use another `partition`, such as `IID`."
+    "ByClientId without owners": Row(
+        stream_of_arrays, {"partition": ByClientId()}, {"partition": IID(2)}, "Use another `partition`, such as `IID`."
     ),
     "Dirichlet without a division": Row(
         divide,
-        {"partition": Dirichlet(8, alpha=0.01, min_size=2)},
-        {"partition": Dirichlet(8, alpha=100.0, min_size=2)},
+        {"partition": Dirichlet(8, alpha=0.01, min_partition_size=2)},
+        {"partition": Dirichlet(8, alpha=100.0, min_partition_size=2)},
         "Raise `alpha`",
     ),
     "Dirichlet without a division, by min_size": Row(
         divide,
-        {"partition": Dirichlet(8, alpha=0.3, min_size=3)},
-        {"partition": Dirichlet(8, alpha=0.3, min_size=1)},
-        "lower `min_size`",
+        {"partition": Dirichlet(8, alpha=0.3, min_partition_size=3)},
+        {"partition": Dirichlet(8, alpha=0.3, min_partition_size=1)},
+        "lower `min_partition_size`",
     ),
     "Dirichlet without a division, by clients": Row(
         divide,
-        {"partition": Dirichlet(12, alpha=0.3, min_size=2)},
-        {"partition": Dirichlet(2, alpha=0.3, min_size=2)},
-        "or `clients`",
+        {"partition": Dirichlet(12, alpha=0.3, min_partition_size=2)},
+        {"partition": Dirichlet(2, alpha=0.3, min_partition_size=2)},
+        "or `num_clients`",
     ),
     "ClassSubsets with a small fraction": Row(
         divide,
@@ -932,7 +932,7 @@ ROWS |= {
         divide,
         {"partition": ClassSubsets(12, 4, fraction=0.2)},
         {"partition": ClassSubsets(3, 4, fraction=0.2)},
-        "or lower `clients`",
+        "or lower `num_clients`",
     ),
     "ClassSubsets with many classes": Row(
         divide,
@@ -960,7 +960,7 @@ ROWS |= {
     "split by owners without owners": Row(
         stream_of_arrays,
         {"split": Split(test=["1"])},
-        {"client_ids": OWNER, "partition": Natural()},
+        {"client_ids": OWNER, "partition": ByClientId()},
         "or pass the owners as `client`",
     ),
     "targets of a regression in a scenario of classes": Row(
@@ -1188,14 +1188,14 @@ def fit_module(lab, module, method):
 
 
 def fit_fedweit(lab, incremental=True, tasks=2, others=(), **reductions):
-    net = Decomposed(lab_net(), tasks=tasks)
+    net = FedWEITNet(lab_net(), num_tasks=tasks)
     task = Classifier(net, 4, sgd, task_incremental=incremental)
     return fit_one_round(lab, task_stream(), task, callbacks=[FedWEIT(), *others], **reductions)
 
 
 def task_stream(tasks=2, **options):
     scenario = FedViTScenario(
-        tasks, clients=2, classes_per_client=(4 // tasks,) * 2, share=(0.4, 0.5), rounds_per_task=1
+        tasks, num_clients=2, classes_per_client=(4 // tasks,) * 2, sample_fraction=(0.4, 0.5), rounds_per_task=1
     )
     x, y = torch.randn(120, 6), torch.arange(120) % 4
     return FederatedStream.from_arrays(x, y, **{"scenario": scenario, **options})
@@ -1213,7 +1213,7 @@ def lab_net():
     return Net()
 
 
-FEDWEIT = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
+FEDWEIT = {"model.tasks.*": "local", "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"}
 
 
 def series_stream(split=None, rounds=1, **options):
@@ -1301,8 +1301,8 @@ ROWS |= {
     ),
     "FedNova with FedBuff": Row(
         fit_with,
-        {"method": FedNova, "schedule": FedBuff(Speeds(0.01), 2)},
-        {"schedule": None},
+        {"method": FedNova, "synchronization": FedBuff(ClientSpeeds(0.01), 2)},
+        {"synchronization": None},
         "Leave a `FedBuff` out, or `FedNova`.",
     ),
     "APFL with accumulated gradients": Row(
@@ -1315,21 +1315,21 @@ ROWS |= {
     ),
     "FedPer head that the server averages": Row(
         fit_with,
-        {"method": FedRep, "options": {"head": "model.3.*"}},
-        {"reductions": {"model.3.*": "none"}},
-        'Give the strategy `reductions={"model.3.*": "none"}`',
+        {"method": FedRep, "options": {"head_pattern": "model.3.*"}},
+        {"reductions": {"model.3.*": "local"}},
+        'Give the strategy `reductions={"model.3.*": "local"}`',
     ),
     "head that matches nothing": Row(
         fit_with,
-        {"method": FedRep, "options": {"head": "head.*"}, "reductions": {"model.3.*": "none"}},
-        {"options": {"head": "model.3.*"}},
-        'Use a pattern of the last layer, such as `head="model.3.*"`',
+        {"method": FedRep, "options": {"head_pattern": "head.*"}, "reductions": {"model.3.*": "local"}},
+        {"options": {"head_pattern": "model.3.*"}},
+        'Use a pattern of the last layer, such as `head_pattern="model.3.*"`',
     ),
     "FedProx of a part that matches nothing": Row(
         fit_with,
-        {"method": FedProx, "options": {"part": "body.*"}},
-        {"options": {"part": "model.1.*"}},
-        "Leave `part` out, or use a pattern of model.1.weight",
+        {"method": FedProx, "options": {"pattern": "body.*"}},
+        {"options": {"pattern": "model.1.*"}},
+        "Leave `pattern` out, or use a pattern of model.1.weight",
     ),
     "FLwF2T weights above 1": Row(
         lambda lab, alpha, beta: FLwF2T(alpha, beta),
@@ -1357,20 +1357,20 @@ ROWS |= {
         InvalidTypeError,
     ),
     "replay with a wrong policy for repeats": Row(
-        lambda lab, policy: Replay(10, policy=policy, repeat=True),
+        lambda lab, policy: Replay(10, policy=policy, oversample=True),
         {"policy": "refresh"},
         {"policy": "reservoir"},
         'Use `policy="reservoir"`',
     ),
     "replay with a transform that is no function": Row(
-        lambda lab, transform: fit_with(lab, Replay, {"max_size": 10, "transform": transform}),
+        lambda lab, transform: fit_with(lab, Replay, {"memory_size": 10, "transform": transform}),
         {"transform": 0.1},
         {"transform": None},
         "Leave it out.",
         InvalidTypeError,
     ),
     "replay with base without a base session": Row(
-        fit_with, {"method": Replay, "options": {"base": True}}, {"options": {}}, "Leave `base` out."
+        fit_with, {"method": Replay, "options": {"include_base": True}}, {"options": {}}, "Leave `include_base` out."
     ),
     "LVT without its parameters": Row(fit_with, {"method": LVTMethod}, {"options": {"gamma": 0.0}}, "or set `gamma=0`"),
     "FedKNOW without layers": Row(
@@ -1378,8 +1378,8 @@ ROWS |= {
             lab,
             lab.stream(),
             lab.task(model=nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4))),
-            callbacks=[method(head="model.1.*")],
-            reductions={"model.1.*": "none"},
+            callbacks=[method(head_pattern="model.1.*")],
+            reductions={"model.1.*": "local"},
         ),
         {"method": FedKNOW},
         {"method": FedViT},
@@ -1392,21 +1392,21 @@ ROWS |= {
         "Pass `task_incremental=True` to `Classifier`.",
     ),
     "FedWEIT with few tasks": Row(
-        fit_fedweit, {"tasks": 1, "reductions": FEDWEIT}, {"tasks": 2}, "Pass `tasks=2` to `Decomposed`."
+        fit_fedweit, {"tasks": 1, "reductions": FEDWEIT}, {"tasks": 2}, "Pass `num_tasks=2` to `FedWEITNet`."
     ),
     "FedWEIT without reductions": Row(fit_fedweit, {}, {"reductions": FEDWEIT}, str(FEDWEIT).replace("'", '"')),
     "FedWEIT beside EWC": Row(fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove it."),
-    "FedWEIT without a Decomposed network": Row(
+    "FedWEIT without a FedWEITNet network": Row(
         lambda lab, wrap: fit_one_round(
             lab,
             task_stream(),
             task=Classifier(wrap(lab_net()), 4, sgd, task_incremental=True),
             callbacks=[FedWEIT()],
-            reductions=FEDWEIT if wrap(lab_net()).__class__ is Decomposed else {},
+            reductions=FEDWEIT if wrap(lab_net()).__class__ is FedWEITNet else {},
         ),
         {"wrap": lambda net: net},
-        {"wrap": lambda net: Decomposed(net, tasks=10)},
-        "Wrap it: `Decomposed(net, tasks=10)`.",
+        {"wrap": lambda net: FedWEITNet(net, num_tasks=10)},
+        "Wrap it: `FedWEITNet(net, num_tasks=10)`.",
     ),
     "task_incremental without tasks": Row(
         lambda lab, incremental, stream: fit_one_round(
@@ -1426,7 +1426,7 @@ ROWS |= {
         lambda lab, tasks: task_stream(scenario=FedViTScenario(tasks, classes_per_client=(2, 2))).setup("fit"),
         {"tasks": 3},
         {"tasks": 2},
-        "Use a divisor, such as `tasks=2`.",
+        "Use a divisor, such as `num_tasks=2`.",
     ),
     "task of one class": Row(
         lambda lab, tasks: fit_one_round(
@@ -1434,7 +1434,7 @@ ROWS |= {
         ),
         {"tasks": 4},
         {"tasks": 2},
-        "Use fewer `tasks`",
+        "Use fewer `num_tasks`",
     ),
     "network with other outputs": Row(
         lambda lab, outputs: fit_one_round(lab, task=Classifier(MLP([6, 5, outputs]), 4, sgd)),
@@ -1444,7 +1444,7 @@ ROWS |= {
     ),
     "ContinualMetrics without validation samples": Row(
         fit_with,
-        {"method": ContinualMetrics, "options": {"on": "validation"}},
+        {"method": ContinualMetrics, "options": {"split": "validation"}},
         {"stream": {"split": Split(validation=0.1)}},
         "Set `split=Split(validation=0.1)` of the stream.",
         MissingValueError,
@@ -1499,7 +1499,7 @@ ROWS |= {
     ),
     "reservoir without beta": Row(fit_reservoir, {"beta": []}, {"beta": 1.0}, "such as `beta=1.0`"),
     "reservoir with several beta that shares weights": Row(
-        fit_reservoir, {"beta": [0.1, 1.0], "share": "weights"}, {"beta": 0.1}, "Pass one number"
+        fit_reservoir, {"beta": [0.1, 1.0], "upload": "weights"}, {"beta": 0.1}, "Pass one number"
     ),
     "ridge regression with rank and gamma": Row(
         lambda lab, **options: RidgeClassifier(MLP([6, 5, 4]), 4, **options),
@@ -1509,9 +1509,9 @@ ROWS |= {
     ),
     "ridge regression with rank that shares weights": Row(
         lambda lab, **options: RidgeClassifier(MLP([6, 5, 4]), 4, **options),
-        {"rank": 5, "share": "weights"},
-        {"share": "statistics"},
-        'use `share="statistics"`',
+        {"rank": 5, "upload": "weights"},
+        {"upload": "statistics"},
+        'use `upload="statistics"`',
     ),
     "reservoir with local epochs": Row(
         fit_reservoir, {"strategy": {"local_epochs": 2}}, {"strategy": {}}, "Leave `local_epochs` out."
@@ -1539,8 +1539,8 @@ ROWS |= {
     ),
     "unlearning after the last round": Row(
         lambda lab, round_idx: fit_reservoir(lab, callbacks=[Unlearning({"0": round_idx})]),
-        {"round": 5},
-        {"round": 0},
+        {"round_idx": 5},
+        {"round_idx": 0},
         "Name an earlier round",
     ),
     "reservoir with inputs of another size": Row(
@@ -1555,8 +1555,8 @@ ROWS |= {
         {"washout": 2},
         "Lower `washout`",
     ),
-    "Decomposed without layers": Row(
-        lambda lab, layers: Decomposed(lab_net(), 2, layers),
+    "FedWEITNet without layers": Row(
+        lambda lab, layers: FedWEITNet(lab_net(), 2, layers),
         {"layers": "trunk.*"},
         {"layers": "body.*"},
         'Use a pattern of layers, such as `layers="body.weight"`',
@@ -1620,7 +1620,7 @@ def reservoir_series(lab, y, readout="mean"):
     return has_rounds(lab.fit(task, stream))
 
 
-def continue_fit(lab, continued=True, momentum=0.0, weights=False, clients=3):
+def continue_fit(lab, continued=True, momentum=0.0, weights=False, num_clients=3):
     folder = lab.folder / str(len([*lab.folder.iterdir()]))
     checkpoints = ModelCheckpoint(folder, save_last=True, save_weights_only=weights)
     saving = {"enable_checkpointing": True}
@@ -1630,7 +1630,7 @@ def continue_fit(lab, continued=True, momentum=0.0, weights=False, clients=3):
         return torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
 
     path = folder / "last.ckpt" if continued else None
-    has_rounds(lab.fit(lab.task(optimizer), lab.stream(clients=clients), ckpt_path=path), 2)
+    has_rounds(lab.fit(lab.task(optimizer), lab.stream(num_clients=num_clients), ckpt_path=path), 2)
 
 
 def fit_plain(lab, strategy="auto", clients=2):
@@ -1646,7 +1646,7 @@ def fit_diverging(lab, rate=1e30, **options):
         return torch.optim.SGD(parameters, lr=rate)
 
     task = lab.task(optimizer)
-    trainer = lab.fit(task, lab.stream(experiences=1, rounds_per_experience=3, batch_size=4), **options)
+    trainer = lab.fit(task, lab.stream(num_experiences=1, rounds_per_experience=3, batch_size=4), **options)
     assert trainer.current_epoch == 3
 
 
@@ -1692,8 +1692,11 @@ ROWS |= {
         {"participation": 1.0},
         "Use 1.0 for all clients.",
     ),
-    "cohort_size of a module that looks at values": Row(
-        lambda lab, **options: fit_kind(lab, Branches, **options), {"cohort_size": 2}, None, "Leave `cohort_size` out."
+    "max_vectorized_clients of a module that looks at values": Row(
+        lambda lab, **options: fit_kind(lab, Branches, **options),
+        {"max_vectorized_clients": 2},
+        None,
+        "Leave `max_vectorized_clients` out.",
     ),
     "plain Trainer for several clients": Row(
         lambda lab, strategy: fit_plain(lab, strategy=strategy),
@@ -1706,7 +1709,7 @@ ROWS |= {
     ),
     "uploads that are not finite": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
     "uploads that are not finite, continued": Row(
-        fit_diverging, {}, {"on_unusable_round": "warn"}, 'give the strategy `on_unusable_round="warn"`'
+        fit_diverging, {}, {"on_empty_round": "warn"}, 'give the strategy `on_empty_round="warn"`'
     ),
     "checkpoint with another optimizer": Row(
         continue_fit, {"momentum": 0.9}, {"momentum": 0.0}, "Continue with the recipe that wrote it"
@@ -1715,7 +1718,7 @@ ROWS |= {
         continue_fit, {"momentum": 0.9}, {"continued": False}, "or start without `ckpt_path`"
     ),
     "checkpoint with other clients": Row(
-        continue_fit, {"clients": 4}, {"clients": 3}, "Continue with the recipe that wrote it"
+        continue_fit, {"num_clients": 4}, {"num_clients": 3}, "Continue with the recipe that wrote it"
     ),
     "checkpoint of weights only": Row(
         continue_fit, {"weights": True}, {"weights": False}, "Save it without `save_weights_only`."
@@ -1769,7 +1772,7 @@ ROWS |= {
         ),
         {"outputs": 1},
         {"outputs": 2},
-        "Set `outputs` to the size of the target",
+        "Set `num_outputs` to the size of the target",
     ),
     "notation of HARCNN with a wrong token": Row(
         lambda lab, notation: HARCNN(notation, 3, 32, 4),
@@ -1787,13 +1790,13 @@ ROWS |= {
         lambda lab, length: HARCNN("16-8C_32D", 3, length, 4), {"length": 4}, {"length": 8}, "Use longer windows"
     ),
     "image size of a vision transformer": Row(
-        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, heads=2),
+        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, num_heads=2),
         {"size": 10},
         {"size": 12},
         "Resize the images, to 12 for example.",
     ),
     "images of another size": Row(
-        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, heads=2)(
+        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, num_heads=2)(
             torch.randn(2, 3, 12, 12)
         ),
         {"size": 8},
@@ -1801,7 +1804,7 @@ ROWS |= {
         "build the model with their `image_size`",
     ),
     "tasks of DyTox": Row(
-        lambda lab, tasks: DyTox(tasks, 6, image_size=8, patch_size=4, width=8, depth=1, heads=2),
+        lambda lab, tasks: DyTox(tasks, 6, image_size=8, patch_size=4, width=8, depth=1, num_heads=2),
         {"tasks": 4},
         {"tasks": [[0, 1], [2, 3, 4], [5]]},
         "Use a divisor of `num_classes`, or give the classes of each task.",
@@ -1916,7 +1919,7 @@ class Late(Classifier):
 
 
 def fit_staggered(lab, method, scenario):
-    stream = lab.stream(scenario=scenario, partition="iid", clients=3)
+    stream = lab.stream(scenario=scenario, partition="iid", num_clients=3)
     return fit_one_round(lab, stream, callbacks=[method()], client_weights="uniform")
 
 
@@ -1951,20 +1954,20 @@ ROWS |= {
         "Let `Regressor.forward` give one for each class, or leave `LwF` out",
     ),
     "buffer that a step makes": Row(
-        lambda lab, early: fit_one_round(lab, task=Late(early), cohort_size=1),
+        lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),
         {"early": False},
         {"early": True},
         "Make it in `__init__`",
     ),
-    "FedDyn with Staggered": Row(
+    "FedDyn with Delayed": Row(
         fit_staggered,
-        {"method": FedDyn, "scenario": Staggered(ClassIncremental(2, 2), delay=2)},
+        {"method": FedDyn, "scenario": Delayed(ClassIncremental(2, 2), max_delay=2)},
         {"scenario": ClassIncremental(2, 2)},
-        "Use a scenario other than `Staggered`",
+        "Use a scenario other than `Delayed`",
     ),
-    "FedDyn with Staggered, by another method": Row(
+    "FedDyn with Delayed, by another method": Row(
         fit_staggered,
-        {"method": FedDyn, "scenario": Staggered(ClassIncremental(2, 2), delay=2)},
+        {"method": FedDyn, "scenario": Delayed(ClassIncremental(2, 2), max_delay=2)},
         {"method": SCAFFOLD},
         "or `SCAFFOLD`",
     ),
@@ -1974,10 +1977,14 @@ ROWS |= {
 # Rows of swarms, single samples, images and measures
 
 
-def fit_norm(lab, norm=None, clients=12):
+def fit_norm(lab, norm=None, num_clients=12):
     model = nn.Sequential(nn.Linear(6, 6), norm or nn.BatchNorm1d(6), nn.Linear(6, 4))
     stream = FederatedStream.from_arrays(
-        torch.randn(12, 6), torch.arange(12) % 4, scenario=Stationary(), partition=IID(clients), split=Split(test=0.0)
+        torch.randn(12, 6),
+        torch.arange(12) % 4,
+        scenario=Stationary(),
+        partition=IID(num_clients),
+        split=Split(test=0.0),
     )
     return fit_one_round(lab, stream, lab.task(model=model))
 
@@ -1986,34 +1993,34 @@ def fit_dytox(lab, scenario):
     x, y = torch.randn(80, 3, 8, 8), torch.arange(80) % 4
     partition = None if isinstance(scenario, FedViTScenario) else IID(2)
     stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition)
-    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
-    return fit_one_round(lab, stream, Classifier(model, 4, sgd), callbacks=[DyToxTraining(max_size=4)])
+    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, num_heads=2)
+    return fit_one_round(lab, stream, Classifier(model, 4, sgd), callbacks=[DyToxMethod(memory_size=4)])
 
 
 ROWS |= {
     "swarm that a client leaves too late": Row(
-        lambda lab, round_idx: fit_one_round(lab, swarm=Swarm(leaves={"0": round_idx})),
-        {"round": 9},
-        {"round": 1},
+        lambda lab, round_idx: fit_one_round(lab, swarm=Swarm(leaves_at={"0": round_idx})),
+        {"round_idx": 9},
+        {"round_idx": 1},
         "Name an earlier one.",
     ),
     "reservoir in a swarm with dropout": Row(
         fit_reservoir,
-        {"strategy": {"swarm": Swarm(dropout=0.5)}},
+        {"strategy": {"swarm": Swarm(missed_sync_prob=0.5)}},
         {"strategy": {"swarm": Swarm()}},
         "Leave them out.",
     ),
     "plasticity with clients that are late": Row(
         fit_reservoir,
         {
-            "stream": lambda: series_stream(scenario=Staggered(ClassIncremental(2, 3), delay=3)),
+            "stream": lambda: series_stream(scenario=Delayed(ClassIncremental(2, 3), max_delay=3)),
             "callbacks": [IntrinsicPlasticity()],
         },
         {"stream": lambda: series_stream(scenario=ClassIncremental(2, 3))},
         "Use another `scenario`.",
     ),
     "clients of one sample beside batch normalization": Row(
-        fit_norm, {}, {"clients": 2}, "Use fewer clients", MissingValueError
+        fit_norm, {}, {"num_clients": 2}, "Use fewer clients", MissingValueError
     ),
     "clients of one sample beside batch normalization, with group normalization": Row(
         fit_norm, {}, {"norm": nn.GroupNorm(2, 6)}, "by group normalization", MissingValueError
@@ -2027,7 +2034,7 @@ ROWS |= {
     "DyTox with an order of each client, with fedvit": Row(
         fit_dytox,
         {"scenario": ClassIncremental(2, order_per_client=True)},
-        {"scenario": FedViTScenario(2, 2, classes_per_client=(2, 2), share=(0.4, 0.5), rounds_per_task=1)},
+        {"scenario": FedViTScenario(2, 2, classes_per_client=(2, 2), sample_fraction=(0.4, 0.5), rounds_per_task=1)},
         'Use `scenario="fedvit"`',
     ),
     "footprint of a sample of another shape": Row(

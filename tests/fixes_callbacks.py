@@ -33,18 +33,20 @@ SECONDS: set[str] = set()
 
 def check_session(lab, classes=6, size=16, before=(), head=None, latents=False):
     x, y = torch.randn(80, 1, 16, 16), torch.arange(80) % 8
-    scenario = ODFCLScenario(people=6, base=2, sessions=2, nodes=2, train_per_class=7, test_per_class=3)
+    scenario = ODFCLScenario(
+        num_people=6, num_base_people=2, num_sessions=2, num_nodes=2, train_per_class=7, test_per_class=3
+    )
     stream = stream_of_arrays(lab, x, y, scenario=scenario, partition=None)
     network = DSICNet(classes, (size, size))
     if head is not None:
         network.head.classifier = head
     task = Classifier(network, classes, sgd)
-    assert BaseSession(latents=latents).check_stream(task, before, stream) is stream
+    assert BaseSession(precompute_latents=latents).check_stream(task, before, stream) is stream
 
 
 def fit_in_order(lab, callbacks):
     trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **lab.quiet)
-    trainer.fit(lab.task(), datamodule=lab.stream(clients=1))
+    trainer.fit(lab.task(), datamodule=lab.stream(num_clients=1))
     return has_rounds(trainer)
 
 
@@ -114,7 +116,7 @@ ROWS |= {
     ),
     "replay before the base session": Row(
         check_session,
-        {"latents": True, "before": [Replay(8, base=True)]},
+        {"latents": True, "before": [Replay(8, include_base=True)]},
         {"before": []},
         "Put `Replay` after `BaseSession` in `callbacks`.",
     ),

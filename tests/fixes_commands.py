@@ -77,8 +77,8 @@ trainer:
   logger: false
 data:
   data: rows
-  scenario: {{class_path: ClassIncremental, init_args: {{experiences: 1}}}}
-  partition: {{class_path: IID, init_args: {{clients: 2}}}}
+  scenario: {{class_path: ClassIncremental, init_args: {{num_experiences: 1}}}}
+  partition: {{class_path: IID, init_args: {{num_clients: 2}}}}
 """
 
 ROWS |= {
@@ -89,7 +89,7 @@ ROWS |= {
         search_among,
         {"file": "nothing.csv"},
         {"file": "right.csv"},
-        "Pass another file with `--among`.",
+        "Pass another file with `--trials-from`.",
         MissingFileError,
     ),
     "first trials that all fail": Row(

@@ -35,7 +35,7 @@ SENSOR = {
     "axes": ("time", "channel"),
     "channels": ("x", "y"),
     "units": ("g", "g"),
-    "rate": 50.0,
+    "sampling_rate_hz": 50.0,
     "low": (-2.0, -2.0),
     "high": (2.0, 2.0),
     "scaled_over": "sample",
@@ -122,7 +122,9 @@ ROWS |= {
     "series with channels first": Row(
         prepare, {"x": SERIES.transpose(0, 2, 1)}, {"x": SERIES}, "Bring its axes into that order."
     ),
-    "series of another rate": Row(prepare, {"rate": 25.0}, {"rate": 50.0}, "Resample the series."),
+    "series of another rate": Row(
+        prepare, {"sampling_rate_hz": 25.0}, {"sampling_rate_hz": 50.0}, "Resample the series."
+    ),
     "series in other units": Row(prepare, {"units": "m/s2"}, {"units": "g"}, "Convert the values."),
     "series that is NaN": Row(
         prepare,
@@ -171,18 +173,19 @@ ROWS |= {
         "Leave `domain_order` or `order_per_client` out.",
     ),
     "people of a base session": Row(
-        lambda lab, people: ODFCLScenario(people=people, base=4, sessions=2),
+        lambda lab, people: ODFCLScenario(num_people=people, num_base_people=4, num_sessions=2),
         {"people": 9},
         {"people": 8},
-        "and a multiple of `sessions`.",
+        "and a multiple of `num_sessions`.",
     ),
     "share of few samples": Row(
         lambda lab, share: stream_of(
-            scenario=FedViTScenario(2, 2, classes_per_client=(2, 2), share=share, rounds_per_task=1), client_ids=None
+            scenario=FedViTScenario(2, 2, classes_per_client=(2, 2), sample_fraction=share, rounds_per_task=1),
+            client_ids=None,
         ),
         {"share": (0.01, 0.5)},
         {"share": (0.4, 0.5)},
-        "Raise `share`.",
+        "Raise `sample_fraction`.",
     ),
     "owners to test on": Row(
         stream_of,

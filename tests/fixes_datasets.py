@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import GLFC, LwF
-from lightning_fcl.data.batching import concat_nested
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.datasets import verify
 from lightning_fcl.data.datasets.faces import load_lfw
 from lightning_fcl.data.datasets.hhar import load_hhar
@@ -17,7 +17,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_wesad
 from lightning_fcl.data.labels import IndexedTargets
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Staggered
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed, FLwFScenario
 from lightning_fcl.data.scenarios.papers import ODFCLScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidTypeError, UnknownNameError
@@ -62,14 +62,21 @@ def read_labels(lab, labels):
 
 
 def plan_people(lab, **options):
-    sizes = {"people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3}
+    sizes = {
+        "num_people": 6,
+        "num_base_people": 2,
+        "num_sessions": 2,
+        "num_nodes": 2,
+        "train_per_class": 7,
+        "test_per_class": 3,
+    }
     stream_of_arrays(
         lab, torch.randn(80, 6), torch.arange(80) % 8, scenario=ODFCLScenario(**{**sizes, **options}), partition=None
     )
 
 
 def plan_flwf(lab, **options):
-    sizes = {"rounds": 2, "samples_per_round": 8, "test_per_class": 2, "pretrain_per_class": 2}
+    sizes = {"num_rounds": 2, "samples_per_round": 8, "test_per_class": 2, "pretrain_per_class": 2}
     tasks = {"a": [[0], [1]], "b": [[0, 1, 2, 3]]}
     scenario = FLwFScenario(**{**sizes, **options}, tasks=tasks)
     stream_of_arrays(lab, torch.randn(80, 6), torch.arange(80) % 4, scenario=scenario, partition=None)
@@ -92,7 +99,7 @@ def plan_overlap(lab, first=0, **options):
 
 
 def plan_features(lab, make):
-    stream = FederatedStream(Items(make), ClassIncremental(2), partition=IID(2), features=MLP([6, 5, 4]))
+    stream = FederatedStream(Items(make), ClassIncremental(2), partition=IID(2), backbone=MLP([6, 5, 4]))
     stream.setup("fit")
     assert stream.get_samples(np.arange(2))[0].shape == (2, 5)
 
@@ -137,13 +144,13 @@ ROWS |= {
         plan_people,
         {"train_per_class": 8},
         {"train_per_class": 7},
-        "Lower `people`, `train_per_class` or `test_per_class`.",
+        "Lower `num_people`, `train_per_class` or `test_per_class`.",
     ),
     "rounds of flwf with few samples": Row(
         plan_flwf,
         {"samples_per_round": 16},
         {"samples_per_round": 8},
-        "Lower `rounds`, `samples_per_round` (16), `test_per_class` or `pretrain_per_class`.",
+        "Lower `num_rounds`, `samples_per_round` (16), `test_per_class` or `pretrain_per_class`.",
     ),
     "copies in a scenario that draws its test samples": Row(
         plan_copies, {"copies": 2}, {"copies": 1}, "Remove the copies from the data, as `"
@@ -177,13 +184,13 @@ ROWS |= {
     ),
     "number of experiences that is None": Row(
         lambda lab, **options: ClassIncremental(**options),
-        {"experiences": None},
+        {"num_experiences": None},
         None,
         "Leave it out for 5.",
         InvalidTypeError,
     ),
     "number below its range": Row(
-        lambda lab, delay: Staggered(ClassIncremental(2), delay), {"delay": -1}, {"delay": 0}, "Use 0 or more."
+        lambda lab, delay: Delayed(ClassIncremental(2), delay), {"delay": -1}, {"delay": 0}, "Use 0 or more."
     ),
     "number at an open end of its range": Row(
         lambda lab, value: LwF(temperature=value), {"value": 0.0}, {"value": 1e-3}, "Use a number above 0."

@@ -288,7 +288,7 @@ def name_file(lab, name):
 def fit_alone(lab, name):
     """Fit a recipe for a round, or a file with settings alone."""
     written(lab, "settings.yaml", {"trainer": {"enable_progress_bar": False, "max_epochs": 1}})
-    command(lab, f"fit {name} --config settings.yaml --data.partition IID --data.partition.clients 2 --out out")
+    command(lab, f"fit {name} --config settings.yaml --data.partition IID --data.partition.num_clients 2 --out out")
 
 
 ROWS |= {

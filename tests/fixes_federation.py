@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-from lightning_fcl import Classifier, Deadline, FederatedStream, Speeds
+from lightning_fcl import Classifier, ClientSpeeds, Deadline, FederatedStream
 from lightning_fcl.callbacks import FedProx
 from lightning_fcl.conformance.suite import get_classes, get_statements
 from lightning_fcl.data.partition import IID
@@ -60,8 +60,8 @@ def state_of(*sizes, **changes):
 def read_speeds(lab, text, name="speeds.csv"):
     path = lab.folder / name
     path.write_text(text)
-    speeds = Speeds(1.0, file=path)
-    return fit_one_round(lab, schedule=Deadline(speeds))
+    speeds = ClientSpeeds(1.0, path=path)
+    return fit_one_round(lab, synchronization=Deadline(speeds))
 
 
 class KeepsText(torch.optim.SGD):
@@ -130,13 +130,13 @@ def check_machines(lab, nodes=1, processes=1):
 class Claims(FedProx):
     """A method that claims to be another one."""
 
-    claims = ("FedProxx",)
+    implements = ("FedProxx",)
 
 
 class ClaimsRight(FedProx):
     """A method that claims to be FedProx."""
 
-    claims = ("FedProx",)
+    implements = ("FedProx",)
 
 
 ROWS |= {
@@ -171,7 +171,7 @@ ROWS |= {
         "Use the state of an earlier round.",
     ),
     "optimizer that keeps text": Row(
-        remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Leave `keep_optimizer` out."
+        remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Leave `keep_optimizer_state` out."
     ),
     "round that moves the server far": Row(
         move, {"most": 10.0}, {"most": 1000.0}, "or a larger `max-update-norm` of the run's configuration."

@@ -20,10 +20,10 @@ from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_fcl import Deadline, FederatedStream, Speeds, Swarm, zoo
+from lightning_fcl import ClientSpeeds, Deadline, FederatedStream, Swarm, zoo
 from lightning_fcl.cli.jobs import Job, run_parallel
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import _named, run_rows
+from lightning_fcl.cli.reproduce import match_names, run_rows
 from lightning_fcl.cli.search import Search, trial_recipe
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.labels import check_names as check_class_names
@@ -93,7 +93,7 @@ from lightning_fcl.zoo.registry import REGISTRY, copy_to_registry, register
 
 NAME = "mlp.digits.flwf2t_replay"
 LR = "model.init_args.optimizer.init_args.lr"
-SMALL = "--trainer.enable_progress_bar=false --trainer.max_epochs=1 --data.partition.clients=2"
+SMALL = "--trainer.enable_progress_bar=false --trainer.max_epochs=1 --data.partition.num_clients=2"
 
 
 ROWS: dict[str, Row] = {}
@@ -132,7 +132,7 @@ def read_search(lab, **changes):
     content = {"configs": ["quickstart.yaml"], **objective, "trials": 2, "space": {LR: [0.1, 0.2]}, **changes}
     shutil.copy(recipes_folder() / "quickstart.yaml", lab.folder / "quickstart.yaml")
     path = written(lab, "search.yaml", {name: value for name, value in content.items() if value is not None})
-    search = Search.read(path, **({"case": "a"} if "cases" in content else {}))
+    search = Search.read(path, **({"case": "a"} if "variants" in content else {}))
     return list(search.grid()) if search.sampler == "grid" else search
 
 
@@ -151,7 +151,7 @@ def search_among(lab, file):
 def tune(lab, sizes, words=""):
     """Search for the sizes of a network: a wrong size fails when the network is given samples."""
     small = {"max_epochs": 1, "enable_progress_bar": False}
-    partition = {"init_args": {"clients": 2}}
+    partition = {"init_args": {"num_clients": 2}}
     written(lab, "tiny.yaml", {"trainer": small, "data": {"partition": partition, "split": {"validation": 0.3}}})
     read_search(
         lab,
@@ -195,7 +195,7 @@ def table_rows(lab, finished):
     folder = lab.folder / "toy"
     small = {
         "trainer": {"max_epochs": 1, "enable_progress_bar": False},
-        "data": {"partition": {"init_args": {"clients": 2}}},
+        "data": {"partition": {"init_args": {"num_clients": 2}}},
     }
     written(lab, "toy/base.yaml", (recipes_folder() / "quickstart.yaml").read_text())
     written(lab, "toy/small.yaml", small)
@@ -211,15 +211,15 @@ def no_data(lab):
 ROWS |= {
     "command without the recipe's data": Row(
         command,
-        {"words": "device-report flwf/flwf-2t", "prepare": no_data},
-        {"words": "device-report flwf/flwf-2t --input 6,128"},
+        {"words": "edge-report flwf/flwf-2t", "prepare": no_data},
+        {"words": "edge-report flwf/flwf-2t --input 6,128"},
         "Pass the shape with `--input`",
         MissingFileError,
     ),
     "sizes of --input": Row(
         command,
-        {"words": "device-report quickstart --input 1,8,x"},
-        {"words": "device-report quickstart --input 1,8,8"},
+        {"words": "edge-report quickstart --input 1,8,x"},
+        {"words": "edge-report quickstart --input 1,8,8"},
         "Write the sizes as in `--input 1,64,48`",
     ),
     "deploy into a folder of something else": Row(
@@ -291,8 +291,8 @@ ROWS |= {
     ),
     "setting of the space and of a case": Row(
         read_search,
-        {"cases": {"a": {LR: 0.3}}},
-        {"cases": {"a": {"data.batch_size": 8}}},
+        {"variants": {"a": {LR: 0.3}}},
+        {"variants": {"a": {"data.batch_size": 8}}},
         f"Remove {LR} from one of them.",
     ),
     "objective of an unknown direction": Row(
@@ -338,15 +338,15 @@ ROWS |= {
         "Choose `low` below `high`",
     ),
     "trials of another search": Row(
-        search_among, {"file": "of-another.csv"}, {"file": "right.csv"}, "with `--among`", DamagedFileError
+        search_among, {"file": "of-another.csv"}, {"file": "right.csv"}, "with `--trials-from`", DamagedFileError
     ),
     "trials that have failed": Row(
-        search_among, {"file": "failed.csv"}, {"file": "right.csv"}, "with `--among`", MissingValueError
+        search_among, {"file": "failed.csv"}, {"file": "right.csv"}, "with `--trials-from`", MissingValueError
     ),
     "setting of an unknown callback": Row(
         lambda lab, key: trial_recipe({key: 5}, [{"class_path": "lightning_fcl.callbacks.Replay"}]),
-        {"key": "trainer.callbacks.Repaly.max_size"},
-        {"key": "trainer.callbacks.Replay.max_size"},
+        {"key": "trainer.callbacks.Repaly.memory_size"},
+        {"key": "trainer.callbacks.Replay.memory_size"},
         "Did you mean Replay?",
         UnknownNameError,
     ),
@@ -370,10 +370,10 @@ ROWS |= {
         "Did you mean FedViT?",
         UnknownNameError,
     ),
-    "setting for data list": Row(command, {"words": "data list --seed=1"}, {"words": "data list"}, "Leave them out"),
-    "setting for data list, shown": Row(
+    "setting for data ls": Row(command, {"words": "data ls --seed=1"}, {"words": "data ls"}, "Leave them out"),
+    "setting for data ls, shown": Row(
         command,
-        {"words": "data list --data.seed=1"},
+        {"words": "data ls --data.seed=1"},
         {"words": "data show quickstart --data.seed=1"},
         "or use `lightning-fcl data show`",
     ),
@@ -384,10 +384,10 @@ ROWS |= {
         "Use `--out stream.png`",
     ),
     "table of no runs": Row(
-        table_rows, {"finished": True}, {"finished": False}, "Leave out `--finished`", MissingValueError
+        table_rows, {"finished": True}, {"finished": False}, "Leave out `--finished-only`", MissingValueError
     ),
     "unknown method of a leaderboard": Row(
-        lambda lab, text: _named(text, ["FedAvg", "EWC"], "methods"),
+        lambda lab, text: match_names(text, ["FedAvg", "EWC"], "methods"),
         {"text": "FedAvgg"},
         {"text": "FedAvg"},
         "Did you mean FedAvg?",
@@ -396,8 +396,8 @@ ROWS |= {
     ),
     "fetch of nothing": Row(
         command,
-        {"words": "zoo fetch"},
-        {"words": f"zoo fetch {NAME}"},
+        {"words": "zoo download"},
+        {"words": f"zoo download {NAME}"},
         "Pass a name of `lightning-fcl zoo ls`",
         MissingValueError,
     ),
@@ -454,7 +454,10 @@ def fit_callbacks(lab, callbacks):
 
 
 CALLBACK = "trainer: {{callbacks: [{}]}}"
-ONLINE = "data: {{scenario: {{class_path: Online, init_args: {{of: {{class_path: {}, init_args: {{blur: 0.1}}}}}}}}}}"
+ONLINE = (
+    "data: {{scenario: {{class_path: Online, init_args: "
+    "{{scenario: {{class_path: {}, init_args: {{blurry_ratio: 0.1}}}}}}}}}}"
+)
 
 ROWS |= {
     "unknown accelerator": Row(
@@ -513,8 +516,8 @@ ROWS |= {
     "unknown argument of a part": Row(
         recipe,
         {"words": "--data.clents 3"},
-        {"words": "--data.partition.clients 3"},
-        "Did you mean data.partition.clients?",
+        {"words": "--data.partition.num_clients 3"},
+        "Did you mean data.partition.num_clients?",
         UnknownNameError,
         "data.clents",
     ),
@@ -539,7 +542,7 @@ ROWS |= {
         {"files": [ONLINE.format("Blurry")]},
         {"files": [ONLINE.format("lightning_fcl.data.scenarios.Blurry")]},
         "Write lightning_fcl.data.scenarios.Blurry",
-        argument="data.scenario.of",
+        argument="data.scenario.scenario",
     ),
     "arguments below the name of their class": Row(
         recipe,
@@ -698,8 +701,8 @@ ROWS |= {
     ),
     "setting of an entry that is not listed": Row(
         recipe,
-        {"words": "--trainer.callbacks.Repaly.max_size 5"},
-        {"words": "--trainer.callbacks.Replay.max_size 5"},
+        {"words": "--trainer.callbacks.Repaly.memory_size 5"},
+        {"words": "--trainer.callbacks.Replay.memory_size 5"},
         "Did you mean Replay?",
         UnknownNameError,
     ),
@@ -762,7 +765,7 @@ def fit_clients(lab, clients):
     metrics = f"{{class_path: lightning_fcl.callbacks.ContinualMetrics, init_args: {{clients: {clients}}}}}"
     file = written(lab, "metrics.yaml", f"trainer: {{callbacks+: [{metrics}]}}")
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
-    rounds = "--data.scenario.experiences 2 --data.scenario.rounds_per_experience 1 --trainer.max_epochs 2"
+    rounds = "--data.scenario.num_experiences 2 --data.scenario.rounds_per_experience 1 --trainer.max_epochs 2"
     fit_words(lab, f"--config {file} {rounds}")
     return draw_tasks({"panel": {"line": ("row", [read_results(lab.folder / "out")])}}, "Title")
 
@@ -770,13 +773,13 @@ def fit_clients(lab, clients):
 def fit_clock(lab, clock):
     """Fit with or without a clock, and ask for the time to an accuracy."""
     schedule = {"class_path": "lightning_fcl.Deadline", "init_args": {"speeds": SPEEDS}} if clock else None
-    file = written(lab, "clock.yaml", {"trainer": {"strategy": {"init_args": {"schedule": schedule}}}})
+    file = written(lab, "clock.yaml", {"trainer": {"strategy": {"init_args": {"synchronization": schedule}}}})
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
     fit_words(lab, f"--config {file}")
     return time_to(read_results(lab.folder / "out")["record"], 0.0)
 
 
-SPEEDS = {"class_path": "lightning_fcl.Speeds", "init_args": {"seconds_per_sample": 0.01}}
+SPEEDS = {"class_path": "lightning_fcl.ClientSpeeds", "init_args": {"seconds_per_sample": 0.01}}
 
 ROWS |= {
     "comparison of no runs": Row(
@@ -830,7 +833,9 @@ ROWS |= {
     "table that is no JSON": Row(
         table_of, {"change": lambda text: text[1:]}, {"change": None}, "Write the table with `lightning-fcl reproduce`"
     ),
-    "record without a clock": Row(fit_clock, {"clock": False}, {"clock": True}, "Give the strategy a `schedule`"),
+    "record without a clock": Row(
+        fit_clock, {"clock": False}, {"clock": True}, "Give the strategy a `synchronization`"
+    ),
 }
 
 
@@ -936,9 +941,9 @@ def archive(lab, before=lambda lab: None):
         written(lab, "packed/original/train.csv", "1,0")
         (lab.folder / "server").mkdir()
         file = shutil.make_archive(str(lab.folder / "server" / "x"), "zip", lab.folder / "packed")
-        words = dict.fromkeys(("title", "content", "licence", "citation", "size", "holds"), "x")
+        words = dict.fromkeys(("title", "content", "license", "citation", "size", "expected_files"), "x")
         lab.url, _ = lab.serve(lab.folder / "server")
-        layouts = (Layout("folder", ("x/original",), signs=("train.csv",)),)
+        layouts = (Layout("folder", ("x/original",), markers=("train.csv",)),)
         lab.source = Source(
             name="x",
             layouts=layouts,
@@ -1057,7 +1062,7 @@ ROWS |= {
         lambda lab: archive(lab).find(lab.folder / "data"),
         {},
         lambda lab: lab.source.download(lab.folder / "data"),
-        "Run `lightning-fcl data fetch x`",
+        "Run `lightning-fcl data download x`",
         MissingFileError,
     ),
     "archive that cannot be unpacked": Row(
@@ -1160,7 +1165,7 @@ def relist(lab, **changes):
 
 
 def features_entry(lab):
-    return relist(lab, classes=[], outputs="features") if not (lab.folder / "zoo").exists() else lab.entry()
+    return relist(lab, classes=[], output_kind="features") if not (lab.folder / "zoo").exists() else lab.entry()
 
 
 def predict_features(lab, head):
@@ -1245,7 +1250,7 @@ def collect_beside(lab):
 
 def publish_run(lab, to):
     licence = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
-    return publish(lab.run(), "mlp.mine", str(lab.folder / to) if "://" not in to else to, licence=licence)
+    return publish(lab.run(), "mlp.mine", str(lab.folder / to) if "://" not in to else to, license=licence)
 
 
 def samples_of(lab, text):
@@ -1427,7 +1432,7 @@ def sent(lab, change, largest=1000.0, kind=torch.float32, rule="mean", clients=1
     limits = UploadLimits(10**6, 10, 10, largest, clients)
     server = FederatedServer(ClientStore())
     server.start_fit(torch.nn.Module(), extra_tensors={"w": (state["w"], rule)})
-    part = ClientRounds.from_rounds([ClientRound("1", 0, samples=1)])
+    part = ClientRounds.from_rounds([ClientRound("1", 0, num_samples=1)])
     decode_upload(Upload(1, tensors={"w": change(state["w"])}), server, part, limits)
 
 
@@ -1477,9 +1482,9 @@ ROWS |= {
     ),
     "schedule in a deployment": Row(
         lambda lab, **words: check_deployable(Participation(**words), Pipeline(), []),
-        {"schedule": Deadline(Speeds(0.01))},
-        {"schedule": None},
-        "Leave `schedule` out",
+        {"synchronization": Deadline(ClientSpeeds(0.01))},
+        {"synchronization": None},
+        "Leave `synchronization` out",
     ),
     "update that overflows": Row(
         sent,
@@ -1549,8 +1554,8 @@ ROWS |= {
             written(lab, "round.json", '{"round": 3}'),
             client_state_folder(lab.folder, "1", round_idx),
         ),
-        {"round": 1},
-        {"round": 3},
+        {"round_idx": 1},
+        {"round_idx": 3},
         "Start the server from its newest checkpoint",
         RejectedMessageError,
     ),

@@ -3,7 +3,7 @@
 import lightning.pytorch as L
 import torch
 from fixes import (
-    DyToxTraining,
+    DyToxMethod,
     Items,
     Row,
     TakesAny,
@@ -187,7 +187,7 @@ ROWS |= {
         replay_with_buffer, {"own": True}, {"own": False}, "Use an object of one of these classes.", InvalidTypeError
     ),
     "buffer with repeat": Row(
-        replay_with_buffer, {"repeat": True}, {"repeat": False}, "Leave `repeat` out, or leave `buffer` out"
+        replay_with_buffer, {"oversample": True}, {"oversample": False}, "Leave `oversample` out, or leave `buffer` out"
     ),
     "method twice": Row(
         lambda lab, methods: check_compatible(methods),
@@ -213,7 +213,7 @@ ROWS |= {
     ),
     "experience with classes of two tasks of DyTox": Row(
         lambda lab, tasks: _task_of(
-            DyTox(tasks, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2), torch.tensor([0, 2]), "a"
+            DyTox(tasks, 4, image_size=8, patch_size=4, width=8, depth=1, num_heads=2), torch.tensor([0, 2]), "a"
         ),
         {"tasks": [[0, 1], [2, 3]]},
         {"tasks": [[0, 2], [1, 3]]},
@@ -244,7 +244,7 @@ ROWS |= {
         lambda lab, size: fit_plain(lab, [Replay(size)]),
         {"size": 0.5},
         {"size": 200},
-        "Pass a whole number, such as `max_size=200`.",
+        "Pass a whole number, such as `memory_size=200`.",
     ),
     "local epochs on loaders of a plain Trainer": Row(
         lambda lab, **data: fit_local_epochs(lab, **data),
@@ -278,10 +278,10 @@ ROWS |= {
         fit_target, {"callbacks": [TARGET()]}, {"callbacks": []}, "Use a dataset of images, or another method."
     ),
     "Re-Fed with a high learning rate": Row(
-        lambda lab, rate: fit_one_round(lab, callbacks=[ReFed(8, learning_rate=rate)]),
+        lambda lab, rate: fit_one_round(lab, callbacks=[ReFed(8, lr=rate)]),
         {"rate": 1e30},
         {"rate": 0.01},
-        "Lower `learning_rate`.",
+        "Lower `lr`.",
     ),
     "plasticity that diverges": Row(
         lambda lab, **options: IntrinsicPlasticity(eta=1e38, **options).step(*torch.full((4, 1, 3), 1e38)),
@@ -299,7 +299,7 @@ ROWS |= {
 
 
 def fit_with_dytox(lab):
-    return fit_one_round(lab, callbacks=[DyToxTraining(max_size=4)])
+    return fit_one_round(lab, callbacks=[DyToxMethod(memory_size=4)])
 
 
 def fit_dicts(lab, make):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier
 from lightning_fcl.errors import DamagedFileError, MissingValueError, UnknownNameError
-from lightning_fcl.models import MLP, Decomposed, DyTox, EchoStateNetwork, LoRA, fcl_vit
+from lightning_fcl.models import MLP, DyTox, EchoStateNetwork, FedWEITNet, LoRA, create_vit
 from lightning_fcl.models._layers import count_patches
 from lightning_fcl.models.backbone import frozen_backbone
 from lightning_fcl.models.generator import batchnorm_layers
@@ -41,14 +41,14 @@ class Net(nn.Module):
 
 
 def make_dytox(lab, tasks, blocks=None):
-    model = DyTox(tasks, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+    model = DyTox(tasks, 4, image_size=8, patch_size=4, width=8, depth=1, num_heads=2)
     if blocks is not None:
         model.assign_classes(blocks)
     assert sorted(label for block in model.blocks for label in block) == [0, 1, 2, 3]
 
 
 def begin_tasks(lab, tasks):
-    net = Decomposed(Net(), tasks)
+    net = FedWEITNet(Net(), tasks)
     for _ in range(2):
         net.start_task(torch.ones(4, dtype=torch.bool))
 
@@ -123,23 +123,23 @@ ROWS |= {
         "stride.",
     ),
     "image size of a hierarchical network": Row(
-        lambda lab, size: CvTBody(size, widths=(4, 4, 4), depths=(0, 0, 1), heads=(1, 1, 1)),
+        lambda lab, size: CvTBody(size, widths=(4, 4, 4), depths=(0, 0, 1), num_heads=(1, 1, 1)),
         {"size": 32},
         {"size": 48},
         "Take larger images, or smaller `strides`.",
     ),
     "name of a vision transformer": Row(
-        lambda lab, name: fcl_vit(name, num_classes=4),
+        lambda lab, name: create_vit(name, num_classes=4),
         {"name": "deit_tinny"},
         {"name": "deit_tiny"},
         "Did you mean deit_tiny?",
         UnknownNameError,
     ),
     "option of a vision transformer": Row(
-        lambda lab, name: fcl_vit("vit", num_classes=4, width=8, depth=1, **{name: 2}),
-        {"name": "head"},
-        {"name": "heads"},
-        "Did you mean heads?",
+        lambda lab, name: create_vit("vit", num_classes=4, width=8, depth=1, **{name: 2}),
+        {"name": "num_head"},
+        {"name": "num_heads"},
+        "Did you mean num_heads?",
         UnknownNameError,
     ),
     "name of a backbone": Row(
@@ -176,15 +176,17 @@ ROWS |= {
         {"tasks": [[0, 1], [2, 3]]},
         "Put each class in one task, or change `num_classes`.",
     ),
-    "Decomposed without tasks": Row(
-        lambda lab, tasks: Decomposed(Net(), tasks),
+    "FedWEITNet without tasks": Row(
+        lambda lab, tasks: FedWEITNet(Net(), tasks),
         {"tasks": 0},
         {"tasks": 2},
         "Pass the number of experiences of the stream.",
     ),
-    "Decomposed with few tasks": Row(begin_tasks, {"tasks": 1}, {"tasks": 2}, "Pass a larger `tasks` to `Decomposed`."),
-    "Decomposed of a network without layers": Row(
-        lambda lab, first: Decomposed(nn.Sequential(first, nn.ReLU()), 2, "*"),
+    "FedWEITNet with few tasks": Row(
+        begin_tasks, {"tasks": 1}, {"tasks": 2}, "Pass a larger `num_tasks` to `FedWEITNet`."
+    ),
+    "FedWEITNet of a network without layers": Row(
+        lambda lab, first: FedWEITNet(nn.Sequential(first, nn.ReLU()), 2, "*"),
         {"first": nn.LayerNorm(6)},
         {"first": nn.Linear(6, 5)},
         "Use a network with linear or convolutional layers.",
@@ -267,7 +269,7 @@ ROWS |= {
         lambda lab, outputs: RealTargets(outputs).encode(torch.zeros(4, 2)),
         {"outputs": 1},
         {"outputs": 2},
-        "Set `outputs` to the target's size.",
+        "Set `num_outputs` to the target's size.",
     ),
     "targets of a reservoir that are NaN": Row(
         lambda lab, y: RealTargets(1).encode(y),

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed import HashStore
 
-from lightning_fcl import Classifier, FedBuff, FederatedStream, Speeds
+from lightning_fcl import Classifier, ClientSpeeds, FedBuff, FederatedStream
 from lightning_fcl.callbacks import FOT
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, Staggered, Stationary
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import DamagedFileError, MissingValueError
 from lightning_fcl.federation.aggregation import Aggregator
@@ -99,7 +99,7 @@ def resume_saved(lab, hook):
 def resume_server(lab, change, starts_again=False):
     """Resume an asynchronous fit from a checkpoint with another state of the server."""
     folder = lab.folder / str(len([*lab.folder.iterdir()]))
-    options = {"schedule": FedBuff(Speeds(0.1, spread=0.9), 1), "cohort_size": 1}
+    options = {"synchronization": FedBuff(ClientSpeeds(0.1, spread=0.9), 1), "max_vectorized_clients": 1}
     saving = {"trainer_args": {"enable_checkpointing": True}}
     checkpoints = ModelCheckpoint(folder, save_last=True)
     lab.fit(lab.task(), lab.stream(), [checkpoints], max_epochs=1, **saving, **options)
@@ -129,8 +129,8 @@ def fit_until(lab, rounds):
     stream = small_stream(scenario=Stationary(3), split=Split(test=0.0))
     stream.setup("fit")
     stream.plan = replace(stream.plan, train=(*stream.plan.train[:2], {}))
-    schedule = FedBuff(Speeds(1.0), 2)
-    has_rounds(lab.fit(lab.task(), stream, schedule=schedule, max_epochs=rounds), rounds)
+    schedule = FedBuff(ClientSpeeds(1.0), 2)
+    has_rounds(lab.fit(lab.task(), stream, synchronization=schedule, max_epochs=rounds), rounds)
 
 
 class Prepared(Classifier):
@@ -146,11 +146,11 @@ class Prepared(Classifier):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
-def fit_single(lab, clients=2, batch_size=6):
+def fit_single(lab, num_clients=2, batch_size=6):
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     x, y = torch.randn(12, 6), torch.arange(12) % 4
     stream = FederatedStream.from_arrays(
-        x, y, scenario=Stationary(), partition=IID(clients), split=Split(test=0.0), batch_size=batch_size
+        x, y, scenario=Stationary(), partition=IID(num_clients), split=Split(test=0.0), batch_size=batch_size
     )
     return fit_one_round(lab, stream, Prepared(net, 4, sgd))
 
@@ -167,7 +167,7 @@ def fit_sums(lab, scenario, participation=0.5):
     return fit_one_round(lab, small_stream(scenario=scenario), callbacks=[FOT()], participation=participation)
 
 
-LATE = Staggered(ClassIncremental(2, 2), delay=2)
+LATE = Delayed(ClassIncremental(2, 2), max_delay=2)
 SINGLE = "Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two samples."
 SUMS = "Use `participation=1.0`, or a scenario whose clients enter each experience together."
 
@@ -191,13 +191,13 @@ ROWS |= {
         "Start all processes with the same recipe, data and versions of the packages.",
     ),
     "processes without clients": Row(
-        count_processes, {"processes": 4, "cohort_size": 1}, {"processes": 3}, "Set fewer devices."
+        count_processes, {"processes": 4, "max_vectorized_clients": 1}, {"processes": 3}, "Set fewer devices."
     ),
     "processes without cohorts": Row(
         count_processes,
-        {"processes": 3, "cohort_size": 2},
-        {"cohort_size": 1},
-        "Set fewer devices, or a `cohort_size` below 2, which changes results by rounding alone.",
+        {"processes": 3, "max_vectorized_clients": 2},
+        {"max_vectorized_clients": 1},
+        "Set fewer devices, or a `max_vectorized_clients` below 2, which changes results by rounding alone.",
     ),
     "state of a client that is damaged": Row(
         read_client,
@@ -229,7 +229,7 @@ ROWS |= {
         "Save the file as CSV, in UTF-8.",
     ),
     "batch of one sample": Row(fit_single, {"batch_size": 5}, {"batch_size": 6}, SINGLE),
-    "client of one sample": Row(fit_single, {"clients": 12}, {"clients": 2}, SINGLE),
+    "client of one sample": Row(fit_single, {"num_clients": 12}, {"num_clients": 2}, SINGLE),
     "size of samples in a deployment": Row(
         find_size,
         {"simulates": False},

@@ -15,7 +15,7 @@ from fixes_models import Net, save_network
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import DyToxTraining, RegMean, Replay, Unlearning
+from lightning_fcl.callbacks import DyToxMethod, RegMean, Replay, Unlearning
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidStateError, MissingValueError
@@ -115,8 +115,8 @@ def fit_with_method(lab, make, **options):
 
 
 def learn_two_tasks(lab, epochs):
-    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
-    task, method = Classifier(model, 4, sgd), DyToxTraining(8, balanced_epochs=1)
+    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, num_heads=2)
+    task, method = Classifier(model, 4, sgd), DyToxMethod(8, balanced_epochs=1)
     for first, number in ((0, 2), (2, epochs)):
         x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 2 + first
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
@@ -165,13 +165,13 @@ def load_task(lab, **options):
     path = lab.folder / "task.ckpt"
     trainer = L.Trainer(max_epochs=1, **lab.quiet)
     task = Classifier(Net(), 4)
-    trainer.fit(task, datamodule=lab.stream(clients=1))
+    trainer.fit(task, datamodule=lab.stream(num_clients=1))
     trainer.save_checkpoint(path)
     loaded = Classifier.load_from_checkpoint(path, **options)
     assert torch.equal(loaded.model.head.weight, task.model.head.weight)
 
 
-COHORT = "Set `cohort_size=1`."
+COHORT = "Set `max_vectorized_clients=1`."
 
 ROWS |= {
     "gradients of samples with accumulated batches": Row(
@@ -181,13 +181,13 @@ ROWS |= {
         "Leave `accumulate_grad_batches` out, and use a larger `batch_size`.",
     ),
     "step without a loss for some clients": Row(
-        lambda lab, size: fit_one_round(lab, uneven_stream(), NoLoss(), cohort_size=size),
+        lambda lab, size: fit_one_round(lab, uneven_stream(), NoLoss(), max_vectorized_clients=size),
         {"size": 2},
         {"size": 1},
         COHORT,
     ),
     "step that trains other parameters for some clients": Row(
-        lambda lab, size: fit_one_round(lab, uneven_stream(), OtherParameters(), cohort_size=size),
+        lambda lab, size: fit_one_round(lab, uneven_stream(), OtherParameters(), max_vectorized_clients=size),
         {"size": 2},
         {"size": 1},
         COHORT,

@@ -16,8 +16,9 @@ from lightning_fcl import FederatedStrategy, FederatedStream, callbacks, models
 from lightning_fcl.data import partition, scenarios, split
 from lightning_fcl.deployment import deployment_server
 from lightning_fcl.edge import report
-from lightning_fcl.errors import InvalidTypeError, check_arguments
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.federation import client_speeds, compression, fedbuff, robust, swarm, synchronization
+from lightning_fcl.validation import check_arguments
 
 MODULES = (
     partition,
@@ -105,8 +106,10 @@ def test_cases_cover_methods_models_and_settings():
     named = {f"{name}.{argument}" for name, argument in CASES}
     assert {
         "FederatedStream.batch_size", "FederatedStrategy.local_epochs", "EWC.strength",
-        "Dirichlet.alpha", "ClassIncremental.experiences", "HARCNN.dropout", "Classifier.num_classes", "TopK.fraction",
-        "Deadline.seconds", "Krum.byzantine", "DeviceProfile.power_mw", "DeploymentConfig.round_timeout", "Split.test",
+        "Dirichlet.alpha", "ClassIncremental.num_experiences",
+        "HARCNN.dropout", "Classifier.num_classes", "TopK.fraction",
+        "Deadline.timeout", "Krum.num_malicious_clients",
+        "DeviceProfile.power_mw", "DeploymentConfig.round_timeout", "Split.test",
     } <= named  # fmt: skip
     assert len(CASES) > 200
 
@@ -114,7 +117,7 @@ def test_cases_cover_methods_models_and_settings():
 OBJECTS = {
     nn.Module: nn.Linear(4, 3),
     models.EchoStateNetwork: models.EchoStateNetwork(4, 8),
-    client_speeds.Speeds: client_speeds.Speeds(0.01),
+    client_speeds.ClientSpeeds: client_speeds.ClientSpeeds(0.01),
     typing.Any: [0, 1],
     int: 4,
     float: 0.5,

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_fcl import errors
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.errors import (
+from lightning_fcl.validation import (
     above,
     at_least,
     between,
@@ -49,9 +49,9 @@ def test_only_a_near_name_is_proposed():
 
 
 def test_none_is_refused_where_something_stands_by_default():
-    with pytest.raises(TypeError, match=r"Expected `experiences` to be given but got None. Leave it out for 5."):
-        ClassIncremental(experiences=None)
-    assert ClassIncremental(samples_per_round=None, class_order=None).experiences == 5
+    with pytest.raises(TypeError, match=r"Expected `num_experiences` to be given but got None. Leave it out for 5."):
+        ClassIncremental(num_experiences=None)
+    assert ClassIncremental(samples_per_round=None, class_order=None).num_experiences == 5
 
 
 @pytest.mark.parametrize(

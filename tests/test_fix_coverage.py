@@ -67,7 +67,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/deployment/test_node_data.py::test_stationary_with_the_data_of_nodes_is_deployed",
     ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_a_push_is_refused_whole"],
-    "Set `cohort_size=1`.": [
+    "Set `max_vectorized_clients=1`.": [
         "tests/local_training/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
 }
@@ -76,8 +76,8 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
 PASSED_ON: dict[str, str] = {
     "data/adapters.py to_dataset": "tests/fixes.py, list of samples",
     "models/serialization.py validate_arguments": "tests/fixes_models.py, arguments of a network in a file",
-    "errors.py _check_range": "tests/test_annotations.py",
-    "errors.py check_argument": "tests/test_annotations.py",
+    "validation.py _check_range": "tests/test_annotations.py",
+    "validation.py check_argument": "tests/test_annotations.py",
     "simulation/setup_checks.py check_trainer": "tests/test_fixes.py",
     "deployment/messages.py check_same": "tests/fixes_files.py, other recipe on a node",
     "io/checkpoint.py read_checkpoint": "tests/fixes_files.py, checkpoint above the limit",

@@ -45,7 +45,7 @@ class Tasks(L.LightningDataModule):
         data = torch.utils.data.TensorDataset(torch.from_numpy(x[own]), torch.from_numpy(y[own]))
         return torch.utils.data.DataLoader(data, batch_size=8)
 
-gem = callbacks.GEM(max_size=10)
+gem = callbacks.GEM(memory_size=10)
 trainer = L.Trainer(max_epochs=4, callbacks=[gem], reload_dataloaders_every_n_epochs=1, **options)
 trainer.fit(Classifier(MLP([6, 8, 10]), 10), datamodule=Tasks())
 print("epochs", trainer.current_epoch)

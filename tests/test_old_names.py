@@ -1,11 +1,14 @@
-"""No class has a member with a name that `docs/renames.csv` has replaced: an override of it would have no effect."""
+"""Nothing has a name that `docs/renames.csv` has replaced: no member, function, argument, keyword, key or metric."""
 
 import ast
 import csv
+import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("lightning_fcl", "tests", "benchmarks", "recipes")
@@ -15,7 +18,7 @@ with (ROOT / "docs" / "renames.csv").open(newline="") as table:
     ROWS = list(csv.DictReader(table))
 RENAMES = [row for row in ROWS if row["status"] == "done"]
 MOVES = {
-    row["old"]: row["note"].removeprefix("named ") or row["new"]
+    row["old"]: row["note"].removeprefix("named ") if row["note"].startswith("named ") else row["new"]
     for row in RENAMES
     if row["kind"] in ("module", "package")
 }
@@ -122,7 +125,7 @@ def test_modules_do_not_define_replaced_functions_and_classes(sources):
         ("lightning_fcl/federation/wire.py", "lightning_fcl/federation/compression.py"),
         ("lightning_fcl/running/rows.py", "lightning_fcl/runs/paper_rows.py"),
         ("lightning_fcl/device/export.py", "lightning_fcl/edge/export.py"),
-        ("lightning_fcl/errors.py", "lightning_fcl/errors.py"),
+        ("lightning_fcl/errors.py", "lightning_fcl/validation.py"),
     ],
 )
 def test_path_of_a_moved_module_is_its_present_one(path, present):
@@ -132,3 +135,128 @@ def test_path_of_a_moved_module_is_its_present_one(path, present):
 def test_each_row_is_done_or_open_or_void_with_a_reason():
     assert {row["status"] for row in ROWS} <= {"done", "open", "void"}
     assert [row["old"] for row in ROWS if row["status"] == "void" and not row["note"]] == []
+
+
+def replaced_arguments():
+    """Return the replaced arguments of each class and function, by its present name."""
+    arguments = defaultdict(dict)
+    for row in RENAMES:
+        scope = row["where"].partition(":")[2].removesuffix(".__init__")
+        if row["kind"] == "argument" and scope:
+            first, dot, rest = scope.partition(".")
+            arguments[CLASSES.get(first, FUNCTIONS.get(first, first)) + dot + FUNCTIONS.get(rest, rest)][row["old"]] = (
+                row
+            )
+    return arguments
+
+
+FUNCTIONS = {row["old"]: row["new"] for row in RENAMES if row["kind"] in ("function", "method")}
+ARGUMENTS = replaced_arguments()
+
+
+def old_arguments(tree):
+    """Return the replaced arguments of functions and fields of dataclasses that a module defines."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found += [(node.name, name) for name in sorted(argument_names(node) & ARGUMENTS[node.name].keys())]
+        elif isinstance(node, ast.ClassDef):
+            fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) if is_name(item.target)}
+            found += [(node.name, name) for name in sorted(fields & ARGUMENTS[node.name].keys())]
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    full = node.name if item.name == "__init__" else f"{node.name}.{item.name}"
+                    found += [(full, name) for name in sorted(argument_names(item) & ARGUMENTS[full].keys())]
+    return found
+
+
+def is_name(node):
+    return isinstance(node, ast.Name)
+
+
+def argument_names(function):
+    arguments = function.args
+    return {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+@pytest.mark.seconds
+def test_modules_do_not_define_replaced_arguments(sources):
+    found = [
+        (str(file), *pair) for file, tree in sources if file.parts[0] == "lightning_fcl" for pair in old_arguments(tree)
+    ]
+    assert found == []
+
+
+def old_keywords(tree):
+    """Return the replaced keywords in calls of public classes and functions."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found += [(name, word.arg) for word in node.keywords if name[:1].isupper() and word.arg in ARGUMENTS[name]]
+    return found
+
+
+@pytest.mark.seconds
+def test_no_call_has_a_replaced_keyword(sources):
+    found = [(str(file), *pair) for file, tree in sources for pair in old_keywords(tree)]
+    assert found == []
+
+
+def test_a_replaced_keyword_of_a_call_is_found():
+    assert old_keywords(ast.parse("x = lightning_fcl.IID(clients=3)")) == [("IID", "clients")]
+    assert old_keywords(ast.parse("IID(num_clients=3)")) == []
+
+
+def mappings(content):
+    """Yield all mappings of nested lists and mappings."""
+    if isinstance(content, dict):
+        yield content
+    for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from mappings(value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_has_a_replaced_argument(path):
+    found = []
+    for mapping in mappings(yaml.safe_load(path.read_text())):
+        name = str(mapping.get("class_path", "")).rpartition(".")[2]
+        found += [(name, key) for key in mapping.get("init_args") or {} if key in ARGUMENTS[name]]
+        words = [key.split(".") for key in mapping if isinstance(key, str) and ".init_args." in key]
+        found += [word for word in words if word[-1] in ARGUMENTS.get(word[-2], {})]
+    assert found == []
+
+
+def test_no_page_calls_with_a_replaced_keyword():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    names = "|".join(name for name in ARGUMENTS if name[:1].isupper() and "." not in name)
+    found = []
+    for page in pages:
+        for match in re.finditer(rf"\b({names})\(([^()]*)", page.read_text()):
+            words = re.findall(r"\b(\w+)=(?!=)", match[2])
+            found += [(page.name, match[0]) for word in words if word in ARGUMENTS[match[1]]]
+    assert found == []
+
+
+METRICS = {row["old"] for row in RENAMES if row["kind"] == "metric" and not row["old"].startswith("_")}
+RECORD = {"skipped", "missed", "late", "claims", "limits", "own", "kept_bytes"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.json")), ids=lambda path: path.parent.name)
+def test_no_committed_result_has_a_replaced_key(path):
+    content = json.loads(path.read_text())
+    keys = [*content.get("metrics", {}), *content.get("expected", {})]
+    keys += [name for row in content.get("rows", {}).values() for name in row]
+    assert [key for key in keys if key.partition("/")[0] in METRICS or key.partition("/")[0].endswith("_own")] == []
+    record = content.get("record", {"rounds": []})
+    assert not RECORD & {*record, *(key for entry in record["rounds"] for key in entry)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "zoo").glob("*/config.json")), ids=lambda path: path.parent.name)
+def test_no_published_network_has_a_replaced_key(path):
+    content = json.loads(path.read_text())
+    assert not ARGUMENTS["ModelEntry"].keys() & content.keys()
+    assert "rate" not in (content["measurement"] or {})
+    for mapping in mappings(content["network"]):
+        name = mapping.get("class_path", "").rpartition(".")[2]
+        assert name != "frozen" and not ARGUMENTS[name].keys() & (mapping.get("init_args") or {}).keys()

@@ -60,16 +60,16 @@ def publish_all(names: list[str]) -> None:
     content = yaml.safe_load((HERE / "models.yaml").read_text())
     for name in names or content["models"]:
         model_settings = content["models"][name]
-        licence = {"weights": content["licences"]["weights"], "data": content["licences"][name.split(".")[1]]}
-        options = {key: model_settings[key] for key in ("numbers", "features") if key in model_settings}
+        license_terms = {"weights": content["licenses"]["weights"], "data": content["licenses"][name.split(".")[1]]}
+        options = {key: model_settings[key] for key in ("numbered_classes", "features") if key in model_settings}
         print(
             publish(
                 train(model_settings),
                 name,
                 HERE,
-                model_settings["about"],
-                licence,
-                model_settings.get("limits", []),
+                model_settings["description"],
+                license_terms,
+                model_settings.get("limitations", []),
                 **options,
             )
         )

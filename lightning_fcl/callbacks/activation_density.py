@@ -70,7 +70,7 @@ class ActivationDensity(Callback):
         plan = stream.plan
         current, *next_experiences = (
             max(numbers[r] for numbers in plan.experiences.values())
-            for r in range(round_idx, min(round_idx + 2, plan.rounds))
+            for r in range(round_idx, min(round_idx + 2, plan.num_rounds))
         )
         if next_experiences == [current] or not isinstance(pl_module, ReservoirTask):
             return

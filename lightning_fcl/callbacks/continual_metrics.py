@@ -23,27 +23,21 @@ from lightning_fcl.callbacks.evaluator import (
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.trainer_access import get_callbacks, require_stream
-from lightning_fcl.errors import (
-    InvalidValueError,
-    MissingValueError,
-    check_clients,
-    one_of,
-    validate_fields,
-    validated,
-)
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation.continual import group_name
 from lightning_fcl.evaluation.record import ACCURACY
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
-from lightning_fcl.federation.compression import RoundRecord
 from lightning_fcl.federation.protocols import HasLocalModels, HasMetrics, find_federation, get_ranks
 from lightning_fcl.federation.ranks import SINGLE_RANK, gather_by_client
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.base import methods_overriding
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.validation import check_clients, one_of, validate_fields, validated
 
 T = TypeVar("T")
 
-_ALWAYS = ("upload_bytes", "download_bytes", "dropped", "skipped", "missed", "diverged", "master")
+_ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync", "diverged", "master")
 
 
 @dataclass(eq=False)
@@ -57,8 +51,8 @@ class ContinualMetrics(Callback):
     ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits
     of the classes is measured by what its `test_step`, else its `validation_step`, logs.
 
-    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries, the
-    memory of its methods, an optimizer's state, what it could not send.
+    What stays with each client between rounds is counted when the fit ends, as ``client_state_bytes``: its own entries,
+    the memory of its methods, an optimizer's state, what it could not send.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
@@ -67,11 +61,11 @@ class ContinualMetrics(Callback):
             client would predict with: the server's with its own entries, made personal by its methods. It is tested on
             the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
             ``"aggregated"``, and beside it each client's own model after its last local training of an experience,
-            before aggregation, on the same classes, for ``average_accuracy_own`` and the like.
-        on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
-        training: Whether the server's last model is also tested on all training samples.
-        start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
-            base session.
+            before aggregation, on the same classes, for ``average_accuracy_local`` and the like.
+        split: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
+        evaluate_on_train: Whether the server's last model is also tested on all training samples.
+        evaluate_before_fit: Whether the server's model is also tested before the first round: for streams whose
+            experience 0 is a base session.
         lower_is_better: Of what a module's own step logs, the names of which lower is better; default: those with
             "loss" or "error" in them. Of a metric object its ``higher_is_better`` tells.
 
@@ -82,9 +76,9 @@ class ContinualMetrics(Callback):
 
     clients: Literal["all", "none"] | list[str] = "all"
     when: Literal["trained", "aggregated", "both"] = validated("trained", one_of, ("trained", "aggregated", "both"))
-    on: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
-    training: bool = False
-    start: bool = False
+    split: Literal["test", "validation"] = validated("test", one_of, ("test", "validation"))
+    evaluate_on_train: bool = False
+    evaluate_before_fit: bool = False
     lower_is_better: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -113,13 +107,13 @@ class ContinualMetrics(Callback):
             check_clients("`clients`", self.clients, plan.clients)
         if find_federation(trainer) is None:
             self._check_order(trainer)
-        samples = plan.test if self.on == "test" else plan.validation
+        samples = plan.test if self.split == "test" else plan.validation
         if not len(samples):
             raise MissingValueError(
-                f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on.",
-                hint=f"Set `split=Split({self.on}={0.2 if self.on == 'test' else 0.1})` of the stream.",
-                argument="on",
-                value=self.on,
+                f"Expected the stream's `{self.split}` to be above 0 but got no {self.split} samples to measure on.",
+                hint=f"Set `split=Split({self.split}={0.2 if self.split == 'test' else 0.1})` of the stream.",
+                argument="split",
+                value=self.split,
             )
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
@@ -144,7 +138,7 @@ class ContinualMetrics(Callback):
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
             if measures := self._test.describe_metrics(pl_module, self.lower_is_better):
                 self.record["measures"] = measures
-            if self.start:
+            if self.evaluate_before_fit:
                 self.record["start"] = self._evaluate(pl_module, "server")
         self._started = time.monotonic()
 
@@ -210,15 +204,17 @@ class ContinualMetrics(Callback):
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
         happened = vars(federation.server.record if federation is not None else RoundRecord())
-        record_names = [*_ALWAYS, *(name for name in ("claims", "limits") if happened[name])]
-        record_names += [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late", "staleness"]
+        record_names = [*_ALWAYS, *(name for name in ("duplicate_claims", "upload_limits") if happened[name])]
+        record_names += (
+            [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late_clients", "staleness"]
+        )
         current_time = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
                 "experience": self._experiences(require_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
-                **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
+                **({"local": self._gathered(trainer, self._own)} if self.when == "both" else {}),
                 **{name: copy.copy(happened[name]) for name in record_names},
                 "seconds": current_time - self._started,
             }
@@ -312,8 +308,8 @@ class ContinualMetrics(Callback):
                 client: server.client_store.nbytes(client) + server.sent_once.kept_bytes(client)
                 for client in local_clients
             }
-            self.record["kept_bytes"] = self._gathered(trainer, nbytes_by_client)
-        if not self.training:
+            self.record["client_state_bytes"] = self._gathered(trainer, nbytes_by_client)
+        if not self.evaluate_on_train:
             return
         stream = require_stream(trainer)
         seen_rows = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))

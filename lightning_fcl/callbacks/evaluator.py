@@ -23,7 +23,7 @@ from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import move_batch
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, format_names
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.continual import Tasks, group_name
 from lightning_fcl.federation.protocols import HasMetrics
 from lightning_fcl.federation.ranks import SINGLE_RANK, Ranks
@@ -34,6 +34,7 @@ from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.tasks.base import Task
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.validation import did_you_mean, format_names
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,7 @@ from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import check_no_transfer_hook, find_stream, get_callbacks, require_stream
-from lightning_fcl.errors import (
-    InvalidValueError,
-    above,
-    at_least,
-    check_arguments,
-    one_of,
-    require_package,
-    validate_fields,
-    validated,
-)
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import as_file_error, regular_file
 from lightning_fcl.methods.functional import evaluation_mode
@@ -44,6 +35,15 @@ from lightning_fcl.models.quantization import freeze_backbone_
 from lightning_fcl.rng import derive_seed, seed_all
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.ridge import RidgeClassifier
+from lightning_fcl.validation import (
+    above,
+    at_least,
+    check_arguments,
+    one_of,
+    require_package,
+    validate_fields,
+    validated,
+)
 
 
 class Pretrain(Callback):
@@ -120,7 +120,7 @@ class BaseSession(Callback):
        fp32. What is left to train is ``model.head``.
 
     A fit that is continued, and `test`, make the structure only; the checkpoint has the numbers. For devices to send
-    the head alone, give the strategy ``reductions={"model.backbone.*": "fixed"}``.
+    the head alone, give the strategy ``reductions={"model.backbone.*": "constant"}``.
 
     Args:
         pretrain_epochs: Passes over the pre-training samples; 0 leaves step 1 out.
@@ -130,9 +130,9 @@ class BaseSession(Callback):
         batch_size: Images per step.
         augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
         backbone: ``"int8"`` or ``"float"``.
-        latents: Whether the backbone's maps of all samples are computed once, before the first round; the result is
-            the same, and `Replay` remembers maps.
-        cache: Folder where trained networks are kept for other runs that begin in the same way; None: none.
+        precompute_latents: Whether the backbone's maps of all samples are computed once, before the first round; the
+            result is the same, and `Replay` remembers maps.
+        cache_dir: Folder where trained networks are kept for other runs that begin in the same way; None: none.
 
     Raises:
         ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
@@ -149,8 +149,8 @@ class BaseSession(Callback):
     batch_size: int = validated(32, at_least, 2)  # for batch normalisation
     augment: bool = True
     backbone: Literal["int8", "float"] = validated("int8", one_of, ("int8", "float"))
-    latents: bool = False
-    cache: str | None = None
+    precompute_latents: bool = False
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -216,10 +216,11 @@ class BaseSession(Callback):
         return stream
 
     def _network(self, module: L.LightningModule, previous_callbacks: Sequence[Callback]) -> nn.Module:
-        early = [type(c).__name__ for c in previous_callbacks if isinstance(c, Replay) and c.base]
-        if self.latents and early:
+        early = [type(c).__name__ for c in previous_callbacks if isinstance(c, Replay) and c.include_base]
+        if self.precompute_latents and early:
             raise InvalidValueError(
-                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
+                f"Expected `{early[0]}(base=True)` behind `BaseSession(precompute_latents=True)` among the "
+                "callbacks, as it "
                 "remembers maps, but it stands before it.",
                 hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
                 argument="callbacks",
@@ -236,7 +237,7 @@ class BaseSession(Callback):
         return network
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.latents:
+        if self.precompute_latents:
             network: Any = pl_module.model
             stream = require_stream(trainer)
             stream.samples = stream.samples.map(network.latent, pl_module.device)
@@ -247,7 +248,9 @@ class BaseSession(Callback):
 
     def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
         """Steps 1 and 2, or what the cache has of them."""
-        path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
+        path = (
+            Path(self.cache_dir) / f"{self._key(network, stream)}.safetensors" if self.cache_dir is not None else None
+        )
         if path is not None and path.is_file():
             with as_file_error(
                 path, "to be a whole base session", "Delete the file. The next fit trains the session again."

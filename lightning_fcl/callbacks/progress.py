@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.trainer_access import find_stream, require_stream
-from lightning_fcl.errors import require_package
 from lightning_fcl.federation.protocols import find_federation
+from lightning_fcl.validation import require_package
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -93,7 +93,7 @@ class FederatedProgressBar(ProgressBar):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
             if (federation := find_federation(trainer)) is not None:
-                self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed)
+                self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed_sync)
             lost_text = f", {self._lost} lost" if self._lost else ""
             self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost_text)
 

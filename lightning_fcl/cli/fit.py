@@ -23,7 +23,7 @@ from yaml import YAMLError
 from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.cli.listings import public_summaries
 from lightning_fcl.cli.main import Command
-from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError
 from lightning_fcl.evaluation.results import CONFIG, find_run_folder
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.checkpoint import get_run_checkpoint
@@ -32,6 +32,7 @@ from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.runs.paper_rows import Row, find_recipe, find_recipes
 from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
 from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets
+from lightning_fcl.validation import did_you_mean
 
 _HELPED = [
     "lightning_fcl",
@@ -43,7 +44,7 @@ class Fit(Command):
     """Train what a recipe says.
 
     Every argument of the Trainer, the model and the data can follow, as in
-      lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
+      lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.num_clients 20
       lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
       lightning-fcl fit runs/mine             goes on from that run's newest checkpoint
       lightning-fcl fit --help=FedViT         what a class does, and its arguments

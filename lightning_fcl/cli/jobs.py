@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.cli.fast_imports import fast_imports
-from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
+from lightning_fcl.errors import InvalidStateError, LightningFCLError
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.record import truncate_record
 from lightning_fcl.evaluation.results import clear_run, is_complete, read_results, write_files
@@ -32,6 +32,7 @@ from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets
 from lightning_fcl.runs.signals import Stopped, end_worker_with_parent, shorten_thread_errors, stop
+from lightning_fcl.validation import at_least
 
 T = TypeVar("T")
 
@@ -263,7 +264,7 @@ def _train(job: Job) -> None:
     if checkpoint := newest_checkpoint(job.out / "checkpoints"):
         overrides["ckpt_path"] = str(checkpoint)
     if job.tasks:
-        overrides["recipe.tasks"] = job.tasks
+        overrides["recipe.first_tasks"] = job.tasks
     if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
         overrides["trainer.enable_progress_bar"] = False
     run_cli("fit", job.whole_recipe.with_values(overrides), FederatedCLI)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import FileAccessError, LightningFCLError, did_you_mean
+from lightning_fcl.errors import FileAccessError, LightningFCLError
 from lightning_fcl.evaluation.results import CONFIG
 from lightning_fcl.io.atomic import private_temporary_folder
 from lightning_fcl.io.paths import cache_folder
@@ -28,6 +28,7 @@ from lightning_fcl.library_errors import LibraryError, first_line, match_error
 from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file, take_settings
 from lightning_fcl.runs.secret_values import secrets_of, text_without_secrets, words_without_secrets
 from lightning_fcl.runs.signals import Stopped, exit_now, stop
+from lightning_fcl.validation import did_you_mean
 
 
 class Command(ABC):
@@ -57,27 +58,27 @@ COMMANDS = {
     "validate": ("fit.Validate", "check a recipe, its data and its shapes, without training"),
     "fit": ("fit.Fit", "train what a recipe says:    lightning-fcl fit quickstart"),
     "test": ("fit.Test", "test a run's model:          lightning-fcl test runs/quickstart"),
-    "report": ("reproduce.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
+    "report": ("report.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
     "reproduce": ("reproduce.Reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
     "leaderboard": (
-        "reproduce.Leaderboard",
+        "leaderboard.Leaderboard",
         "methods under the same protocols: lightning-fcl leaderboard --protocols P4",
     ),
     "tune": ("tune.Tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
-    "device-report": ("edge.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
+    "edge-report": ("edge.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
     "export": ("edge.Export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
     "deploy": (
-        "edge.Deploy",
+        "deploy.Deploy",
         "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app",
     ),
-    "conformance": ("list_command.Conformance", "whether an implementation of a method does what its paper states"),
+    "conformance": ("conformance.Conformance", "whether an implementation of a method does what its paper states"),
     "zoo": ("zoo.Zoo", "published networks: list, verify, predict with, or publish"),
-    "demo": ("reproduce.Demo", "the quickstart, compared with plain fine-tuning"),
+    "demo": ("demo.Demo", "the quickstart, compared with plain fine-tuning"),
     "data": (
-        "list_command.Data",
-        "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart",
+        "data.Data",
+        "list, verify or download data sets, or show who sees what when: lightning-fcl data show quickstart",
     ),
-    "completion": ("list_command.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
+    "completion": ("completion.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
 _FORESEEN = (LightningFCLError, ValueError, OSError, ModuleNotFoundError)
 EPILOG = """

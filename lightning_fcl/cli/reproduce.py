@@ -1,4 +1,4 @@
-"""Commands for several runs: a paper's recipes, the leaderboard, the demo, and the page of runs side by side."""
+"""`lightning-fcl reproduce`: the runs and the table of a paper."""
 
 from __future__ import annotations
 
@@ -12,24 +12,19 @@ from typing import Any
 
 from lightning_fcl.cli.jobs import Job, check_at_least_one, is_finished, run_jobs, start_job
 from lightning_fcl.cli.main import Command
-from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import MissingValueError, UnknownNameError
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
-from lightning_fcl.evaluation.summary import summary_metrics
-from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
+from lightning_fcl.evaluation.table import Table, with_tasks, write_table
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.runs.paper_rows import (
-    expand_grids,
-    list_protocols,
     paper_folder,
     paper_rows,
     read_rows,
-    recipes_folder,
     scale_folder,
     scaled_configs,
-    slug,
 )
-from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.validation import did_you_mean
 
 
 class Reproduce(Command):
@@ -59,9 +54,9 @@ class Reproduce(Command):
         )
         add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
         add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
+        add("--finished-only", action="store_true", help="run nothing: the table is of the runs that are finished")
         add(
-            "--keep",
+            "--commit-runs",
             action="store_true",
             help="keep the runs beside the recipes, where the same command takes them from",
         )
@@ -78,8 +73,8 @@ class Reproduce(Command):
         row_names = [row.strip() for row in options.rows.split(",")] if options.rows else None
         content = read_rows(folder)
         figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-        jobs = run_rows(folder, row_names, scale, seeds, options.tasks, out, workers, options.finished)
-        table_command = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
+        jobs = run_rows(folder, row_names, scale, seeds, options.tasks, out, workers, options.finished_only)
+        table_command = _command(paper, scale, seeds, options.rows, options.tasks, options.finished_only)
         results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
         all_results = [one for runs in results.values() for one in runs]
         table = Table.from_results(all_results, paper, scale, table_command)
@@ -89,7 +84,7 @@ class Reproduce(Command):
         if scale == "paper" and "gains" in content:
             table = with_tasks(table, results, content["gains"])
         _write(out, table, results, figures)
-        for name, runs in jobs.items() if options.keep else ():
+        for name, runs in jobs.items() if options.commit_runs else ():
             for job in runs:
                 target = scale_folder(folder, scale) / job.out.relative_to(out)
                 target.mkdir(parents=True, exist_ok=True)
@@ -127,7 +122,7 @@ def run_rows(
         if not jobs:
             raise MissingValueError(
                 f"Expected finished runs in {out} or {committed_folder} but there are none.",
-                hint="Leave out `--finished`, which trains the runs.",
+                hint="Leave out `--finished-only`, which trains the runs.",
             )
     run_jobs([job for runs in jobs.values() for job in runs], workers)
     return jobs
@@ -140,7 +135,7 @@ def _command(
     words = ["--rows", rows] if rows else []
     words += ["--scale", scale] if scale != "paper" else []
     words += ["--tasks", str(tasks)] if tasks else []
-    words += ["--seeds", str(seeds), *(["--finished"] if only_finished else [])]
+    words += ["--seeds", str(seeds), *(["--finished-only"] if only_finished else [])]
     return shlex.join(["lightning-fcl", "reproduce", paper, *words])
 
 
@@ -193,75 +188,7 @@ def reuse_committed_runs(jobs: Sequence[Job], out: Path, committed: Path) -> Non
         print(f"{number} of {len(jobs)} runs are taken from {committed}.", file=sys.stderr)
 
 
-class Leaderboard(Command):
-    """Run methods under the same protocols, and write a table and a picture of each protocol."""
-
-    def arguments(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--protocols", help='beginnings of their names, separated by commas, as in "P4,P7" (default: all)')
-        add("--methods", help="names of methods, separated by commas (default: all)")
-        add("--seeds", type=int, default=3, metavar="N", help="seeds 0..N-1 (default: 3)")
-        add("--out", type=Path, default=Path("runs/leaderboard"), help="folder (default: runs/leaderboard)")
-        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        add(
-            "--search",
-            action="store_true",
-            help="search for the methods' settings, to be put into recipes/leaderboard/best",
-        )
-        add("--finished", action="store_true", help="run nothing: the tables are of the runs that are finished")
-
-    def run(self, options: Namespace) -> None:
-        from lightning_fcl.evaluation.charts import write_png
-        from lightning_fcl.evaluation.leaderboard import leaderboard_chart, leaderboard_row, leaderboard_table
-
-        check_at_least_one(seeds=options.seeds, workers=options.workers)
-        folder, out = paper_folder("leaderboard"), options.out
-        content = read_rows(folder)
-        protocols = list_protocols(content)
-        protocol_names = _named(options.protocols, [*protocols], "protocols", beginnings=True)
-        available_methods = list(dict.fromkeys(method for name in protocol_names for method in protocols[name]))
-        methods = _named(options.methods, available_methods, "methods")
-        if options.search:
-            entries = expand_grids(content)
-            searches = {method: file for method in methods if (file := entries[method].search) is not None}
-            search_settings(folder, searches, out / "searches", options.workers)
-            return
-        rows = [f"{name} {method}" for name in protocol_names for method in protocols[name] if method in methods]
-        jobs = run_rows(folder, rows, "paper", options.seeds, None, out, options.workers, options.finished)
-        runs = [job.results() for of in jobs.values() for job in of]
-        words = [f"--{name}={value}" for name in ("protocols", "methods") if (value := getattr(options, name))]
-        command = shlex.join(["lightning-fcl", "leaderboard", *words, "--seeds", str(options.seeds)])
-        table = Table.from_results(
-            [one | {"metrics": leaderboard_row(one)} for one in runs], "leaderboard", "paper", command
-        )
-        as_json, _ = write_table(out, table)
-        for name in protocol_names:
-            if table_text := leaderboard_table(table, name, protocols[name]):
-                print(f"{name}\n\n{table_text}\n")
-            if chart := leaderboard_chart(table, name, protocols[name]):
-                write_png(out / f"{slug(name)}.png", chart)
-        print(f"{len(runs)} runs. Table: {as_json}; pictures: {out}/*.png; of each run: {out}/*/seed-*/report.html")
-
-
-def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:
-    """Run each method's search, a file of the folder; ``out/best`` has a recipe of each."""
-    from lightning_fcl.cli.tune import Tune  # with Optuna, which takes a second to import
-
-    (out / "best").mkdir(parents=True, exist_ok=True)
-    tune, parser = Tune(), ArgumentParser()
-    tune.arguments(parser)
-    for method, file in searches.items():
-        print(f"{method}: {file}")
-        words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
-        tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
-        search_command = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
-        best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
-        recipe = "".join(line for line in best if not line.startswith("#"))
-        write_atomic(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {search_command}\n{recipe}")
-    print(f"The best of each search: {out / 'best'}")
-
-
-def _named(text: str | None, known_names: list[str], argument_name: str, beginnings: bool = False) -> list[str]:
+def match_names(text: str | None, known_names: list[str], argument_name: str, beginnings: bool = False) -> list[str]:
     """The known names that are asked for, by their beginnings if so; all of them if none are."""
     if text is None:
         return known_names
@@ -277,57 +204,3 @@ def _named(text: str | None, known_names: list[str], argument_name: str, beginni
             )
         selected_names += fits
     return list(dict.fromkeys(selected_names))
-
-
-class Demo(Command):
-    """Run and compare the quickstart."""
-
-    def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
-
-    def run(self, options: Namespace) -> None:
-        from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
-
-        out: Path = options.out
-        recipe = Recipe((recipes_folder() / "quickstart.yaml",))
-        plain = recipe.with_values({"trainer.callbacks": [], "recipe.row": "fine-tuning"})
-        jobs = [
-            Job("fine-tuning", plain, 0, out / "fine-tuning"),
-            Job("quickstart", recipe, 0, out / "flwf-2t-replay"),
-        ]
-        run_jobs(jobs, workers=1)
-        results = runs_by_name([job.out for job in jobs])
-        page = write_atomic(out / "report.html", compare_page(results))
-        numbers = {
-            label: {one.name: one.text for one in summary_metrics(result)} for label, (result,) in results.items()
-        }
-        columns = list(dict.fromkeys(name for of in numbers.values() for name in of))
-        print("\n" + markdown_table(["", *columns], [[label, *of.values()] for label, of in numbers.items()]))
-        print(f"\nBoth side by side: {page}; each alone: {jobs[0].out}/report.html and {jobs[1].out}/report.html")
-
-
-class Report(Command):
-    """Write report.html of a run; of several, one page with all of them side by side."""
-
-    def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
-        parser.add_argument(
-            "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)"
-        )
-
-    def run(self, options: Namespace) -> None:
-        from lightning_fcl.evaluation.comparison import compare_page, find_runs, runs_by_name
-
-        runs = find_runs(options.runs)
-        single_folder = options.runs[0] if len(options.runs) == 1 else None
-        if runs == [single_folder] and options.out is None:
-            print(f"Written: {write_files(runs[0])}")
-            return
-        table = (
-            read_table(single_folder / "table.json")
-            if single_folder and (single_folder / "table.json").is_file()
-            else None
-        )
-        out: Path = options.out or (single_folder or Path("runs")) / "report.html"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        print(f"Written: {write_atomic(out, compare_page(runs_by_name(runs), table))}")

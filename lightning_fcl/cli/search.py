@@ -1,8 +1,8 @@
 """What a search file of `lightning-fcl tune` says, and how settings become a recipe.
 
 Settings are named by their path in the recipe, as in ``model.init_args.optimizer.init_args.lr``. Callbacks stand in a
-list, where such paths do not reach: ``trainer.callbacks.Replay.max_size`` is the argument ``max_size`` of the recipe's
-one callback of the class ``Replay``.
+list, where such paths do not reach: ``trainer.callbacks.Replay.memory_size`` is the argument ``memory_size`` of the
+recipe's one callback of the class ``Replay``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import (
-    InvalidValueError,
-    LightningFCLError,
-    MissingValueError,
-    at_least,
-    one_of,
-)
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError
 from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.io.reading import as_file_error, open_file
 from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
@@ -31,6 +25,7 @@ from lightning_fcl.library_errors import one_line
 from lightning_fcl.runs.merging import SECTIONS, merge
 from lightning_fcl.runs.paper_rows import paper_rows
 from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.validation import at_least, one_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Search:
 
     Args:
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
-        cases: Settings that stay as they are in a search of their own, for each case by its name.
+        variants: Settings that stay as they are in a search of their own, for each case by its name.
         direction: Direction of the better values. Default: that of the metric.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         recipe: The recipe that is searched: that of a row, and the files of ``configs``.
@@ -53,8 +48,8 @@ class Search:
     sampler: Literal["random", "grid", "tpe"] = "random"
     seeds: int = 1
     direction: Literal["maximize", "minimize"] | None = None
-    measure_on: Literal["validation", "test"] = "validation"
-    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    eval_split: Literal["validation", "test"] = "validation"
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_seed: int = 0
     scale: str = "paper"
     recipe: Recipe = field(default_factory=Recipe)
@@ -76,12 +71,12 @@ class Search:
                 hint="Write a line for each setting to search for, as in `space: {data.batch_size: [16, 32]}`.",
                 argument="space",
             )
-        one_of(self.cases or (None,), case=self.case)
+        one_of(self.variants or (None,), case=self.case)
         if self.direction is None:
             object.__setattr__(self, "direction", self._metric_direction())
         if twice := sorted({*self.case_overrides} & {*self.space}):
             raise InvalidValueError(
-                f"Expected settings in `space` or in `cases` but got {twice[0]} in both.",
+                f"Expected settings in `space` or in `variants` but got {twice[0]} in both.",
                 hint=f"Remove {twice[0]} from one of them.",
             )
         _ = self.distributions  # refuses a line that is not understood
@@ -113,17 +108,19 @@ class Search:
                 "`lightning-fcl tune --help`.",
                 value=path,
             )
-        space, cases = (content.pop(name, {}) for name in ("space", "cases"))
-        cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else {"": cases}
-        if not all(isinstance(one, dict) for one in (space, *cases.values())):
+        space, variants = (content.pop(name, {}) for name in ("space", "variants"))
+        variants = (
+            {str(name): fixed for name, fixed in variants.items()} if isinstance(variants, dict) else {"": variants}
+        )
+        if not all(isinstance(one, dict) for one in (space, *variants.values())):
             raise InvalidValueError(
-                f"Expected `space`, and each of `cases`, in {path} to hold settings by name.", argument="space"
+                f"Expected `space`, and each of `variants`, in {path} to hold settings by name.", argument="space"
             )
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
         content |= {} if trials is None else {"trials": trials}
         none_yet: dict[str, object] = {"recipe": Recipe(), "points": ()}
-        search = parse_dataclass(cls, content, path, space=space, cases=cases, case=case, **none_yet)
+        search = parse_dataclass(cls, content, path, space=space, variants=variants, case=case, **none_yet)
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise MissingValueError(
@@ -139,7 +136,7 @@ class Search:
     def load_trials(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
-        with as_file_error(file, expected, "Pass another file with `--among`."):
+        with as_file_error(file, expected, "Pass another file with `--trials-from`."):
             trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"it has no column {missing[0]}")
@@ -151,13 +148,13 @@ class Search:
         if not points:
             raise MissingValueError(
                 f"Expected trials that have succeeded in {file} but there are none.",
-                hint="Pass another file with `--among`.",
+                hint="Pass another file with `--trials-from`.",
             )
         return replace(self, sampler="grid", points=points)
 
     @property
     def case_overrides(self) -> dict[str, Any]:
-        return self.cases[self.case] if self.case is not None else {}
+        return self.variants[self.case] if self.case is not None else {}
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:

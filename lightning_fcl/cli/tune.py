@@ -59,7 +59,7 @@ class Tune(Command):
       configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
       objective: final_accuracy/server     # one of the metrics in results.json
       direction: maximize                  # or minimize (default: that of the metric)
-      measure_on: validation               # samples of the objective; data.split.validation must be above 0
+      eval_split: validation               # samples of the objective; data.split.validation must be above 0
       sampler: random                      # or grid, or tpe
       trials: 100                          # for grid: all of it by default
       seeds: 1                             # seeds per trial; their mean counts
@@ -69,7 +69,8 @@ class Tune(Command):
         data.batch_size: [16, 32]
         model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
         trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
-      cases:                               # searches of their own, one with each --case: settings that stay as they are
+      variants:                             # searches of their own, one with each --case: settings that stay as they
+          are
         25 %: {data.split.train_clients: [a, b]}
     A search that was cut off continues. Results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
     """
@@ -81,7 +82,12 @@ class Tune(Command):
         add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
         add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
         add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
-        add("--among", type=Path, metavar="TRIALS.csv", help="try the best settings of another search, not new ones")
+        add(
+            "--trials-from",
+            type=Path,
+            metavar="TRIALS.csv",
+            help="try the best settings of another search, not new ones",
+        )
         add("--workers", type=int, metavar="N", help="processes (default: one per core)")
         add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
         add("--restart", action="store_true", help="delete the trials that are there and begin anew")
@@ -89,7 +95,7 @@ class Tune(Command):
     def run(self, options: Namespace) -> None:
         check_at_least_one(trials=options.trials, workers=options.workers)
         search = Search.read(options.file, options.trials, options.case, options.row)
-        search = search if options.among is None else search.load_trials(options.among)
+        search = search if options.trials_from is None else search.load_trials(options.trials_from)
         grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
         names = [slug(name) for name in (search.case, options.row) if name is not None]
         out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
@@ -122,7 +128,7 @@ class Tune(Command):
                         f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
                     )
                     bar.update()
-        search_options = {"--row": options.row, "--case": search.case, "--among": options.among}
+        search_options = {"--row": options.row, "--case": search.case, "--trials-from": options.trials_from}
         command_words = [
             str(word) for option, value in search_options.items() if value is not None for word in (option, value)
         ]
@@ -151,7 +157,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
     previous_content = read_text(file) if file.exists() else content
     write_atomic(file, content)
-    overrides = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
+    overrides = {"recipe.eval_split": search.eval_split, "trainer.enable_progress_bar": False}
     whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(overrides)
     jobs = [
         Job(f"trial {number}, seed {seed}", whole, seed, folder / f"seed-{seed}")
@@ -308,10 +314,10 @@ def write_best(trial: FrozenTrial, number: int, search: Search, best_name: str, 
     configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
-    rerun_options = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
+    rerun_options = f" --recipe.eval_split {search.eval_split} --seed_everything {first}"
     head = (
         f"# The best of {number} trials of {best_name}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
-        f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
+        f"# {search.objective} on the {search.eval_split} samples: {trial.value:.6g} ({seeds}), to see again with\n"
         f"# lightning-fcl fit {configs}{rerun_options}\n"
     )
     return write_atomic(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))

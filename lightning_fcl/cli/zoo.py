@@ -1,4 +1,4 @@
-"""`lightning-fcl zoo`: published networks, listed, fetched, compared with their cards, used, and published."""
+"""`lightning-fcl zoo`: published networks, listed, downloaded, compared with their cards, used, and published."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Zoo(Command):
     """Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."""
 
     def arguments(self, parser: ArgumentParser) -> None:
-        kinds = parser.add_subparsers(required=True, metavar="ls | info | fetch | verify | predict | push")
+        kinds = parser.add_subparsers(required=True, metavar="ls | info | download | verify | predict | push")
         ls = kinds.add_parser("ls", help="list them")
         ls.add_argument("pattern", nargs="?", default="*", help='such as "*har*"')
         ls.set_defaults(do=_ls)
         info = kinds.add_parser("info", help="print a card")
         info.add_argument("name", metavar="NAME")
         info.set_defaults(do=_info)
-        fetch = kinds.add_parser("fetch", help="bring files here, verified")
-        fetch.add_argument("names", nargs="*", metavar="NAME")
-        fetch.add_argument("--all", action="store_true", help="all of them")
-        fetch.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
-        fetch.set_defaults(do=_fetch)
+        download = kinds.add_parser("download", help="download files, verified")
+        download.add_argument("names", nargs="*", metavar="NAME")
+        download.add_argument("--all", action="store_true", help="all of them")
+        download.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
+        download.set_defaults(do=_download)
         verify = kinds.add_parser("verify", help="compare networks with their cards")
         verify.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
         verify.set_defaults(do=_verify)
@@ -42,12 +42,14 @@ class Zoo(Command):
         push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
         push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
         push.add_argument("--to", required=True, help="folder of a registry, or hf:ORGANISATION/REPOSITORY; it is made")
-        push.add_argument("--about", default="", help="what it is, in a sentence")
-        push.add_argument("--weights-licence", default="", help="terms of the weights")
-        push.add_argument("--data-licence", default="", help="terms of the data")
-        push.add_argument("--limit", action="append", default=[], help="what it does not do; more than one may be told")
+        push.add_argument("--description", default="", help="what it is, in a sentence")
+        push.add_argument("--weights-license", default="", help="terms of the weights")
+        push.add_argument("--data-license", default="", help="terms of the data")
+        push.add_argument(
+            "--limitation", action="append", default=[], help="what it does not do; more than one may be told"
+        )
         push.add_argument("--features", action="store_true", help="name no classes: it makes features")
-        push.add_argument("--numbers", action="store_true", help="number the classes in place of naming them")
+        push.add_argument("--numbered-classes", action="store_true", help="number the classes in place of naming them")
         push.set_defaults(do=_push)
 
     def run(self, options: Namespace) -> None:
@@ -62,7 +64,7 @@ def _ls(options: Namespace) -> None:
         entry, weights = published.entry, published.registry_folder / published.folder / WEIGHTS
         accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
         size = f"{weights.stat().st_size / 1e6:7.2f} MB" if weights.is_file() else "      afar"
-        print(f"{entry.full_name:40} {accuracy} {size}  {entry.about}")
+        print(f"{entry.full_name:40} {accuracy} {size}  {entry.description}")
 
 
 def _info(options: Namespace) -> None:
@@ -72,13 +74,13 @@ def _info(options: Namespace) -> None:
     print(read_text(resolve_folder(options.name) / CARD))
 
 
-def _fetch(options: Namespace) -> None:
+def _download(options: Namespace) -> None:
     from lightning_fcl.zoo.registry import copy_to_registry, list_models, resolve_folder
 
     names = list_models() if options.all else options.names
     if not names:
         raise MissingValueError(
-            "Expected names to fetch, or --all, but got none.",
+            "Expected names to download, or --all, but got none.",
             hint="Pass a name of `lightning-fcl zoo ls`, or `--all`.",
         )
     for name in names:
@@ -129,10 +131,12 @@ def _predict(options: Namespace) -> None:
 def _push(options: Namespace) -> None:
     from lightning_fcl.zoo.publishing import publish
 
-    terms = {"weights": options.weights_licence, "data": options.data_licence}
-    licence = {name: text for name, text in terms.items() if text}
-    publish_options = {"numbered_classes": options.numbers, "features": options.features}
-    location = publish(options.run, options.name, options.to, options.about, licence, options.limit, **publish_options)
+    terms = {"weights": options.weights_license, "data": options.data_license}
+    license_terms = {name: text for name, text in terms.items() if text}
+    publish_options = {"numbered_classes": options.numbered_classes, "features": options.features}
+    location = publish(
+        options.run, options.name, options.to, options.description, license_terms, options.limitation, **publish_options
+    )
     setting, name = "", location
     if isinstance(location, Path):
         setting, name = f"LIGHTNING_FCL_ZOO={shlex.quote(str(options.to))} ", options.name

@@ -23,7 +23,7 @@ from lightning_fcl.conformance.fixtures import (
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.method import Method
-from lightning_fcl.models.decomposition import LoRA
+from lightning_fcl.models.lora import LoRA
 
 
 def register_fedavg_statement(
@@ -49,8 +49,8 @@ register_fedavg_statement("EWC", strength=0.0)
 register_fedavg_statement("MAS", strength=0.0)
 register_fedavg_statement("SI", strength=0.0)
 register_fedavg_statement("LwF", strength=0.0)
-register_fedavg_statement("TARGET", kd=0.0)
-register_fedavg_statement("TARGET", images=0)
+register_fedavg_statement("TARGET", distillation_weight=0.0)
+register_fedavg_statement("TARGET", num_images=0)
 
 
 @statement("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")

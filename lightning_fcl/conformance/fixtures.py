@@ -91,7 +91,7 @@ def make_method(kind: Implementation, **arguments: Any) -> Any:
 
 def make_rules(*methods: Method) -> dict[str, str]:
     """How entries come together, as methods need it: heads stay with the clients."""
-    return {"model.head.*": "none"} if any(method.needs.local_head for method in methods) else {}
+    return {"model.head.*": "local"} if any(method.needs.local_head for method in methods) else {}
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -131,9 +131,13 @@ def train(
     ckpt_path: str | None = None,
     **strategy: Any,
 ) -> Any:
-    """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
+    """A classifier that clients have trained, one at a time unless ``max_vectorized_clients`` says otherwise."""
     stream, task = make_stream() if stream is None else stream, make_task() if task is None else task
-    usual: dict[str, Any] = {"cohort_size": 1, "client_weights": "uniform", "reductions": make_rules(*methods)}
+    usual: dict[str, Any] = {
+        "max_vectorized_clients": 1,
+        "client_weights": "uniform",
+        "reductions": make_rules(*methods),
+    }
     with silence_warnings():
         trainer = L.Trainer(
             strategy=FederatedStrategy(**{**usual, **strategy}),

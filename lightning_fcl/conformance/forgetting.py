@@ -97,7 +97,7 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
                     cosines.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
                 return stepped
 
-        train([make_method(Watched, max_size=1.0, **arguments)], make_stream(clients=1))
+        train([make_method(Watched, memory_size=1.0, **arguments)], make_stream(clients=1))
         if not cosines:
             raise AssertionError("no step of the second task was projected")
         if min(cosines) < -1e-6:
@@ -112,10 +112,10 @@ _never_against_the_past("AGEM")
 @statement("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 def _(kind: type[Method]) -> None:
     recorder = _Seen()
-    train([make_method(kind, max_size=100_000)], make_stream(clients=1), callbacks=[recorder])
+    train([make_method(kind, memory_size=100_000)], make_stream(clients=1), callbacks=[recorder])
     stream = make_stream(clients=1)
     stream.setup("fit")
-    for round_idx in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.num_rounds):
         rows = [stream.plan.train[past]["0"] for past in ({round_idx} if round_idx < 2 else {0, round_idx})]
         expected = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
         if recorder.labels[round_idx] != expected:
@@ -142,7 +142,7 @@ def _(kind: type[Method]) -> None:
 @statement("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
 def _(kind: type[Method]) -> None:
     with_proxy, without_proxy = (
-        train([make_method(kind, proxy=proxy)], make_stream(tasks=1)) for proxy in (True, False)
+        train([make_method(kind, proxy_server=proxy)], make_stream(tasks=1)) for proxy in (True, False)
     )
     assert_same(with_proxy, without_proxy, "with a proxy server", tolerance=0)
 
@@ -179,7 +179,7 @@ def _(kind: type[Method]) -> None:
     if not kind.vectorizable:
         raise NotApplicableError("it says that clients who use it do not train side by side")
     sequential_task, vectorized_task = (
-        train([make_method(kind)], cohort_size=size, precision="32-true") for size in (1, 3)
+        train([make_method(kind)], max_vectorized_clients=size, precision="32-true") for size in (1, 3)
     )
     assert_same(vectorized_task, sequential_task, "side by side, in single precision", tolerance=1e-4)
 

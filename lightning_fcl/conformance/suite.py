@@ -16,41 +16,48 @@ import lightning_fcl
 from lightning_fcl import methods
 from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
 from lightning_fcl.conformance.fixtures import STATEMENTS, Implementation, NotApplicableError, Statement
-from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import MissingValueError, UnknownNameError
 from lightning_fcl.methods.method import Method
+from lightning_fcl.validation import did_you_mean
 
 
 def implemented_targets(kind: Implementation) -> tuple[str, ...]:
-    """The methods that a class claims to be: what its ``claims`` says, a name or several; else its own name."""
-    claims: object = getattr(kind, "claims", kind.__name__)
-    return (claims,) if isinstance(claims, str) else tuple(claims) if isinstance(claims, list | tuple) else ()
+    """The methods that a class implements: what its ``implements`` says, a name or several; else its own name."""
+    implements: object = getattr(kind, "implements", kind.__name__)
+    return (
+        (implements,)
+        if isinstance(implements, str)
+        else tuple(implements)
+        if isinstance(implements, list | tuple)
+        else ()
+    )
 
 
 def get_statements(kind: Implementation) -> list[Statement]:
     """The statements that a class has to stand up to.
 
     Args:
-        kind: A `Method`, or a LightningModule made as ``kind(model, num_classes)``. Its ``claims`` names the method
-            that it is, as in ``claims = "FedProx"``, whose arguments it takes by the names that this library gives
-            them; a method without claims has to stand up to what holds of every method.
+        kind: A `Method`, or a LightningModule made as ``kind(model, num_classes)``. Its ``implements`` names the method
+            that it is, as in ``implements = "FedProx"``, whose arguments it takes by the names that this library gives
+            them; a method without ``implements`` has to stand up to what holds of every method.
 
     Raises:
-        ValueError: If it claims what has no statements.
+        ValueError: If it says that it implements what has no statements.
 
     Example:
         >>> from lightning_fcl.methods import FedProx
         >>> [str(one) for one in get_statements(FedProx) if one.target == "FedProx"][0]
         'FedProx: with mu = 0.0 it is FedAvg'
     """
-    claims, targets = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
-    for claim in claims if "claims" in vars(kind) else ():
-        if claim not in targets:
+    implements, targets = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
+    for name in implements if "implements" in vars(kind) else ():
+        if name not in targets:
             raise UnknownNameError(
-                f"Expected `{kind.__name__}.claims` to be among {', '.join(targets)} but got {claim!r}.",
-                hint=did_you_mean(claim, targets),
+                f"Expected `{kind.__name__}.implements` to be among {', '.join(targets)} but got {name!r}.",
+                hint=did_you_mean(name, targets),
             )
     general = ("Method",) if issubclass(kind, Method) else ()
-    return [one for one in STATEMENTS if one.target in (*general, *claims)]
+    return [one for one in STATEMENTS if one.target in (*general, *implements)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def run_statements(kind: Implementation) -> Iterator[tuple[Statement, Outcome]]:
             yield statement, Outcome("holds")
 
 
-def get_classes(target: str, claims: str | None = None) -> list[Implementation]:
+def get_classes(target: str, implements: str | None = None) -> list[Implementation]:
     """The classes that a target stands for: a name of this library, a Python file, or a class's path.
 
     Raises:
@@ -100,7 +107,7 @@ def get_classes(target: str, claims: str | None = None) -> list[Implementation]:
         spec.loader.exec_module(module)
         objects = [one for one in vars(module).values() if getattr(one, "__module__", "") == path.stem]
         objects = [
-            one for one in objects if isinstance(one, type) and (issubclass(one, Method) or "claims" in vars(one))
+            one for one in objects if isinstance(one, type) and (issubclass(one, Method) or "implements" in vars(one))
         ]
     elif "." in target:
         home, _, name = target.rpartition(".")
@@ -114,6 +121,6 @@ def get_classes(target: str, claims: str | None = None) -> list[Implementation]:
         raise UnknownNameError(
             f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, method_names)
         )
-    if claims is not None:
-        kinds = [type(one.__name__, (one,), {"claims": claims}) for one in kinds]
+    if implements is not None:
+        kinds = [type(one.__name__, (one,), {"implements": implements}) for one in kinds]
     return kinds

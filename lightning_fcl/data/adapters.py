@@ -36,9 +36,10 @@ from lightning_fcl.data.labels import (
     to_array,
 )
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.data.samples import Joined, PublicData, Samples, data_name, load_public
+from lightning_fcl.data.samples import DatasetSpec, Joined, Samples, data_name, load_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, from_name
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, check_lightning_namespace
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError
+from lightning_fcl.validation import check_lightning_namespace
 
 if TYPE_CHECKING:
     from lightning_fcl.data.avalanche import AvalancheDataset, CLScenario
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 else:
     AnyDataset = Dataset  # jsonargparse would make a plain `Dataset` of a recipe's, were its type `Dataset[Any]`
 _Own = AnyDataset | MapStyle | L.LightningDataModule
-StreamData = str | PublicData | ArrayDataset | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
+StreamData = str | DatasetSpec | ArrayDataset | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
 """What a `FederatedStream` takes."""
 
 
@@ -210,7 +211,7 @@ def to_samples(
         parts = _parts_in(data, "for `data`", seed)
         client_targets = None if y is None else {"": targets_in(y, parts, "`data`")}
         return check_seen(_of_parts({"": parts}, classes, (), client_targets))
-    if not isinstance(data, str | PublicData | ArrayDataset | Samples):
+    if not isinstance(data, str | DatasetSpec | ArrayDataset | Samples):
         return samples_from_arrays(to_dataset(data, "for `data`"), y, classes=classes)
     if y is not None:
         raise InvalidValueError(
@@ -379,7 +380,7 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
     default: Scenario = ClassIncremental() if is_disjoint else DomainIncremental()
     scenario = default if scenario is None else from_name("scenario", scenario, Scenario.__subclasses__())
     if isinstance(scenario, ClassIncremental) and is_disjoint:
-        scenario = replace(scenario, experiences=[len(labels) for labels in classes], class_order=order)
+        scenario = replace(scenario, num_experiences=[len(labels) for labels in classes], class_order=order)
     return samples, scenario
 
 

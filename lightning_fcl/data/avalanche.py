@@ -22,7 +22,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from lightning_fcl.errors import require_package
+from lightning_fcl.validation import require_package
 
 __all__ = [
     "AvalancheDataset",

@@ -1,12 +1,12 @@
-"""The batches of clients: which samples make up each, for whole cohorts at once, and their values."""
+"""The batches of clients: which samples make up each, for whole client groups at once, and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_start_method
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.errors import InvalidStateError, InvalidValueError
+from lightning_fcl.data.collation import as_it_is
+from lightning_fcl.errors import InvalidStateError
 from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.rng import Keys, derive_seed, make_client_keys, random_uint64, seed_all
 
@@ -128,64 +128,6 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
             "spawns them with the main script.",
             hint='Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.',
         ) from error
-
-
-def as_it_is(batch: Any) -> Any:
-    """Return a batch unchanged: the `collate_fn` of a data set whose items are batches."""
-    return batch
-
-
-def count_nested_samples(samples: Any) -> int:
-    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none."""
-    if isinstance(samples, Mapping):
-        samples = list(samples.values())
-    if samples is None or isinstance(samples, list | tuple):
-        return count_nested_samples(samples[0]) if samples else 0
-    return len(samples)
-
-
-def concat_nested(batches: Sequence[Any]) -> Any:
-    """Samples one after the other, in the nest of lists, dicts and named tuples that the first of them has."""
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {name: concat_nested([part[name] for part in batches]) for name in first}
-    if isinstance(first, list | tuple):
-        columns = [concat_nested(column) for column in zip(*batches, strict=True)]
-        return type(first)(*columns) if isinstance(first, tuple) and type(first) is not tuple else columns
-    if any(part.shape[1:] != first.shape[1:] for part in batches):
-        shapes = " and ".join(str(tuple(part.shape[1:])) for part in batches)
-        raise InvalidValueError(
-            f"Expected samples of one shape to join but got {shapes}.",
-            hint="Pad the samples to one shape in `collate_fn`.",
-            argument="x",
-            value=shapes,
-        )
-    return torch.cat(list(batches))
-
-
-class ShapeGroup(NamedTuple):
-    """Batches of clients, numbered by ``rows``, that have one shape: stacked, every tensor of shape (clients, ...)."""
-
-    rows: Tensor
-    batch: Any
-
-
-def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
-    """The batches of several clients, those of one shape together: nests of tensors, and of nothing else."""
-    rows: dict[Hashable, list[int]] = {}
-    for row, batch in enumerate(samples):
-        leaves, nest = tree_flatten(batch)
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                kind = type(leaf).__name__
-                raise ValueError(f"the batches contain a `{kind}`, and only tensors can be stacked")
-        rows.setdefault((nest, *((leaf.shape, leaf.dtype) for leaf in leaves)), []).append(row)
-    return [ShapeGroup(torch.tensor(own), stack_nested([samples[row] for row in own])) for own in rows.values()]
-
-
-def stack_nested(batches: Sequence[Any]) -> Any:
-    """Batches of one shape as one, in the nest that the first of them has."""
-    return tree_map(lambda *leaves: torch.stack(leaves), *batches)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from lightning_fcl.data.batching import Collate
 from lightning_fcl.data.datamodule_adapter import SplitDatasets
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.labels import ItemsOf, to_array
-from lightning_fcl.errors import InvalidValueError, MissingValueError, format_names
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.validation import format_names
 
 # What people and Hugging Face call the parts of a data set.
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}

@@ -43,12 +43,13 @@ class ClientLoader:
                 argument="strategy",
             )
         client, round_idx = plan.clients[0], current_round(trainer)
-        if round_idx >= plan.rounds and trainer.max_epochs == plan.rounds:
+        if round_idx >= plan.num_rounds and trainer.max_epochs == plan.num_rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        if round_idx >= plan.rounds:
+        if round_idx >= plan.num_rounds:
             raise InvalidValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}.",
-                hint=f"Set `max_epochs={plan.rounds}`.",
+                f"Expected `max_epochs` to be at most the stream's {plan.num_rounds} rounds but got "
+                f"{trainer.max_epochs}.",
+                hint=f"Set `max_epochs={plan.num_rounds}`.",
                 argument="max_epochs",
                 value=trainer.max_epochs,
             )

@@ -42,7 +42,7 @@ class ClientRound:
     labels: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     num_classes: int = 0
     is_last_round: bool = True
-    samples: int = 0
+    num_samples: int = 0
     num_stream_samples: int = 0
     num_replay_samples: int = 0
     new_classes: tuple[int, ...] = ()
@@ -119,13 +119,13 @@ class ClientRounds(Sequence[ClientRound]):
         self,
         round_idx: int,
         client_ids: Sequence[str],
-        samples: NDArray[np.int64],
+        num_samples: NDArray[np.int64],
         make_client_round: Callable[[str], ClientRound],
         num_replay_samples: NDArray[np.int64] | None = None,
     ) -> None:
         self.round_idx = round_idx
         self.client_ids = client_ids
-        self.samples = samples
+        self.num_samples = num_samples
         self.num_replay_samples = num_replay_samples
         self._make = make_client_round
         self._made: dict[str, ClientRound] = {}
@@ -136,14 +136,14 @@ class ClientRounds(Sequence[ClientRound]):
         return cls(
             client_rounds[0].round_idx if client_rounds else 0,
             list(rounds_by_client),
-            np.array([part.samples for part in client_rounds], dtype=np.int64),
+            np.array([part.num_samples for part in client_rounds], dtype=np.int64),
             rounds_by_client.__getitem__,
         )
 
     @property
     def num_trained_samples(self) -> NDArray[np.int64]:
         """Number of samples that each client trains on, shape (clients,)."""
-        return self.samples if self.num_replay_samples is None else self.samples + self.num_replay_samples
+        return self.num_samples if self.num_replay_samples is None else self.num_samples + self.num_replay_samples
 
     def __len__(self) -> int:
         return len(self.client_ids)

@@ -26,8 +26,9 @@ from torch.utils.data import (
 )
 
 from lightning_fcl.data.batching import LoaderConfig
-from lightning_fcl.errors import InvalidValueError, MissingValueError, format_names
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.rng import seed_all
+from lightning_fcl.validation import format_names
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

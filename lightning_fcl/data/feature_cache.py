@@ -95,9 +95,9 @@ def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
     for batch in reading if samples.is_random else map(samples.get_stored, parts):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise InvalidValueError(
-                "Expected data of images and their classes for `features` but got items of other kinds.",
+                "Expected data of images and their classes for `backbone` but got items of other kinds.",
                 hint="Return pairs of a tensor and a label from the dataset.",
-                argument="features",
+                argument="backbone",
             )
         yield batch[0]
 
@@ -125,10 +125,10 @@ def _backbone(backbone: nn.Module | str) -> Any:
     network = frozen_backbone(backbone) if isinstance(backbone, str) else backbone
     if not callable(getattr(network, "embed", None)):
         raise InvalidValueError(
-            "Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
+            "Expected `backbone` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
             f"`{type(network).__name__}`.",
             hint="Define `embed`: features (batch, features) of images.",
-            argument="features",
+            argument="backbone",
         )
     return network.eval()
 

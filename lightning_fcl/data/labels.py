@@ -16,7 +16,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from lightning_fcl.data.batching import fetch
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, format_names
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
+from lightning_fcl.validation import did_you_mean, format_names
 
 # What data sets of dicts call the targets.
 _TARGETS = ("labels", "label", "targets", "target", "y")

@@ -44,7 +44,7 @@ class LoaderStream:
         >>> stream.begin_round(experience=1, round_idx=0, rounds=2)
         >>> stream.add(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
         >>> part = stream.client_round("local", 0)
-        >>> part.samples, part.experience_idx, part.is_last_round
+        >>> part.num_samples, part.experience_idx, part.is_last_round
         (3, 1, False)
     """
 
@@ -70,7 +70,7 @@ class LoaderStream:
             rounds: Number of rounds of the fit. None or -1: unlimited.
         """
         num_rounds = round_idx + 2 if rounds in (None, -1) else max(rounds or 0, round_idx + 1)
-        if self.plan.rounds != num_rounds or self.plan.experiences[CLIENT][0] != experience:
+        if self.plan.num_rounds != num_rounds or self.plan.experiences[CLIENT][0] != experience:
             self.plan = _plan(experience, num_rounds)
         self._x, self._y = [], []
 
@@ -83,7 +83,7 @@ class LoaderStream:
     def client_round(self, client: str, round_idx: int) -> ClientRound:
         """Return the client's part in a round, with the labels of the samples so far."""
         labels = torch.cat(self._y).cpu() if self._y else torch.empty(0, dtype=torch.long)
-        last = round_idx + 1 == self.plan.rounds
+        last = round_idx + 1 == self.plan.num_rounds
         return ClientRound(client, round_idx, self.plan.experiences[client][round_idx], labels, 0, last, len(labels))
 
     def sample_history(self, client: str, round_idx: int, trained: list[int]) -> None:

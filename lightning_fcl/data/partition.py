@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, concat_views
-from lightning_fcl.errors import InvalidValueError, between, unit_interval, validate_fields, validated
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import between, unit_interval, validate_fields, validated
 
 _ATTEMPTS = 1000
 
@@ -47,11 +48,11 @@ class Partition(ABC):
 
 
 @dataclass(frozen=True)
-class Natural(Partition):
+class ByClientId(Partition):
     """Every owner that the data name (a subject, a user) is a client with its own samples.
 
     Example:
-        >>> parts = Natural().partition(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
+        >>> parts = ByClientId().partition(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
         >>> {name: index.tolist() for name, index in parts.items()}
         {'2': [1], '10': [0, 2]}
     """
@@ -59,7 +60,7 @@ class Natural(Partition):
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         if client_ids is None:
             raise InvalidValueError(
-                "Expected the owner of each sample for the partition `Natural` but the data name none.",
+                "Expected the owner of each sample for the partition `ByClientId` but the data name none.",
                 hint="Use another `partition`, such as `IID`.",
                 argument="partition",
             )
@@ -74,7 +75,7 @@ class IID(Partition):
     """Samples are dealt to clients uniformly at random; sizes differ by one at most, and all samples are used.
 
     Args:
-        clients: Number of clients, at most that of samples.
+        num_clients: Number of clients, at most that of samples.
 
     Raises:
         ValueError: If there are fewer samples than clients.
@@ -85,11 +86,11 @@ class IID(Partition):
         [2, 2, 3]
     """
 
-    clients: int = 10
+    num_clients: int = 10
 
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        between(1, len(y), clients=self.clients)
-        return _named([np.array_split(rng.permutation(len(y)), self.clients)])
+        between(1, len(y), num_clients=self.num_clients)
+        return _named([np.array_split(rng.permutation(len(y)), self.num_clients)])
 
 
 @dataclass(frozen=True)
@@ -97,45 +98,48 @@ class Dirichlet(Partition):
     """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks", section 4: for every class c,
-    p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used; it is drawn again until all have `min_size`.
+    p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used; it is drawn again until all have
+    `min_partition_size`.
 
     Args:
-        clients: Number of clients, at most that of samples.
+        num_clients: Number of clients, at most that of samples.
         alpha: Concentration, from 1e-9 to 1e6: small values give clients few classes, large ones nearly equal shares.
-        min_size: Fewest samples that a client may have.
+        min_partition_size: Fewest samples that a client may have.
 
     Raises:
-        ValueError: If an argument is out of range, or if 1000 draws gave no division with `min_size` samples each.
+        ValueError: If an argument is out of range, or if 1000 draws gave no division with `min_partition_size` samples
+            each.
 
     Example:
         >>> y = np.repeat([0, 1], 50)
-        >>> parts = Dirichlet(4, alpha=0.5, min_size=5).partition(y, None, np.random.default_rng(0))
+        >>> parts = Dirichlet(4, alpha=0.5, min_partition_size=5).partition(y, None, np.random.default_rng(0))
         >>> sum(len(index) for index in parts.values()), min(len(index) for index in parts.values()) >= 5
         (100, True)
     """
 
     needs_classes = True
-    clients: int = 10
+    num_clients: int = 10
     alpha: float = validated(0.5, between, 1e-9, 1e6)
-    min_size: int = 1
+    min_partition_size: int = 1
 
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        between(1, len(y), clients=self.clients)
-        for _ in range(_ATTEMPTS if self.min_size <= len(y) // self.clients else 0):
+        between(1, len(y), num_clients=self.num_clients)
+        for _ in range(_ATTEMPTS if self.min_partition_size <= len(y) // self.num_clients else 0):
             pieces = []
             for label in np.unique(y):
                 members = rng.permutation(np.flatnonzero(y == label))
-                ends = np.cumsum(rng.dirichlet(np.full(self.clients, self.alpha)))[:-1]
+                ends = np.cumsum(rng.dirichlet(np.full(self.num_clients, self.alpha)))[:-1]
                 pieces.append(_cut(members, ends))
             parts = _named(pieces)
-            if min(map(len, parts.values())) >= self.min_size:
+            if min(map(len, parts.values())) >= self.min_partition_size:
                 return parts
         raise InvalidValueError(
-            f"Expected a division with `min_size`={self.min_size} samples per client but {_ATTEMPTS} draws with "
-            f"`alpha`={self.alpha} and {self.clients} clients gave none.",
-            hint="Raise `alpha`, or lower `min_size` or `clients`.",
-            argument="min_size",
-            value=self.min_size,
+            f"Expected a division with `min_partition_size`={self.min_partition_size} samples per client but "
+            f"{_ATTEMPTS} draws with "
+            f"`alpha`={self.alpha} and {self.num_clients} clients gave none.",
+            hint="Raise `alpha`, or lower `min_partition_size` or `num_clients`.",
+            argument="min_partition_size",
+            value=self.min_partition_size,
         )
 
 
@@ -148,7 +152,7 @@ class Shards(Partition):
     by one at most.
 
     Args:
-        clients: Number of clients.
+        num_clients: Number of clients.
         shards_per_client: Shards for each client; ``clients * shards_per_client`` is at most the number of samples.
 
     Raises:
@@ -161,14 +165,14 @@ class Shards(Partition):
     """
 
     needs_classes = True
-    clients: int = 10
+    num_clients: int = 10
     shards_per_client: int = 2
 
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        between(1, len(y), clients=self.clients)
-        between(1, len(y) // self.clients, shards_per_client=self.shards_per_client)
-        pieces = np.array_split(np.argsort(y, kind="stable"), self.clients * self.shards_per_client)
-        dealt = rng.permutation(len(pieces)).reshape(self.clients, self.shards_per_client)
+        between(1, len(y), num_clients=self.num_clients)
+        between(1, len(y) // self.num_clients, shards_per_client=self.shards_per_client)
+        pieces = np.array_split(np.argsort(y, kind="stable"), self.num_clients * self.shards_per_client)
+        dealt = rng.permutation(len(pieces)).reshape(self.num_clients, self.shards_per_client)
         return _named([[pieces[shard] for shard in hand] for hand in dealt.T])
 
 
@@ -181,7 +185,7 @@ class ClassSubsets(Partition):
     it; otherwise such classes stay unused.
 
     Args:
-        clients: Number of clients.
+        num_clients: Number of clients.
         classes_per_client: Number of classes, or an inclusive range from which each client draws its own number.
         fraction: Share of a class's samples, above 0 and at most 1, or a range from which each client draws its own.
 
@@ -196,7 +200,7 @@ class ClassSubsets(Partition):
     """
 
     needs_classes = True
-    clients: int = 10
+    num_clients: int = 10
     classes_per_client: int | Sequence[int] = 2
     fraction: float | Sequence[float] = 1.0
 
@@ -207,13 +211,13 @@ class ClassSubsets(Partition):
         between(low, 1, fraction=high)
 
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        between(1, len(y), clients=self.clients)
+        between(1, len(y), num_clients=self.num_clients)
         classes = np.unique(y)
         min_classes, max_classes = _range(self.classes_per_client)
         between(1, len(classes), classes_per_client=min_classes)
         between(min_classes, len(classes), classes_per_client=max_classes)
-        client_fractions = np.zeros((self.clients, len(classes)))
-        for client in range(self.clients):
+        client_fractions = np.zeros((self.num_clients, len(classes)))
+        for client in range(self.num_clients):
             client_classes = rng.choice(
                 len(classes), size=rng.integers(min_classes, max_classes, endpoint=True), replace=False
             )
@@ -229,7 +233,7 @@ class ClassSubsets(Partition):
                         f"Expected at least one sample of class {label} for client '{client}' but "
                         f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and "
                         f"the `fraction` of this one is {shares[client]:.3g}.",
-                        hint="Raise `fraction`, or lower `clients` or `classes_per_client`.",
+                        hint="Raise `fraction`, or lower `num_clients` or `classes_per_client`.",
                         argument="fraction",
                         value=shares[client],
                     )

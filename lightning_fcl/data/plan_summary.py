@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan
-from lightning_fcl.errors import format_names, require_package
+from lightning_fcl.validation import format_names, require_package
 
 if TYPE_CHECKING:
     from lightning_fcl.evaluation.charts import Spec
@@ -37,7 +37,7 @@ def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
     footer = [f"   ... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     return "\n".join(
         [
-            f"{plan.rounds} rounds, {len(plan.clients)} clients with {total} samples, {len(plan.test)} to test, "
+            f"{plan.num_rounds} rounds, {len(plan.clients)} clients with {total} samples, {len(plan.test)} to test, "
             f"{len(plan.validation)} to validate",
             f"{'round':>6}{'clients':>9}{'samples':>9}   {f'{kind}: new':40} {kind}: known",
             *lines[:_MOST_LINES],
@@ -60,7 +60,7 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     from lightning_fcl.evaluation import charts
 
     names, kind = plan.group_names(classes), "class" if plan.groups_are_classes else "group"
-    rounds = np.unique(np.linspace(0, plan.rounds - 1, _MOST_ROUNDS).round().astype(int)).tolist()
+    rounds = np.unique(np.linspace(0, plan.num_rounds - 1, _MOST_ROUNDS).round().astype(int)).tolist()
     clients = plan.clients[:_MOST_CLIENTS]
     by_round = [
         {"round": round_idx + 1, "group": names[group], "samples": count}
@@ -103,7 +103,7 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
 def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArray]:
     """Samples of each group in rounds, of all clients, shape (groups,)."""
     cached_counts: dict[int, IntArray] = {}  # of rounds that share their samples
-    for round_idx in range(plan.rounds) if rounds is None else rounds:
+    for round_idx in range(plan.num_rounds) if rounds is None else rounds:
         current = plan.train[round_idx]
         if id(current) not in cached_counts:
             rows = np.concatenate([EMPTY, *current.values()])

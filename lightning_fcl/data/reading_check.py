@@ -15,8 +15,8 @@ from lightning_fcl.data.batching import BatchRequest
 from lightning_fcl.data.reachable import Reachable, reachable
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import format_code_names
 from lightning_fcl.snapshot_values import ContainerValue, NamedValues, find_kind
+from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 

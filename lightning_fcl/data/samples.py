@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from lightning_fcl.data.batching import Collate, LoaderConfig, as_it_is, fetch
+from lightning_fcl.data.batching import Collate, LoaderConfig, fetch
+from lightning_fcl.data.collation import as_it_is
 from lightning_fcl.data.datamodule_adapter import SampledRows
 from lightning_fcl.data.datasets import ArrayDataset, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement, check_scale
@@ -28,11 +29,11 @@ from lightning_fcl.rng import derive_seed
 
 
 @dataclass(frozen=True)
-class PublicData:
+class DatasetSpec:
     """A public data set by name, with what its loader is to do.
 
     Args:
-        name: One of `lightning_fcl.data.datasets`; ``lightning-fcl data list`` shows them.
+        name: One of `lightning_fcl.data.datasets`; ``lightning-fcl data ls`` shows them.
         root: Folder of the data sets; default: the environment variable LIGHTNING_FCL_DATA.
         options: Further arguments of the data set's loader, as in ``{"chunk": 16}``.
     """
@@ -192,14 +193,14 @@ def data_name(data: object) -> str:
     """The name of a public data set, or of the class of whatever else a `FederatedStream` takes as its data."""
     if isinstance(data, str):
         return data
-    return data.name if isinstance(data, PublicData | Samples) else type(data).__name__
+    return data.name if isinstance(data, DatasetSpec | Samples) else type(data).__name__
 
 
-def load_public(data: str | PublicData | ArrayDataset) -> Samples:
+def load_public(data: str | DatasetSpec | ArrayDataset) -> Samples:
     """The samples of a public data set, or of arrays as its loader gives them."""
     name, scale = "the data", None
     if not isinstance(data, ArrayDataset):
-        public_data = PublicData(data) if isinstance(data, str) else data
+        public_data = DatasetSpec(data) if isinstance(data, str) else data
         data, name = load_dataset(public_data.name, public_data.root, **public_data.options), public_data.name
     if data.mean is not None and data.std is not None:
         scale = (torch.from_numpy(data.mean), torch.from_numpy(data.std))

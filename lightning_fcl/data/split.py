@@ -12,7 +12,8 @@ from lightning_fcl.data.origins import check_apart, warn_of_equal
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, SamplePool, Scenario, concat_views, stratified_split
-from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean, format_names, validate_fields
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
+from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,6 @@ def draw_split(
             f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.', argument="client"
         )
     if plan.class_order is not None:
-        names = tuple(samples.classes[c] for c in plan.class_order[: plan.outputs])
+        names = tuple(samples.classes[c] for c in plan.class_order[: plan.num_outputs])
         samples = replace(samples, targets=np.argsort(plan.class_order)[samples.targets], classes=names)
     return samples, plan

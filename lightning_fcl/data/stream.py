@@ -29,20 +29,21 @@ from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.datamodule_adapter import call_seeded, check_no_hooks, client_modules, delegate_hooks
 from lightning_fcl.data.feature_cache import compute_features, to_pixels
-from lightning_fcl.data.partition import Natural, Partition
+from lightning_fcl.data.partition import ByClientId, Partition
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.samples import Samples, data_name, loader_of, normalize_samples, select_samples
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, from_name
 from lightning_fcl.data.split import Split, draw_split
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.rng import global_seed
+from lightning_fcl.validation import at_least, check_arguments
 
 
 class FederatedStream(L.LightningDataModule):
     """A data set as a federated continual stream: rounds, experiences and clients.
 
     Args:
-        data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
+        data: The name of a public data set (`lightning_fcl.data.datasets`), `DatasetSpec` with arguments of its loader,
             its `ArrayDataset`, or a map-style data set: anything with ``__len__`` and ``__getitem__``; a
             LightningDataModule, whose own test and validation sets then are the `split`, and whose loaders say what is
             left open below; a dict of the splits ``train``, ``validation`` and ``test``; or a dict, or a list, of one
@@ -62,15 +63,15 @@ class FederatedStream(L.LightningDataModule):
             ``train``, ``validation`` and ``test``, and a dict or a list of these for clients. As in `from_arrays`, they
             decide who gets which samples when. Batches hold what the items hold.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
-        features: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
+        backbone: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
             name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``, which takes stored pixels,
             scaled to [0, 1], and normalises them by itself. What a data set draws for an image is drawn once.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
-        >>> stream = FederatedStream("digits", ClassIncremental(experiences=5), IID(clients=3), seed=0)
+        >>> stream = FederatedStream("digits", ClassIncremental(num_experiences=5), IID(num_clients=3), seed=0)
         >>> stream.setup("fit")
-        >>> stream.plan.rounds, stream.plan.clients
+        >>> stream.plan.num_rounds, stream.plan.clients
         (5, ('0', '1', '2'))
     """
 
@@ -89,7 +90,7 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Collate | None = None,
         classes: Sequence[str] | None = None,
         seed: int | None = None,
-        features: nn.Module | str | None = None,
+        backbone: nn.Module | str | None = None,
         y: Any = None,
     ) -> None:
         super().__init__()
@@ -110,11 +111,11 @@ class FederatedStream(L.LightningDataModule):
         )
         self.partition = None if partition is None else from_name("partition", partition, Partition.__subclasses__())
         if self.partition is None and is_client_mapping(data) and not self.scenario.provides_clients:
-            self.partition = Natural()
+            self.partition = ByClientId()
         self.split = split
         check_unused_arguments(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
-        self._classes, self._targets, self.features = classes, y, features
+        self._classes, self._targets, self.backbone = classes, y, backbone
         self._seed = seed
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
@@ -144,7 +145,7 @@ class FederatedStream(L.LightningDataModule):
             y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; or others, as all
                 of a floating type are. Default: what a data set's items hold: the second entry of a tuple, or that of
                 a dict called labels, label, targets, target or y.
-            client_ids: Owner of each sample, shape (n,); it makes `Natural` the default partition.
+            client_ids: Owner of each sample, shape (n,); it makes `ByClientId` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
                 ``()``: targets are none, even if they are whole numbers.
@@ -166,7 +167,7 @@ class FederatedStream(L.LightningDataModule):
         stream = cls(samples if mean is None and std is None else normalize_samples(samples, mean, std), **kwargs)
         check_unused_arguments(stream.scenario, client_ids=None if client_ids is None else "owners")
         if client_ids is not None and stream.partition is None:
-            stream.partition = Natural()
+            stream.partition = ByClientId()
         return stream
 
     @classmethod
@@ -224,7 +225,7 @@ class FederatedStream(L.LightningDataModule):
 
     def setup_with_images(self) -> nn.Module | str | None:
         """As `setup`, to test on images in place of features, as the backbone takes them, which comes back."""
-        backbone, self.features = self.features, None
+        backbone, self.backbone = self.backbone, None
         self.setup("test")
         if backbone is not None:
             self.samples = to_pixels(self.samples)
@@ -248,10 +249,10 @@ class FederatedStream(L.LightningDataModule):
         if self.trainer is None or self.trainer.precision != "64-true":
             samples = samples.to_float32()
         self.samples = replace(samples, loader_configs=loaders, collate_fn=self.collate_fn or samples.collate_fn)
-        if self.features is not None:
-            check_no_hooks("`features`", self.data, self)
+        if self.backbone is not None:
+            check_no_hooks("`backbone`", self.data, self)
             device = None if self.trainer is None else self.trainer.strategy.root_device
-            self.samples = compute_features(self.samples, self.features, self.num_workers, device)
+            self.samples = compute_features(self.samples, self.backbone, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
 
     # What the strategy asks for.
@@ -281,7 +282,7 @@ class FederatedStream(L.LightningDataModule):
         """What is known of a client's part in a round."""
         plan = self.plan
         indices, numbers = plan.train[round_idx].get(client, EMPTY), plan.experiences[client]
-        last = round_idx + 1 == plan.rounds or numbers[round_idx + 1] != numbers[round_idx]
+        last = round_idx + 1 == plan.num_rounds or numbers[round_idx + 1] != numbers[round_idx]
         new, old = plan.class_split(round_idx)
         return ClientRound(
             client,

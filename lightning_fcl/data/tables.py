@@ -18,18 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_fcl.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    MissingValueError,
-    UnknownNameError,
-    check_arguments,
-    did_you_mean,
-    format_code_names,
-    format_names,
-    require_package,
-)
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, UnknownNameError
 from lightning_fcl.io.reading import as_file_error, check_size, open_file, regular_file
+from lightning_fcl.validation import check_arguments, did_you_mean, format_code_names, format_names, require_package
 
 SUFFIXES = (".csv", ".parquet")
 """Ends of the names of files that `Table` reads."""

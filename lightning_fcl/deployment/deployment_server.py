@@ -35,21 +35,12 @@ from lightning_fcl.deployment.node_recipe import make_outline, read_recipe, reci
 from lightning_fcl.deployment.node_registry import NodeRegistry
 from lightning_fcl.deployment.resuming import LastCheckpoint, check_no_round_missing
 from lightning_fcl.deployment.upload_validation import MAX_INTEGER, UploadLimits, decode_upload, parse_upload
-from lightning_fcl.errors import (
-    InvalidStateError,
-    InvalidValueError,
-    MissingValueError,
-    above,
-    at_least,
-    format_names,
-    validate_fields,
-    validated,
-)
+from lightning_fcl.errors import InvalidStateError, InvalidValueError, MissingValueError
 from lightning_fcl.evaluation.results import LAST
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.compression import RoundRecord
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocols import RoundEndListener
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.synchronization import Participation
 from lightning_fcl.io.checkpoint import newest_checkpoint
@@ -62,6 +53,7 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.strategy import FederatedStrategy
+from lightning_fcl.validation import above, at_least, format_names, validate_fields, validated
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -146,10 +138,10 @@ class ServerRound(Round):
         if federation.isolation is not None:
             federation.isolation.refuse_gathered()
         self._began = time.monotonic()
-        sampled_clients, self.skipped = federation.participation.sample_on_time_clients(
+        sampled_clients, self.no_data = federation.participation.sample_on_time_clients(
             federation.stream.plan, self.number
         )
-        self._counts = self._nodes.gather(federation, self.number, sampled_clients, self.skipped), len(sampled_clients)
+        self._counts = self._nodes.gather(federation, self.number, sampled_clients, self.no_data), len(sampled_clients)
         federation.counters.count_steps(federation.module.trainer, 1)
         yield None
 
@@ -177,14 +169,14 @@ class NodePool:
         waits = terms.round_timeout, terms.join_timeout
         self.members = NodeRegistry(link, recipe, *waits, self.identity.claimed_clients, terms.require_registered_keys)
 
-    def gather(self, federation: Federation, number: int, sampled_clients: Sequence[str], skipped: list[str]) -> int:
+    def gather(self, federation: Federation, number: int, sampled_clients: Sequence[str], no_data: list[str]) -> int:
         """Send the sampled clients the server's state, and accumulate their uploads.
 
         Args:
             federation: The federation.
             number: Number of the round.
             sampled_clients: The sampled clients.
-            skipped: Gets the clients that have no data.
+            no_data: Gets the clients that have no data.
 
         Returns:
             The number of uploads that count.
@@ -203,11 +195,11 @@ class NodePool:
         log.info("Round %d began with %d sampled clients.", number, len(sampled_clients))
 
         def take(client: str, answer: RecordDict, sent_header: Mapping[str, Any]) -> bool:
-            if client in server.record.trained:
+            if client in server.record.accepted:
                 _drop(server, number, client, "a second answer, which does not count")
                 return True
             try:
-                return self._take(federation, number, client, answer, sent_header, len(sampled_clients), skipped)
+                return self._take(federation, number, client, answer, sent_header, len(sampled_clients), no_data)
             except RejectedMessageError as error:
                 if error.code == OTHER_ROUND:
                     self.identity.behind[client] = number
@@ -221,7 +213,7 @@ class NodePool:
         for client, reason in self.members.collect_answers(sampled_clients, min_answers, sent_to, take).items():
             _drop(server, number, client, reason)
         self._record_limits(server.record, sampled_clients)
-        server.record.claims = self.members.claims
+        server.record.duplicate_claims = self.members.duplicate_claims
         num_accepted = self.members.num_accepted_answers
         fewer = f"Expected uploads of at least {min_answers} clients in round {number} but got {num_accepted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
@@ -286,28 +278,28 @@ class NodePool:
         answer: RecordDict,
         sent_header: Mapping[str, Any],
         num_sampled_clients: int,
-        skipped: list[str],
+        no_data: list[str],
     ) -> bool:
         """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
 
         Args:
-            skipped: Gets the client if it has no data.
+            no_data: Gets the client if it has no data.
         """
         server = federation.server
         terms, max_samples = self.config, self.config.max_samples or self.members.samples[client]
-        rehearsed = max_samples if server.client_weights == "trained" else MAX_INTEGER
+        rehearsed = max_samples if server.client_weights == "trained_samples" else MAX_INTEGER
         server_state = {name: value for name, value in server.state.items() if server.reductions[name].is_uploaded}
         limits = UploadLimits(
             terms.max_message_bytes, max_samples, rehearsed, terms.max_update_norm, num_sampled_clients
         )
         upload = parse_upload(answer, sent_header, client, server_state, limits)
-        if upload.samples == 0:
-            skipped.append(client)
+        if upload.num_samples == 0:
+            no_data.append(client)
             return True
         client_rounds = ClientRounds(
             number,
             [client],
-            np.array([upload.samples]),
+            np.array([upload.num_samples]),
             lambda name: federation.stream.client_round(name, number),
             np.array([upload.num_replay_samples]),
         )
@@ -331,7 +323,7 @@ class NodePool:
                     _FAR_MORE,
                 )
         largest = self.config.max_samples or max(samples.values(), default=0)
-        record.limits = {"most_samples": largest, "largest_update": self.config.max_update_norm}
+        record.upload_limits = {"max_samples": largest, "max_update_norm": self.config.max_update_norm}
 
 
 def _drop(server: FederatedServer, number: int, client: str, reason: str) -> None:
@@ -361,11 +353,15 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
         )
     for name, setting, reason in (
         ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
-        ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-timeout` ends a round"),
+        (
+            "synchronization",
+            participation.synchronization,
+            "whose nodes have clocks of their own, and `round-timeout` ends a round",
+        ),
     ):
         if setting is not None:
             raise InvalidValueError(
-                f"Expected no `{name}` in a deployment, {reason}, but got {setting.hparams()}.",
+                f"Expected no `{name}` in a deployment, {reason}, but got {setting.fingerprint()}.",
                 hint=f"Leave `{name}` out.",
             )
     for method in methods:
@@ -415,8 +411,8 @@ def serve(
             for callback in callbacks:
                 if isinstance(callback, ContinualMetrics):
                     # Clients' models, with what is their own, and their samples never come here.
-                    callback.clients, callback.training = "none", False
-            strategy.settings.cohort_size = 1
+                    callback.clients, callback.evaluate_on_train = "none", False
+            strategy.settings.max_vectorized_clients = 1
             strategy.settings.stops_unusable = False  # whoever sends nothing of use ends nothing
             strategy.server.max_update_norm = terms.max_update_norm
             strategy.is_new_round = partial(ServerRound, nodes)

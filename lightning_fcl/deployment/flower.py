@@ -24,10 +24,10 @@ from lightning_fcl.deployment.messages import (
 from lightning_fcl.deployment.node import Node, log_error
 from lightning_fcl.deployment.node_data import DataSource, split_file
 from lightning_fcl.deployment.node_recipe import build_node_recipe, read_recipe, recipe_fingerprint
-from lightning_fcl.errors import require_package
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.methods.base import MethodBase
+from lightning_fcl.validation import require_package
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -80,7 +80,7 @@ def client_app(folder: Path) -> ClientApp:
     """The app of a node.
 
     Its node config has the ``client``, the place of its ``data``, and optionally the ``target`` and ``features`` of a
-    table, the arguments of a data module as ``init_args.NAME``, and the folder of its ``memories``. In Flower's
+    table, the arguments of a data module as ``init_args.NAME``, and the folder of its state, ``state-dir``. In Flower's
     simulation, whose nodes have no node config, the run's configuration has the ``clients`` and their ``data-folder``.
     """
     app: ClientApp = require_package("flwr.clientapp", *REQUIRED_FOR).ClientApp()
@@ -105,7 +105,7 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
-    """Return the client, its data and the folder of its memories."""
+    """Return the client, its data and the folder of its state."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")
     client = str(node.get("client", ""))
@@ -119,8 +119,8 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
             code="unnamed-client",
         )
     data = node.get("data") or split_file(Path(str(run.get("data-folder", ""))), client)
-    memories = node.get("memories") or run.get("memories") or None
-    return client, _source(str(data), node, run), None if memories is None else str(memories)
+    state_folder = node.get("state-dir") or run.get("state-dir") or None
+    return client, _source(str(data), node, run), None if state_folder is None else str(state_folder)
 
 
 def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, format_code_names, require_package
+from lightning_fcl.errors import InvalidValueError, LightningFCLError
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.validation import format_code_names, require_package
 
 if TYPE_CHECKING:
     from flwr.app import Array, RecordDict

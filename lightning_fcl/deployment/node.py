@@ -55,13 +55,7 @@ from lightning_fcl.deployment.node_recipe import (
     recipe_fingerprint,
 )
 from lightning_fcl.deployment.upload_validation import HEADER_FIELDS, parse_file_name
-from lightning_fcl.errors import (
-    DamagedFileError,
-    InvalidStateError,
-    LightningFCLError,
-    format_code_names,
-    require_package,
-)
+from lightning_fcl.errors import DamagedFileError, InvalidStateError, LightningFCLError
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import ClientStore, trained_rounds
 from lightning_fcl.federation.sent_once import kept_once
@@ -75,6 +69,7 @@ from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.planning import plan_client_groups
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.validation import format_code_names, require_package
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +260,7 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
     server.accepted = {client: int(header["accepted"])}
     names = {name.removeprefix(MODEL) for name in state} | server.extra_tensors.keys()
     number, strategy = int(header["round"]), node_recipe.strategy
-    strategy.settings.cohort_size = 1
+    strategy.settings.max_vectorized_clients = 1
     strategy.is_new_round = partial(NodeRound, client, header, names)
     trainer = L.Trainer(
         strategy=strategy,
@@ -292,12 +287,12 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
         raise RejectedMessageError(
             f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}."
         )
-    samples, rehearsed = int(trained.samples[0]), int(trained.num_trained_samples[0] - trained.samples[0])
+    samples, rehearsed = int(trained.num_samples[0]), int(trained.num_trained_samples[0] - trained.num_samples[0])
     return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload)
 
 
-def _receive(parts: NodeRecipe, state: State, memories: Path) -> NodeServer:
-    """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
+def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
+    """Put what the server has sent into the module; the server as a node has it: with the state of one client."""
     module_state = state_tensors(parts.module)
     model, extra = (
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -310,7 +305,7 @@ def _receive(parts: NodeRecipe, state: State, memories: Path) -> NodeServer:
             raise RejectedMessageError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
     load_state_tensors(parts.module, {**module_state, **model})
     federation = parts.strategy.federation
-    store = ClientStore("disk", memories)
+    store = ClientStore("disk", state_folder)
     stored_items = [value for client in store for value in store.get_section(client, RECEIVED).items()]
     federation.server = server = NodeServer(store, federation.server)
     server.extra_tensors = {**dict(stored_items), **extra}

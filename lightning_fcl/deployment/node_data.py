@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl import __version__
 from lightning_fcl.data.adapters import samples_from_arrays, samples_in
-from lightning_fcl.data.batching import concat_nested
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.datamodule_adapter import check_no_hooks, delegate_hooks
 from lightning_fcl.data.datasets.arrays import check_scale
 from lightning_fcl.data.datasets.images import read_image
@@ -31,18 +31,12 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.tables import SUFFIXES, Table
 from lightning_fcl.deployment.messages import RejectedMessageError
 from lightning_fcl.deployment.node_recipe import ClientOutline, client_plan, dealt_by, server_plan, table_in
-from lightning_fcl.errors import (
-    InvalidValueError,
-    LightningFCLError,
-    MissingValueError,
-    UnknownNameError,
-    did_you_mean,
-    require_package,
-)
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError, UnknownNameError
 from lightning_fcl.io.atomic import atomic_path, write_atomic
 from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import LIMIT, read_note
 from lightning_fcl.library_errors import one_line
+from lightning_fcl.validation import did_you_mean, require_package
 
 _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "x": ("iuf", ("n", ANY_SIZE)),

@@ -137,7 +137,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
     """Return what a client is told of a stream."""
     plan, scenario = stream.plan, dealt_by(stream.scenario)
     per_round = None if scenario is None else scenario.samples_per_round
-    class_splits = [plan.class_split(round_idx) for round_idx in range(plan.rounds)]
+    class_splits = [plan.class_split(round_idx) for round_idx in range(plan.num_rounds)]
     domains = stream.samples.group
     names = stream.samples.classes
     if not plan.groups_are_classes and domains is not None:
@@ -156,7 +156,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
         plan.history,
         per_round,
         scenario is not None,
-        tuple(plan.present(round_idx) for round_idx in range(plan.rounds)),
+        tuple(plan.present(round_idx) for round_idx in range(plan.num_rounds)),
         plan.in_step,
     )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.deployment.messages import Parcel
 from lightning_fcl.deployment.upload_validation import parse_join_request
-from lightning_fcl.errors import InvalidStateError, format_names
+from lightning_fcl.errors import InvalidStateError
+from lightning_fcl.validation import format_names
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -193,7 +194,7 @@ class NodeRegistry:
         return {node for node, one in self._nodes.items() if one.is_compatible}
 
     @property
-    def claims(self) -> dict[str, list[str]]:
+    def duplicate_claims(self) -> dict[str, list[str]]:
         """Of clients that several nodes say they are, these: first who is let in."""
         nodes_by_client = {client: [node] for client, node in self._let_in().items()}
         for node, info in self._nodes.items():

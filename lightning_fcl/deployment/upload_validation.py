@@ -71,7 +71,7 @@ class JoinRequest:
 class Upload:
     """A client's answer to a download."""
 
-    samples: int  # that it has trained on; 0: it has none in this round
+    num_samples: int  # that it has trained on; 0: it has none in this round
     num_replay_samples: int = 0
     has_diverged: bool = False
     tensors: State = field(default_factory=dict)
@@ -90,7 +90,7 @@ class UploadLimits:
     max_samples: int  # that it may count as
     max_replay_samples: int  # remembered samples that it may count as
     max_update_norm: float  # of the server's `mean` entries: so many times the larger of their norm and 1
-    clients: int = 1  # that are asked in the round
+    num_clients: int = 1  # that are asked in the round
 
 
 def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
@@ -260,10 +260,11 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
         narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
         if narrow and reduction.additive and not reduction.weighted:
             info = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
-            room = (info.max - server_state[name].detach().cpu().double().abs()) / limits.clients
+            room = (info.max - server_state[name].detach().cpu().double().abs()) / limits.num_clients
             if bool((uploads.update(name)[0].cpu().double().abs() > room).any()):
                 raise RejectedMessageError(
-                    f"Expected `{name}` of {sender} to leave room for the sum of {limits.clients} clients in {kind} "
+                    f"Expected `{name}` of {sender} to leave room for the sum of {limits.num_clients} clients in "
+                    f"{kind} "
                     "but it does not.",
                     hint="Use a wider type, such as float32 or int64.",
                 )

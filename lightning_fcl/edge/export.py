@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from lightning_fcl.errors import InvalidValueError, at_least, require_package
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import atomic_path
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.quantization import Int8Backbone, silence_warnings
+from lightning_fcl.validation import at_least, require_package
 
 
 def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance: float = 1e-4) -> float:
@@ -299,7 +300,7 @@ class _OnnxReservoir(nn.Module):
         """All states after the washout, as one block."""
         reservoir = self.reservoir
         drive, outputs = reservoir.check_input(x).transpose(0, 1), []
-        for layer, bias in enumerate(reservoir.recurrent_bias.view(reservoir.layers, -1)):
+        for layer, bias in enumerate(reservoir.recurrent_bias.view(reservoir.num_layers, -1)):
             inputs, recurrent = reservoir.weights(layer)
 
             def step(state: Tensor, step_input: Tensor, recurrent: Tensor = recurrent) -> tuple[Tensor, Tensor]:

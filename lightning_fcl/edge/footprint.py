@@ -189,7 +189,7 @@ def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, .
     size = {entry.name: entry.nbytes for entry in entries}
     units, features, outputs = task.reservoir.units, task.reservoir.features, task.readout.out_features
     layers = []
-    for number in range(task.reservoir.layers):
+    for number in range(task.reservoir.num_layers):
         drive, _ = task.reservoir.weights(number)
         weights = sum(size[f"reservoir.{kind}_weight_{number}"] for kind in ("input", "recurrent"))
         weights += 3 * 4 * units  # gain, bias and recurrent bias

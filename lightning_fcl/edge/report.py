@@ -17,21 +17,13 @@ from torch import nn
 
 from lightning_fcl.edge.footprint import Footprint, measure_footprint
 from lightning_fcl.edge.macs import Layer
-from lightning_fcl.errors import (
-    InvalidValueError,
-    UnknownNameError,
-    above,
-    at_least,
-    did_you_mean,
-    one_of,
-    require_package,
-    validate_fields,
-)
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import ReductionRules
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
+from lightning_fcl.validation import above, at_least, did_you_mean, one_of, require_package, validate_fields
 
 PROFILES_FILE = Path(__file__).with_name("profiles.yaml")
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
@@ -49,7 +41,7 @@ class DeviceProfile:
 
     Args:
         power_mw: Power while it learns, in mW.
-        samples: Samples of the local epoch that was measured.
+        samples_per_run: Samples of the local epoch that was measured.
         latency_ms: Time of that epoch, in ms.
         int8_macs: MACs of one of its samples in int8: the forward pass of the frozen part.
         fp32_macs: MACs of one of its samples in fp32: forward and backward pass of the trained part.
@@ -59,7 +51,7 @@ class DeviceProfile:
 
     name: str
     power_mw: float
-    samples: int
+    samples_per_run: int
     latency_ms: float
     int8_macs: int
     fp32_macs: int
@@ -73,7 +65,8 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         validate_fields(self)
         numbers = {
-            name: vars(self)[name] for name in ("power_mw", "samples", "latency_ms", "fp32_macs", "int8_per_fp32")
+            name: vars(self)[name]
+            for name in ("power_mw", "samples_per_run", "latency_ms", "fp32_macs", "int8_per_fp32")
         }
         above(0, **numbers, **self.memory)
         at_least(0, int8_macs=self.int8_macs)
@@ -83,7 +76,7 @@ class DeviceProfile:
     @property
     def fp32_rate(self) -> float:
         """Effective fp32 MACs per second."""
-        return self.samples * (self.int8_macs / self.int8_per_fp32 + self.fp32_macs) / (self.latency_ms / 1000)
+        return self.samples_per_run * (self.int8_macs / self.int8_per_fp32 + self.fp32_macs) / (self.latency_ms / 1000)
 
     @property
     def int8_rate(self) -> float:
@@ -100,18 +93,18 @@ class LinkProfile:
     """A shared medium over which one node sends at a time, and one transfer of some bytes that was measured on it."""
 
     name: str
-    bytes: int
-    seconds: float
+    payload_nbytes: int
+    transfer_s: float
     description: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        above(0, bytes=self.bytes, seconds=self.seconds)
+        above(0, payload_nbytes=self.payload_nbytes, transfer_s=self.transfer_s)
 
     def transfer_time(self, size: int) -> float:
         """Time of a transfer of so many bytes, in s, in proportion to the one that was measured."""
-        return self.seconds * size / self.bytes
+        return self.transfer_s * size / self.payload_nbytes
 
 
 Profile = TypeVar("Profile", DeviceProfile, LinkProfile)
@@ -159,7 +152,7 @@ def device_report(
         module: A LightningModule, or any module that maps a batch of samples to outputs.
         input_shape: Shape of a sample, without the batch.
         reductions: Pattern of state entries -> reduction, as `FederatedStrategy` takes them: ``{"model.backbone.*":
-            "fixed"}`` freezes the backbone.
+            "constant"}`` freezes the backbone.
         samples: Samples of a local epoch.
         nodes: Nodes that take part in a round.
         local_epochs: Local epochs of a round.
@@ -176,7 +169,7 @@ def device_report(
 
     Example:
         >>> from lightning_fcl.models import DSICNet
-        >>> report = device_report(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "fixed"})
+        >>> report = device_report(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "constant"})
         >>> report["parameters"]["trained"], report["synchronisation"]["upload_bytes"]
         (6010, 24040)
         >>> round(report["time"]["local_epoch_s"], 4), round(report["time"]["federated_epoch_s"], 1)
@@ -235,17 +228,18 @@ def device_speeds(
     latency: float = 0.0,
     spread: float = 0.0,
     variation: float = 0.0,
-) -> Speeds:
+) -> ClientSpeeds:
     """The speeds of clients that are all such devices, each with a link of its own: an estimate, as `device_report` is.
 
-    Module, shape, reductions, profile and link are as there; latency (s), spread and variation as `Speeds` takes them.
+    Module, shape, reductions, profile and link are as there; latency (s), spread and variation as `ClientSpeeds` takes
+    them.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not take such samples.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
-        >>> speeds = device_speeds(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "fixed"})
+        >>> speeds = device_speeds(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "constant"})
         >>> round(28 * speeds.typical.seconds_per_sample, 4)  # an epoch that was measured
         0.1784
         >>> round(speeds.typical.upload_bandwidth)  # bytes per second
@@ -253,8 +247,8 @@ def device_speeds(
     """
     report = device_report(module, input_shape, reductions=reductions, profile=profile, link=link)
     medium = read_link(link)
-    bandwidth = medium.bytes / medium.seconds
-    return Speeds(report["time"]["sample_s"], bandwidth, bandwidth, latency, spread, variation)
+    bandwidth = medium.payload_nbytes / medium.transfer_s
+    return ClientSpeeds(report["time"]["sample_s"], bandwidth, bandwidth, latency, spread, variation)
 
 
 def report_text(report: Mapping[str, Any]) -> str:

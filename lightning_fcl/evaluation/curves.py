@@ -6,7 +6,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.continual import FloatArray, average_accuracy, finite_mean, forgetting
 from lightning_fcl.evaluation.record import (
     Quantity,
@@ -16,6 +15,7 @@ from lightning_fcl.evaluation.record import (
     model_history,
     tested_models,
 )
+from lightning_fcl.validation import one_of
 
 __all__ = ["Curve", "curves", "matrices", "stream_accuracies", "task_curves"]
 

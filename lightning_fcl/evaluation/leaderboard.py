@@ -106,7 +106,12 @@ COLUMNS = (
         title="down",
     ),
     Metric(
-        "kept_bytes", _of(CLIENT_STATE_BYTES, "clients"), "minimize", CLIENT_STATE_BYTES.description, "B", title="kept"
+        "client_state_bytes",
+        _of(CLIENT_STATE_BYTES, "clients"),
+        "minimize",
+        CLIENT_STATE_BYTES.description,
+        "B",
+        title="kept",
     ),
     Metric("seconds", _seconds, "minimize", "duration of the run", "s"),
 )

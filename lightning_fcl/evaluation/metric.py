@@ -70,6 +70,7 @@ class Metric:
         return replace(
             self,
             name=name,
+            title=self.title if name == self.name else "",
             direction=direction,
             description=self.description.replace("{quantity}", quantity.name),
         )

@@ -85,7 +85,7 @@ def _training(evaluation: Evaluation) -> Iterator[Score]:
 
 
 def _client_state_bytes(evaluation: Evaluation) -> Iterator[Score]:
-    if bytes_by_client := evaluation.record.get("kept_bytes"):
+    if bytes_by_client := evaluation.record.get("client_state_bytes"):
         yield Score("clients", finite_mean(list(bytes_by_client.values())))
 
 
@@ -104,7 +104,7 @@ def _simulated_seconds(evaluation: Evaluation) -> Iterator[Score]:
 
 def _late_uploads(evaluation: Evaluation) -> Iterator[Score]:
     if timed := _timed_rounds(evaluation.record):
-        yield Score("total", float(sum(len(entry.get("late", ())) for entry in timed)))
+        yield Score("total", float(sum(len(entry.get("late_clients", ())) for entry in timed)))
 
 
 def _total_bytes(record: Record, name: str) -> float:
@@ -144,25 +144,31 @@ FORGETTING = Metric(
     measure_name="forgetting_{measure}",
 )
 CLIENT_STATE_BYTES = Metric(
-    "kept_bytes", _client_state_bytes, "minimize", "size of the state of a client between rounds, at the end", "B"
+    "client_state_bytes",
+    _client_state_bytes,
+    "minimize",
+    "size of the state of a client between rounds, at the end",
+    "B",
 )
 UPLOAD_BYTES = Metric("upload_bytes", _upload_bytes, "minimize", "size of all uploads of all clients", "B")
 DOWNLOAD_BYTES = Metric("download_bytes", _download_bytes, "minimize", "size of all downloads of all clients", "B")
 
 METRICS: tuple[Metric, ...] = (
     Metric(
-        "A_gen",
+        "general_accuracy",
         per_model(_general),
         "quantity",
         "{quantity} on the whole test set, mean over the rounds",
         measure_name="general_{measure}",
+        title="A_gen",
     ),
     Metric(
-        "A_per",
+        "personal_accuracy",
         per_model(lambda history: finite_mean(history.personal), clients),
         "quantity",
         "{quantity} on all groups that the client has learned so far, mean over the rounds",
         measure_name="personal_{measure}",
+        title="A_per",
     ),
     FINAL_ACCURACY,
     STREAM_ACCURACY,
@@ -185,11 +191,12 @@ METRICS: tuple[Metric, ...] = (
     AVERAGE_ACCURACY,
     FORGETTING,
     Metric(
-        "BWT",
+        "backward_transfer",
         per_model(_backward_transfer, task_sequences),
         "maximize",
         "backward transfer: gain of {quantity} on a task from its last round to the end of the run, mean over tasks",
-        measure_name="BWT_{measure}",
+        measure_name="backward_transfer_{measure}",
+        title="BWT",
     ),
     Metric(
         "learning_accuracy",
@@ -206,45 +213,45 @@ METRICS: tuple[Metric, ...] = (
         measure_name="stream_{measure}_{number}",
     ),
     Metric(
-        "average_accuracy_own",
+        "average_accuracy_local",
         per_model(_average, local_task_sequences),
         "quantity",
         "{quantity} of the client's model before aggregation, on each task after the last round, mean over the tasks",
-        measure_name="average_{measure}_own",
+        measure_name="average_{measure}_local",
     ),
     Metric(
-        "forgetting_own",
+        "forgetting_local",
         per_model(_forgetting, local_task_sequences),
         "minimize",
         "loss of {quantity} of the client's model before aggregation on the earlier tasks since their best value",
-        measure_name="forgetting_{measure}_own",
+        measure_name="forgetting_{measure}_local",
     ),
     Metric(
-        "BWT_own",
+        "backward_transfer_local",
         per_model(_backward_transfer, local_task_sequences),
         "maximize",
         "backward transfer of the client's model before aggregation: gain of {quantity} on a task until the end",
-        measure_name="BWT_{measure}_own",
+        measure_name="backward_transfer_{measure}_local",
     ),
     Metric(
-        "learning_accuracy_own",
+        "learning_accuracy_local",
         per_model(_learning, local_task_sequences),
         "quantity",
         "{quantity} of the client's model before aggregation on a task after its last round, mean over the tasks",
-        measure_name="learning_{measure}_own",
+        measure_name="learning_{measure}_local",
     ),
     Metric(
-        "training_accuracy",
+        "train_accuracy",
         _training,
         "quantity",
         "{quantity} on all training samples after the last round",
-        measure_name="training_{measure}",
+        measure_name="train_{measure}",
     ),
     CLIENT_STATE_BYTES,
     UPLOAD_BYTES,
     DOWNLOAD_BYTES,
     Metric("simulated_seconds", _simulated_seconds, "minimize", "duration by the clock of the timing simulation", "s"),
-    Metric("late", _late_uploads, "minimize", "number of late uploads in the timing simulation", "uploads"),
+    Metric("late_uploads", _late_uploads, "minimize", "number of late uploads in the timing simulation", "uploads"),
 )
 """All metrics of ``results.json``."""
 
@@ -264,7 +271,7 @@ def summarize(record: Record, metrics: Sequence[Metric] | None = None) -> dict[s
         ...     "upload_bytes": {"a": 40}, "download_bytes": {"a": 50}} for r in range(2)]
         >>> record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"a": [[0], [1]]}, "rounds": rounds}
         >>> summary = summarize(record)
-        >>> summary["A_per/a"], summary["A_2/a"], summary["F_2/clients"], summary["upload_bytes/total"]
+        >>> summary["personal_accuracy/a"], summary["A_2/a"], summary["F_2/clients"], summary["upload_bytes/total"]
         (0.75, 0.5, 1.0, 80.0)
     """
     by_model: dict[str, dict[str, float]] = {model: {} for model in [*server_first(record["tasks"]), "clients"]}

@@ -162,7 +162,7 @@ class Evaluation:
     def local_models(self) -> list[ModelHistory]:
         """Histories of the clients' models before aggregation, after the last local training of an experience."""
         name = "values" if "measures" in self.record else "correct"
-        rounds = [{**entry, name: entry["own"]} for entry in self.record["rounds"] if "own" in entry]
+        rounds = [{**entry, name: entry["local"]} for entry in self.record["rounds"] if "local" in entry]
         tasks = {model: tasks for model, tasks in self.record["tasks"].items() if model != "server"}
         return model_histories({**self.record, "tasks": tasks, "rounds": rounds}, self.quantity)
 
@@ -172,12 +172,13 @@ def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
 
     Example:
         >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
-        >>> cut = truncate_record({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
-        >>> cut["tasks"], len(cut["rounds"]), "kept_bytes" in cut
+        >>> record = {"tasks": {"a": [[0], [1]]}, "rounds": rounds, "client_state_bytes": {"a": 40}}
+        >>> cut = truncate_record(record, tasks=1)
+        >>> cut["tasks"], len(cut["rounds"]), "client_state_bytes" in cut
         ({'a': [[0]]}, 1, False)
     """
     rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
-    final_fields = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
+    final_fields = ("client_state_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
     retained_fields = {name: value for name, value in record.items() if name not in final_fields}
     return {
         **retained_fields,

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
-from lightning_fcl.errors import format_names
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLORS, Points, Spec, fill_template, responsive_chart
 from lightning_fcl.evaluation.curves import Curve, curves, matrices
@@ -29,6 +28,7 @@ from lightning_fcl.evaluation.summary import (
     task_name,
 )
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
+from lightning_fcl.validation import format_names
 
 Curves: TypeAlias = Mapping[str, Curve]
 
@@ -49,7 +49,7 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
     worst = [[model_name(model), f"{value:.3f}", str(curves_by_model[model].rounds[-1] + 1)] for model, value in ends]
     kinds = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if not name.endswith("/total")))
     tested = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
-    limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
+    limits = [entry["upload_limits"] for entry in record["rounds"] if entry.get("upload_limits")]
     chart_specs = {
         "overview": overview_chart(record, curves_by_model),
         "over_time": rounds_chart(record, curves_by_model),
@@ -74,12 +74,14 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         worst_off=worst[:_WORST] if len(worst) > _WORST else [],
         left_out=[*_left_out(record)],
         limits=limits[-1] if limits else None,
-        kinds=kinds,
+        kinds=[metric_title(f"{kind}/") for kind in kinds],
         metrics=[
             [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
             for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
         ],
-        meanings=[(kind, metric.about) for kind in kinds if (metric := find_metric(kind, quantities))],
+        meanings=[
+            (metric_title(f"{kind}/"), metric.about) for kind in kinds if (metric := find_metric(kind, quantities))
+        ],
         totals=_totals(metrics, quantities),
     )
 
@@ -99,7 +101,8 @@ def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
             *((one, "its loss was not finite") for one in entry.get("diverged", [])),
         ]
         reasons += [
-            (one, f"nodes that say they are it: {format_names(of)}") for one, of in entry.get("claims", {}).items()
+            (one, f"nodes that say they are it: {format_names(of)}")
+            for one, of in entry.get("duplicate_claims", {}).items()
         ]
         yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in reasons)
 

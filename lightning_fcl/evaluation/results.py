@@ -15,7 +15,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import InvalidValueError, require_package
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.record import ACCURACY, get_quantities, tested_models
 from lightning_fcl.evaluation.summary import DIRECTIONS, simulated_times
@@ -23,6 +23,7 @@ from lightning_fcl.io.atomic import append, write_atomic
 from lightning_fcl.io.checksums import read_checksums, sha256, write_checksums
 from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import open_file, read_json, read_text
+from lightning_fcl.validation import require_package
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
 

@@ -2,7 +2,7 @@
 
 Communication volume and time follow Zuo et al. 2024, "FedViT", section 5.3. They are computed from the record of
 `ContinualMetrics`, which contains the bytes that every client sent and received in every round. If the strategy has a
-schedule, the rounds also contain ``simulated_seconds``, ``late`` and ``staleness``.
+schedule, the rounds also contain ``simulated_seconds``, ``late_clients`` and ``staleness``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.errors import InvalidValueError, format_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.metric import Unit
@@ -25,6 +25,7 @@ from lightning_fcl.evaluation.metrics import (
     UPLOAD_BYTES,
 )
 from lightning_fcl.evaluation.record import get_quantity
+from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
@@ -220,8 +221,8 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
     if not len(times):
         raise InvalidValueError(
             "Expected a record with simulated seconds but it has none.",
-            hint="Give the strategy a `schedule`, such as `Deadline(Speeds(0.01))`.",
-            argument="schedule",
+            hint="Give the strategy a `synchronization`, such as `Deadline(ClientSpeeds(0.01))`.",
+            argument="synchronization",
         )
     sign, tested = get_quantity(record).sign, curves(record).get(model)
     if tested is None:

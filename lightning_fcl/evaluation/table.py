@@ -254,8 +254,15 @@ def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def metric_title(name: str) -> str:
-    metric, _, model = name.rpartition("/")
-    return f"{metric} {model}".strip()
+    """Return the heading of a metric of a model, with the symbol that papers use if there is one.
+
+    Example:
+        >>> metric_title("general_accuracy/server"), metric_title("F_2/clients")
+        ('A_gen server', 'F_2 clients')
+    """
+    metric_name, _, model = name.rpartition("/")
+    metric = find_metric(metric_name)
+    return f"{metric.title if metric is not None and metric.title else metric_name} {model}".strip()
 
 
 def is_size(name: str) -> bool:

@@ -102,7 +102,7 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums = ExactSums()
         self._weights: list[float] = []
-        self._cohort: GroupSums = {}  # sums of the last cohort, which may be the only one
+        self._group_sums: GroupSums = {}  # sums of the last client group, which may be the only one
 
     def update(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
@@ -111,12 +111,12 @@ class WeightedMean:
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
         """Take in clients that have trained side by side, and the sums of some entries in place of their values."""
         self._add_last_cohort()
-        self._cohort = {name: sums[name] for name in values if name in sums}
-        self.update({name: value for name, value in values.items() if name not in self._cohort}, weights)
+        self._group_sums = {name: sums[name] for name in values if name in sums}
+        self.update({name: value for name, value in values.items() if name not in self._group_sums}, weights)
 
     def _add_last_cohort(self) -> None:
-        self._sums.update_group(self._cohort)
-        self._cohort = {}
+        self._sums.update_group(self._group_sums)
+        self._group_sums = {}
 
     def sync(self, ranks: Ranks) -> None:
         self._add_last_cohort()
@@ -124,10 +124,10 @@ class WeightedMean:
         self._weights = list(itertools.chain.from_iterable(ranks.all_gather_object(self._weights)))
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        if any(name in self._sums.sums for name in self._cohort):
+        if any(name in self._sums.sums for name in self._group_sums):
             self._add_last_cohort()
         weight, sums = math.fsum(self._weights), self._sums.sums
-        means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, (value, _) in self._cohort.items()}
+        means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, (value, _) in self._group_sums.items()}
         while sums:  # each makes room for the next one's mean
             name, exact = sums.popitem()
             means[name] = exact.mean(weight, server[name])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, did_you_mean, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import Accumulator, AddsClientGroups, Reorders, State, Syncable
 from lightning_fcl.federation.exact_sum import ExactSums, GroupSums, round_to, weighted_sum
 from lightning_fcl.federation.pipeline import Pipeline
@@ -20,6 +20,7 @@ from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import Constant, DownloadOnly, Local, Mean, Reduction, SparseMean, Sum
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_stays_finite
 from lightning_fcl.federation.uploads import Sums, UploadTransform
+from lightning_fcl.validation import did_you_mean, format_code_names
 
 __all__ = [
     "BUILT_IN_REDUCTIONS",
@@ -39,9 +40,9 @@ __all__ = [
 ]
 
 ReductionRules = Mapping[str, str | Reduction]
-"""Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
+"""Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "local"}``."""
 
-ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
+ClientWeights = Literal["samples", "trained_samples", "uniform"] | dict[str, float]
 """A client's weight in means: its samples, all it trained on, one, or a number for each client."""
 
 
@@ -172,7 +173,7 @@ def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) ->
 
 
 def rules_fingerprint(rules: ReductionRules) -> dict[str, Any]:
-    return {pattern: given if isinstance(given, str) else given.hparams() for pattern, given in rules.items()}
+    return {pattern: given if isinstance(given, str) else given.fingerprint() for pattern, given in rules.items()}
 
 
 def compute_client_weights(client_weights: ClientWeights, client_rounds: ClientRounds) -> list[float]:
@@ -182,7 +183,7 @@ def compute_client_weights(client_weights: ClientWeights, client_rounds: ClientR
     if client_weights == "uniform":
         return [1.0] * len(client_rounds)
     weights: list[float] = (
-        (client_rounds.samples if client_weights == "samples" else client_rounds.num_trained_samples)
+        (client_rounds.num_samples if client_weights == "samples" else client_rounds.num_trained_samples)
         .astype(float)
         .tolist()
     )

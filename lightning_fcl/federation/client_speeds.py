@@ -14,11 +14,12 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.data.datasets.readers import read_lines
-from lightning_fcl.errors import InvalidValueError, MissingValueError, check_arguments, format_names
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.rng import derive_seed
+from lightning_fcl.validation import check_arguments, format_names
 
-__all__ = ["Speed", "Speeds"]
+__all__ = ["ClientSpeeds", "Speed"]
 
 _CLIENT = "client"
 
@@ -74,7 +75,7 @@ class Speed:
 _FIELDS = tuple(field.name for field in fields(Speed))
 
 
-class Speeds:
+class ClientSpeeds:
     """The speeds of a federation's clients: typical ones, how far clients differ, and numbers of their own.
 
     A client without numbers of its own takes the typical ones times two factors that it keeps for good, for training
@@ -89,16 +90,16 @@ class Speeds:
         spread: How far clients differ: the standard deviation of the logarithm of their factors, of median 1. With
             0.5, one client in six takes more than 1.65 times the typical time.
         variation: The same of a factor of the whole time that is drawn anew for each client and round.
-        clients: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
-        file: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
-            empty cell is typical. ``clients`` goes over it.
+        per_client: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
+        path: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
+            empty cell is typical. ``per_client`` goes over it.
 
     Raises:
-        ValueError: If a number is out of range, or a name in ``clients`` or the file is none of the arguments'.
+        ValueError: If a number is out of range, or a name in ``per_client`` or the file is none of the arguments'.
         FileNotFoundError: If there is no such file.
 
     Example:
-        >>> speeds = Speeds(0.01, latency=1, clients={"client1": {"seconds_per_sample": 0.1}})
+        >>> speeds = ClientSpeeds(0.01, latency=1, per_client={"client1": {"seconds_per_sample": 0.1}})
         >>> [speeds.for_client(client, seed=0).seconds_per_sample for client in ("client1", "client2")]
         [0.1, 0.01]
         >>> round(speeds.seconds("client2", 0, seed=0, samples=50, download_bytes=0, upload_bytes=0), 2)
@@ -114,16 +115,16 @@ class Speeds:
         latency: float = 0.0,
         spread: float = 0.0,
         variation: float = 0.0,
-        clients: dict[str, dict[str, float]] | None = None,
-        file: str | None = None,
+        per_client: dict[str, dict[str, float]] | None = None,
+        path: str | None = None,
     ) -> None:
         self.typical = Speed(seconds_per_sample, upload_bandwidth, download_bandwidth, latency)
         for name, value in (("spread", spread), ("variation", variation)):
             _check_number(name, value)
         self.spread = spread
         self.variation = variation
-        client_speeds = {str(client): own for client, own in (clients or {}).items()}
-        file_speeds = _read(Path(file)) if file is not None else {}
+        client_speeds = {str(client): own for client, own in (per_client or {}).items()}
+        file_speeds = _read(Path(path)) if path is not None else {}
         self.per_client = {
             client: {**_checked(client, file_speeds.get(client, {})), **_checked(client, client_speeds.get(client, {}))}
             for client in {**file_speeds, **client_speeds}
@@ -141,7 +142,7 @@ class Speeds:
         if missing:
             raise MissingValueError(
                 f"Expected `seconds_per_sample` of every client but got none of {format_names(missing, 3)}.",
-                hint="Set it in `Speeds` for all that have no number of their own.",
+                hint="Set it in `ClientSpeeds` for all that have no number of their own.",
                 argument="seconds_per_sample",
             )
 
@@ -159,7 +160,7 @@ class Speeds:
         whole = self.for_client(client, seed).seconds(samples, download_bytes, upload_bytes)
         return whole * _factor(self.variation, seed, "speed", "round", client, round_idx) if self.variation else whole
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The numbers, for checkpoints; those of clients' own, which may be many, as their digest."""
         digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The record of a round, and compression of uploads with error feedback.
+"""Compression of uploads with error feedback.
 
 A client's *update* of an entry is its state minus the state with which it started, plus the residual of earlier rounds.
 The client sends a code of the update, the server decodes it, and the client keeps the *residual*, the update minus what
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import InvalidValueError, check_arguments
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.packing import pack_integers, pack_mask, unpack_integers, unpack_mask
-from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.uploads import Code, Forms, Setting, UpdateCodec, Uploads
+from lightning_fcl.validation import check_arguments
 
 DIVERGENCE_HINT = (
     "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
@@ -244,57 +242,3 @@ def _quantized_forms(n: int, bits: int, dtype: torch.dtype) -> Forms:
 
 def _quantized_nbytes(n: int, bits: int, itemsize: int) -> int:
     return -(-n * bits // 8) + max(4, itemsize)
-
-
-@dataclass
-class RoundRecord:
-    """What happened in one round: bytes per client on the wire, and who did not make it.
-
-    Args:
-        trained: Clients whose upload was taken.
-        upload_bytes: Bytes that each client sent.
-        download_bytes: Bytes that each client received.
-        dropped: Clients whose upload was refused, and why.
-        skipped: Clients that were sampled but had no data, or too few samples to train on.
-        missed: Clients that trained but missed the synchronisation.
-        diverged: Clients whose loss was not finite in some step, though all that they sent is.
-        master: In a swarm, the client that brought the uploads together.
-        late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
-        staleness: There, how many rounds ago clients had downloaded, where any.
-        claims: In a deployment, clients that several nodes say they are, and these nodes, first the one that is let in.
-        limits: In a deployment, what an upload may be at most: the samples that it counts as, and how far it may go.
-        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
-    """
-
-    trained: list[str] = field(default_factory=list)
-    upload_bytes: dict[str, int] = field(default_factory=dict)
-    download_bytes: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
-    diverged: list[str] = field(default_factory=list)
-    master: str | None = None
-    late: list[str] = field(default_factory=list)
-    staleness: dict[str, int] = field(default_factory=dict)
-    claims: dict[str, list[str]] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)
-    simulated_seconds: float | None = None
-
-    def add_upload_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client sends: its state, or what a method sends beside it."""
-        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
-
-    def add_download_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client receives."""
-        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
-
-    def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
-        """Take in what happened to the other ranks' clients, in the round's order of clients."""
-        parts = [vars(record) for record in ranks.all_gather_object(self)]
-        for name, value in vars(self).items():
-            if isinstance(value, dict):
-                entries = [item for part in parts for item in part[name].items()]
-                value.clear()
-                value.update(sorted(entries, key=lambda item: order.get(item[0], -1)))
-            elif isinstance(value, list):
-                value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))

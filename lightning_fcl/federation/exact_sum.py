@@ -40,8 +40,10 @@ _WAITING = 4_000_000
 """Numbers of uploads that wait to be added together."""
 
 _COHORT_BITS = 46
-"""What is kept of a cohort's sum of single precision, from an entry's largest number downwards. So one whole number for
-each holds the exact sum of cohorts, where their largest numbers are at most twice the first's and at least an 8th."""
+"""What is kept of a client group's sum of single precision, from an entry's largest number downwards. So one whole
+number for
+each holds the exact sum of client groups, where their largest numbers are at most twice the first's and at least an
+8th."""
 
 GroupSums = dict[str, tuple[Tensor, float]]
 """By entry, what some clients come to together, and a unit of it: see `weighted_sum`."""

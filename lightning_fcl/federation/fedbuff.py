@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.reductions import Reduction
@@ -21,12 +21,13 @@ from lightning_fcl.federation.server import ExtraTensors, FederatedServer
 from lightning_fcl.federation.synchronization import (
     NANO,
     RoundTiming,
-    Schedule,
+    Synchronization,
     TimingContext,
     count_sampled_clients,
     draw_client_order,
 )
 from lightning_fcl.federation.uploads import Uploads, difference
+from lightning_fcl.validation import at_least, check_arguments
 
 __all__ = ["FedBuff"]
 
@@ -60,7 +61,7 @@ class _Known:
     clock: Clock
 
 
-class FedBuff(Schedule):
+class FedBuff(Synchronization):
     """Buffered asynchronous rounds (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
 
     As many clients as `participation` says train at any time. When ``buffer_size`` uploads have come, the server steps,
@@ -80,14 +81,14 @@ class FedBuff(Schedule):
         TypeError: If ``speeds`` are something else.
 
     Example:
-        >>> FedBuff(Speeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
+        >>> FedBuff(ClientSpeeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
         0.5
     """
 
     time = "at any time"
 
     @check_arguments
-    def __init__(self, speeds: Speeds, buffer_size: int, staleness_exponent: float = 0.5) -> None:
+    def __init__(self, speeds: ClientSpeeds, buffer_size: int, staleness_exponent: float = 0.5) -> None:
         super().__init__(speeds)
         at_least(1, buffer_size=buffer_size)
         at_least(0, staleness_exponent=staleness_exponent)
@@ -226,22 +227,22 @@ class FedBuff(Schedule):
             raise InvalidValueError(
                 f"Expected no `{type(pipeline.mask).__name__}` beside `FedBuff`, which scales the uploads of single "
                 "clients, but got one.",
-                hint="Leave it out, or use a `Deadline` as the `schedule`.",
+                hint="Leave it out, or use a `Deadline` as the `synchronization`.",
                 argument="upload_transforms",
                 value=type(pipeline.mask).__name__,
             )
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         arguments = {"buffer_size": self.buffer_size, "staleness_exponent": self.staleness_exponent}
-        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.hparams()}
+        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.fingerprint()}
 
 
 class BufferedServer(FederatedServer):
     """A server whose clients start from its state at their download, and arrive some steps later."""
 
-    def __init__(self, schedule: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
+    def __init__(self, synchronization: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._schedule = schedule
+        self._schedule = synchronization
         self._round = current_round
         self._following = 0  # the round after the last one that was finished
         self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round

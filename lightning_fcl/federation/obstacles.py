@@ -13,9 +13,9 @@ class Reason(Enum):
     """A reason for sequential training. The value is the text, with a place for each detail."""
 
     # Settings.
-    COHORT_SIZE = "`cohort_size` is 1"
+    COHORT_SIZE = "`max_vectorized_clients` is 1"
     PARAMETERS = "the module has more than {:,} parameters"
-    KEEP_OPTIMIZER = "`keep_optimizer` is True, and each client keeps its optimizer"
+    KEEP_OPTIMIZER = "`keep_optimizer_state` is True, and each client keeps its optimizer"
     PRECISION = "the precision is {}"
     OPTIMIZERS = "the module has several optimizers"
     OPTIMIZER = "`{}` does not update each number independently of the others"

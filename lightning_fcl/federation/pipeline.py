@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.uploads import (
     Code,
@@ -21,6 +21,7 @@ from lightning_fcl.federation.uploads import (
     UploadTransform,
     difference,
 )
+from lightning_fcl.validation import format_code_names
 
 
 @dataclass

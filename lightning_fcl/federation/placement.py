@@ -1,4 +1,4 @@
-"""Which rank trains which cohort of a round, and keeps its clients' states: nothing that a result depends on."""
+"""Which rank trains which client group of a round, and keeps its clients' states: nothing that a result depends on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to 
 
 
 class Placement:
-    """Shares out whole cohorts among ranks: the longest first, each to the rank that has least to do by then.
+    """Shares out whole client groups among ranks: the longest first, each to the rank that has least to do by then.
 
-    How long a cohort takes is known from its clients' earlier rounds, and before from their samples. Clients whose
-    states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
+    How long a client group takes is known from its clients' earlier rounds, and before from their samples. Clients
+    whose states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
 
     Example:
         >>> from lightning_fcl.federation.ranks import SingleRank
@@ -31,13 +31,13 @@ class Placement:
 
     def __init__(self, ranks: Ranks, clients: Sequence[str], store: ClientStore) -> None:
         self.ranks = ranks
-        self.order: dict[str, int] = {}  # of the round's clients: the numbers of their cohorts
+        self.order: dict[str, int] = {}  # of the round's clients: the numbers of their client groups
         self._clients = clients
         self._store = store
         self._rank_of = {client: number % ranks.num_ranks for number, client in enumerate(clients)}
         self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
         self._pace: dict[str, float] = {}  # of all rounds
-        self._began = 0.0  # when the cohort at hand has
+        self._began = 0.0  # when the client group at hand has
         self._complete = ranks.num_ranks == 1 or not store.is_in_memory
         if not self._complete:
             for client in [client for client in store if not self.hosts(client)]:
@@ -48,7 +48,7 @@ class Placement:
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
-        """Share out a round's cohorts of clients, who have so many samples; the numbers of this rank's.
+        """Share out a round's client groups of clients, who have so many samples; the numbers of this rank's.
 
         What their clients keep comes along.
         """
@@ -58,20 +58,20 @@ class Placement:
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
-        """The seconds that a cohort takes, or so."""
+        """The seconds that a client group takes, or so."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
         # Clocks differ by what else a machine does: only who is clearly slower, or faster, counts as such.
         clear = [pace if abs(pace / usual - 1) > _NOISE else usual for pace in paces]
         return sum(samples[client] * pace for client, pace in zip(names, clear, strict=True))
 
-    def _ranks_for(self, cohorts: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
-        load, ranks = np.zeros(self.ranks.num_ranks), [0] * len(cohorts)
+    def _ranks_for(self, client_groups: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
+        load, ranks = np.zeros(self.ranks.num_ranks), [0] * len(client_groups)
         slack = _SLACK * sum(costs) / self.ranks.num_ranks
         for number in np.argsort([-cost for cost in costs], kind="stable").tolist():
             least_loaded_rank, previous_ranks = (
                 int(load.argmin()),
-                [self._rank_of[client] for client in cohorts[number]],
+                [self._rank_of[client] for client in client_groups[number]],
             )
             usual = int(np.bincount(previous_ranks, minlength=len(load)).argmax())
             stays = self._store.is_in_memory and bool(self._pace) and load[usual] <= load[least_loaded_rank] + slack
@@ -96,13 +96,13 @@ class Placement:
         self._complete = not self._store.is_in_memory
 
     def start_timer(self) -> None:
-        """A cohort begins to train."""
+        """A client group begins to train."""
         self._began = time.monotonic()
 
     def record_time(self, clients: ClientRounds) -> None:
-        """Note how long a cohort's local training took."""
+        """Note how long a client group's local training took."""
         if self.ranks.num_ranks > 1:
-            seconds = (time.monotonic() - self._began) / max(1, int(clients.samples.sum()))
+            seconds = (time.monotonic() - self._began) / max(1, int(clients.num_samples.sum()))
             self._seconds |= dict.fromkeys(clients.client_ids, seconds)
 
     def sync(self, server: FederatedServer) -> None:

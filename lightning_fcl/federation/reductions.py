@@ -136,7 +136,7 @@ class Reduction:
         """Whether the number of bytes of a value as it is sent depends on its shape and dtype alone."""
         return type(self).pack is Reduction.pack
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What makes this reduction the one that it is, for checkpoints."""
         return {"name": self.name, **vars(self)}
 
@@ -203,7 +203,7 @@ class Sum(Reduction):
 class DeltaSum(Sum):
     """The reduction of what clients receive, and send changes of, which are added to it."""
 
-    name = "changes"
+    name = "delta_sum"
     is_downloaded = True
 
     def initial_value(self, server: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class DeltaSum(Sum):
 class Local(Reduction):
     """``none``."""
 
-    name = "none"
+    name = "local"
     is_downloaded = is_uploaded = False
     is_local = True
 
@@ -224,14 +224,14 @@ class Local(Reduction):
 class DownloadOnly(Reduction):
     """``download``."""
 
-    name = "download"
+    name = "download_only"
     is_uploaded = False
 
 
 class Constant(Reduction):
     """``fixed``."""
 
-    name = "fixed"
+    name = "constant"
     is_downloaded = is_uploaded = False
 
 

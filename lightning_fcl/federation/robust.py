@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, State
 from lightning_fcl.federation.exact_sum import ExactSum, GroupSums, round_to
 from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.validation import at_least, check_arguments, format_code_names
 
 UploadRows = Mapping[str, list[Tensor]]
 
@@ -44,13 +45,13 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
     return round_to(rest.total() / (len(stack) - 2 * k), stack.dtype)
 
 
-def krum(uploads: Tensor, byzantine: int) -> int:
+def krum(uploads: Tensor, num_malicious_clients: int) -> int:
     """Index of the upload with the smallest summed squared distance to its nearest neighbours (Blanchard et al. 2017).
 
     Of flattened uploads, shape (clients, parameters), with ``clients - byzantine - 2`` neighbours, at least 1. The
     first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
     """
-    return _nearest([uploads], byzantine)
+    return _nearest([uploads], num_malicious_clients)
 
 
 def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
@@ -111,25 +112,25 @@ class TrimmedMean(Reduction):
 
 
 class Krum(Reduction):
-    """``krum``, of whose clients ``byzantine`` many may lie.
+    """``krum``, of whose clients ``num_malicious_clients`` many may lie.
 
     Raises:
-        ValueError: If ``byzantine`` is negative.
+        ValueError: If ``num_malicious_clients`` is negative.
     """
 
     name = "krum"
     compressible = True
 
     @check_arguments
-    def __init__(self, byzantine: int = 0) -> None:
-        at_least(0, byzantine=byzantine)
-        self.byzantine = byzantine
+    def __init__(self, num_malicious_clients: int = 0) -> None:
+        at_least(0, num_malicious_clients=num_malicious_clients)
+        self.num_malicious_clients = num_malicious_clients
 
     def make_accumulator(self) -> Accumulator:
         return GatheringAccumulator(self._choose)
 
     def _choose(self, rows: UploadRows, server: Mapping[str, Tensor]) -> State:
-        nearest_idx = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.byzantine)
+        nearest_idx = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.num_malicious_clients)
         return {name: row[nearest_idx] for name, row in rows.items()}
 
 

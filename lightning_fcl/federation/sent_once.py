@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.reductions import Reduction
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, check_clients, format_code_names, format_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import (
     Aggregator,
     ClientWeights,
@@ -29,14 +29,16 @@ from lightning_fcl.federation.aggregation import (
     state_tensors,
 )
 from lightning_fcl.federation.client_store import RESIDUAL_SECTION, ClientState, ClientStore, StateSection
-from lightning_fcl.federation.compression import DIVERGENCE_HINT, RoundRecord
+from lightning_fcl.federation.compression import DIVERGENCE_HINT
 from lightning_fcl.federation.exact_sum import GroupSums
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.robust import check_finite, check_stays_finite, check_update_norm, find_non_finite
 from lightning_fcl.federation.sent_once import SentOnce
 from lightning_fcl.federation.server_optimizer import OptimizerFactory, ServerOptimizer, get_settings, make_optimizer
 from lightning_fcl.federation.uploads import Exchange, Messages, Setting, Uploads, UploadTransform, difference
+from lightning_fcl.validation import check_clients, format_code_names, format_names
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,8 @@ class FederatedServer:
 
     Args:
         client_store: Keeps the clients' states.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
-            the remembered ones), ``"uniform"``, or a number each.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, all ``"trained_samples"`` (these and
+            the replayed ones), ``"uniform"``, or a number each.
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         transforms: The transforms of uploads, in the order of `lightning_fcl.federation.uploads.Stage`.
 
@@ -58,7 +60,7 @@ class FederatedServer:
         >>> import torch
         >>> federation = FederatedServer(ClientStore())
         >>> federation.start_fit(nn.Linear(1, 1, bias=False))
-        >>> federation.upload([ClientRound("a", round_idx=0, samples=2)], {"weight": torch.tensor([[[3.0]]])})
+        >>> federation.upload([ClientRound("a", round_idx=0, num_samples=2)], {"weight": torch.tensor([[[3.0]]])})
         [True]
         >>> federation.aggregate()["weight"]
         tensor([[3.]])
@@ -71,9 +73,10 @@ class FederatedServer:
         server_optimizer: OptimizerFactory | None = None,
         transforms: Sequence[UploadTransform] = (),
     ) -> None:
-        if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
+        if isinstance(client_weights, str) and client_weights not in ("samples", "trained_samples", "uniform"):
             raise InvalidValueError(
-                'Expected `client_weights` to be "samples", "trained", "uniform" or a weight per client but got '
+                'Expected `client_weights` to be "samples", "trained_samples", "uniform" or a weight per client but '
+                "got "
                 f'"{client_weights}".',
                 argument="client_weights",
             )
@@ -345,7 +348,7 @@ class FederatedServer:
             for name in self._frozen:
                 if any(name not in uploads.unchanged[row] for row in rows):
                     self._changed.add(name)
-            self.record.trained += clients
+            self.record.accepted += clients
             for section, client_messages in uploads.messages.items():
                 arrived = self.messages.setdefault(section, {})
                 arrived |= {client: client_messages[row] for client, row in zip(clients, rows, strict=True)}
@@ -434,14 +437,18 @@ class FederatedServer:
         log.warning(message, client_round.round_idx, client, names, DIVERGENCE_HINT)
 
     def save_client_state(
-        self, client: str, state: Mapping[str, Tensor], method_states: Mapping[str, StateSection], missed: bool = False
+        self,
+        client: str,
+        state: Mapping[str, Tensor],
+        method_states: Mapping[str, StateSection],
+        missed_sync: bool = False,
     ) -> None:
         """Keep what stays with a client: its own entries of ``state``, and ``method_states`` by section.
 
-        A client that ``missed`` the synchronisation keeps what it would have sent, and goes on from it.
+        A client that ``missed_sync`` the synchronisation keeps what it would have sent, and goes on from it.
         """
         local_entries = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
-        unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].is_uploaded}
+        unsent = {n: v.detach().clone() for n, v in state.items() if missed_sync and self.reductions[n].is_uploaded}
         sections = {"model": local_entries, RESIDUAL_SECTION: unsent, **self._memories.pop(client, {}), **method_states}
         client_state: ClientState = {section: memory for section, memory in sections.items() if memory}
         if client_state or self.client_store[client]:
@@ -469,7 +476,7 @@ class FederatedServer:
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}  # to the bit
         aggregate = self.aggregator.compute(self.state)
         if self.aggregator.sums is not None and (self.aggregator.num_uploads or self.pipeline.changes_sums):
-            sums = self.aggregator.sums.compute(self.state, [*self.record.trained], self.pipeline.setting.round)
+            sums = self.aggregator.sums.compute(self.state, [*self.record.accepted], self.pipeline.setting.round_idx)
             self.pipeline.on_sum(sums)
             aggregate |= apply_sums(self.state, sums)
             check_stays_finite(self.state, aggregate)

@@ -137,10 +137,10 @@ def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str
     for key, value in state.items():
         if not isinstance(value, Tensor | int | float):
             raise InvalidValueError(
-                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
+                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer_state=True` but "
                 f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
-                hint="Leave `keep_optimizer` out.",
-                argument="keep_optimizer",
+                hint="Leave `keep_optimizer_state` out.",
+                argument="keep_optimizer_state",
                 value=type(optimizer).__name__,
             )
     numeric_state = {

@@ -1,8 +1,8 @@
-"""Who takes part in a round: who is drawn, has left or misses it, and who is in time by a rehearsed deployment's clock.
+"""Participation and timing: which clients train in a round, and which uploads arrive in time.
 
-A schedule is a function of the seed, the plan, who takes part, the clients' speeds and the sizes of messages; nothing
-that training decides changes it. So it is known beforehand, the same on every machine, and whoever is late is not
-trained at all. The clock counts whole nanoseconds: sums of times do not depend on their order.
+Both are functions of the seed, the plan, the clients' names, their speeds and the sizes of messages. Nothing that
+training decides changes them, so they are known before the round and equal on every machine. A late client is not
+trained. The clock counts nanoseconds as integers, so that sums of times do not depend on their order.
 """
 
 from __future__ import annotations
@@ -18,23 +18,17 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.batching import round_half_up
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    MissingValueError,
-    above,
-    at_least,
-    check_arguments,
-)
-from lightning_fcl.federation.client_speeds import Speeds
-from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.pipeline import Pipeline
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.rng import derive_keys
+from lightning_fcl.validation import above, at_least, check_arguments
 
-__all__ = ["Deadline", "Participation", "RoundTiming", "Schedule", "TimingContext"]
+__all__ = ["Deadline", "Participation", "RoundTiming", "Synchronization", "TimingContext"]
 
 NANO = 10**9
 
@@ -65,20 +59,20 @@ class RoundTiming:
 
     Args:
         clients: The clients whose uploads count, in the plan's order.
-        skipped: Clients that were sampled but have no data, or too few samples to train on.
-        late: Clients whose uploads come too late.
+        no_data: Clients that were sampled but have no data, or too few samples to train on.
+        late_clients: Clients whose uploads come too late.
         duration_s: Seconds from the end of the round before.
         staleness: Rounds that have ended since a client's download, where there are any.
     """
 
     clients: list[str]
-    skipped: list[str]
-    late: list[str] = field(default_factory=list)
+    no_data: list[str]
+    late_clients: list[str] = field(default_factory=list)
     duration_s: float = 0.0
     staleness: dict[str, int] = field(default_factory=dict)
 
 
-class Schedule(ABC):
+class Synchronization(ABC):
     """When the uploads of clients, who are so fast, come, and which of them make up a round."""
 
     context: TimingContext
@@ -87,10 +81,10 @@ class Schedule(ABC):
     time: ClassVar[str] = "per round"
     """When the number of clients of `Participation` trains."""
 
-    def __init__(self, speeds: Speeds) -> None:
-        if not isinstance(speeds, Speeds):
+    def __init__(self, speeds: ClientSpeeds) -> None:
+        if not isinstance(speeds, ClientSpeeds):
             raise InvalidTypeError(
-                f"Expected `speeds` to be `Speeds`, such as `Speeds(0.01)`, but got {speeds!r:.100}.",
+                f"Expected `speeds` to be `ClientSpeeds`, such as `ClientSpeeds(0.01)`, but got {speeds!r:.100}.",
                 argument="speeds",
                 value=speeds,
             )
@@ -121,7 +115,7 @@ class Schedule(ABC):
         return nanoseconds(self.speeds.seconds(client, round_idx, seed, samples, *sizes))
 
     @abstractmethod
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The arguments, for checkpoints."""
 
 
@@ -129,17 +123,17 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * NANO)
 
 
-class Deadline(Schedule):
+class Deadline(Synchronization):
     """Synchronous rounds that end when enough uploads have come, or at a deadline (Bonawitz et al. 2019, section 2.2).
 
     Whoever takes longer for download, training and upload is late, as if it had not been drawn. If nobody is in time,
-    the round waits for the first. Draw more clients than the ``goal`` (the paper 1.3 times as many): the round does not
-    wait for the slowest.
+    the round waits for the first. Draw more clients than the ``target_uploads`` (the paper 1.3 times as many): the
+    round does not wait for the slowest.
 
     Args:
         speeds: How fast clients are.
-        seconds: Seconds from a round's beginning after which no upload counts; None: the round waits.
-        goal: Number of uploads with which a round ends; None: all that are in time.
+        timeout: Seconds from a round's beginning after which no upload counts; None: the round waits.
+        target_uploads: Number of uploads with which a round ends; None: all that are in time.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -149,21 +143,21 @@ class Deadline(Schedule):
         >>> from lightning_fcl import FederatedStream
         >>> stream = FederatedStream("digits")
         >>> stream.setup("fit")
-        >>> deadline = Deadline(Speeds(0.01, clients={"3": {"latency": 60}}), seconds=30)
-        >>> deadline.start(TimingContext(stream.plan, Participation(schedule=deadline)))
-        >>> deadline.round_timing(round_idx=0).late
+        >>> deadline = Deadline(ClientSpeeds(0.01, per_client={"3": {"latency": 60}}), timeout=30)
+        >>> deadline.start(TimingContext(stream.plan, Participation(synchronization=deadline)))
+        >>> deadline.round_timing(round_idx=0).late_clients
         ['3']
     """
 
     @check_arguments
-    def __init__(self, speeds: Speeds, seconds: float | None = None, goal: int | None = None) -> None:
+    def __init__(self, speeds: ClientSpeeds, timeout: float | None = None, target_uploads: int | None = None) -> None:
         super().__init__(speeds)
-        if seconds is not None:
-            above(0, seconds=seconds)
-        if goal is not None:
-            at_least(1, goal=goal)
-        self.seconds = seconds
-        self.goal = goal
+        if timeout is not None:
+            above(0, timeout=timeout)
+        if target_uploads is not None:
+            at_least(1, target_uploads=target_uploads)
+        self.timeout = timeout
+        self.target_uploads = target_uploads
         self._known: tuple[TimingContext, int, list[str], RoundTiming] | None = None  # what was asked last
 
     def round_timing(self, round_idx: int) -> RoundTiming:
@@ -175,29 +169,31 @@ class Deadline(Schedule):
         first = sorted(
             sampled_clients, key=arrives.__getitem__
         )  # stable: of those that come at once, in the plan's order
-        limit = arrives[first[-1]] if self.seconds is None else nanoseconds(self.seconds)
-        counted_clients = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
+        limit = arrives[first[-1]] if self.timeout is None else nanoseconds(self.timeout)
+        counted_clients = [client for client in first if arrives[client] <= limit][: self.target_uploads] or first[:1]
         last, in_time = arrives[counted_clients[-1]], {*counted_clients}
         late = [client for client in sampled_clients if client not in in_time]
-        in_vain = bool(late) and len(counted_clients) != self.goal and last <= limit  # it waits until the deadline
+        in_vain = (
+            bool(late) and len(counted_clients) != self.target_uploads and last <= limit
+        )  # it waits until the deadline
         end = limit if in_vain else last
         timed = RoundTiming([client for client in sampled_clients if client in in_time], skipped, late, end / NANO)
         self._known = context, round_idx, sampled_clients, timed
         return timed
 
-    def hparams(self) -> dict[str, Any]:
-        arguments = {"seconds": self.seconds, "goal": self.goal}
-        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.hparams()}
+    def fingerprint(self) -> dict[str, Any]:
+        arguments = {"seconds": self.timeout, "goal": self.target_uploads}
+        return {"class": type(self).__name__, **arguments, "speeds": self.speeds.fingerprint()}
 
 
-def count_sampled_clients(participation: float | int, clients: int) -> int:
+def count_sampled_clients(participation: float | int, num_clients: int) -> int:
     """How many of so many clients take part: a float is their share, an int their number; at least one.
 
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
         (3, 1, 4)
     """
-    return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
+    return max(1, round_half_up(participation * num_clients) if isinstance(participation, float) else participation)
 
 
 def draw_client_order(plan: Plan, round_idx: int, seed: int) -> NDArray[np.int64]:
@@ -219,13 +215,13 @@ class Participation:
             least one.
         seed: Seed of all choices.
         swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
-        schedule: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
+        synchronization: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
 
     Raises:
         ValueError: If ``fraction_or_count`` is out of range, or there are a swarm and a schedule.
 
     Example:
-        >>> participation = Participation(fraction_or_count=2, swarm=Swarm(leaves={"client1": 3}))
+        >>> participation = Participation(fraction_or_count=2, swarm=Swarm(leaves_at={"client1": 3}))
         >>> participation.withdraw("client4")
         >>> sorted(participation.unavailable(2)), sorted(participation.unavailable(3))
         (['client4'], ['client1', 'client4'])
@@ -236,7 +232,7 @@ class Participation:
         fraction_or_count: int | float = 1.0,
         seed: int = 0,
         swarm: Swarm | None = None,
-        schedule: Schedule | None = None,
+        synchronization: Synchronization | None = None,
     ) -> None:
         if not fraction_or_count > 0 or (isinstance(fraction_or_count, float) and fraction_or_count > 1):
             raise InvalidValueError(
@@ -246,18 +242,19 @@ class Participation:
                 argument="participation",
                 value=fraction_or_count,
             )
-        if swarm is not None and schedule is not None:
+        if swarm is not None and synchronization is not None:
             raise InvalidValueError(
-                f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
+                f"Expected no `swarm` beside `synchronization` but got {swarm.fingerprint()}: a "
+                f"`{type(synchronization).__name__}` is "
                 "kept by a server, which a swarm has not.",
-                hint="Leave `swarm` or `schedule` out.",
+                hint="Leave `swarm` or `synchronization` out.",
                 argument="swarm",
                 value=swarm,
             )
         self.fraction_or_count = fraction_or_count
         self.seed = seed
         self.swarm = swarm
-        self.schedule = schedule
+        self.synchronization = synchronization
         self.min_samples = 1
         self.withdrawn_clients: set[str] = set()
         self._master: str | None = None  # of the last round
@@ -265,23 +262,23 @@ class Participation:
     @property
     def explicit_clients(self) -> list[str]:
         """The clients that the settings name: each should be one of the stream's."""
-        speed_clients = self.schedule.speeds.explicit_clients if self.schedule is not None else []
+        speed_clients = self.synchronization.speeds.explicit_clients if self.synchronization is not None else []
         return [*speed_clients, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
 
     @property
     def may_miss_sync(self) -> bool:
         """Whether clients may miss a synchronisation, and go on from their own state."""
-        return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
+        return self.swarm is not None and bool(self.swarm.missed_sync_prob or self.swarm.missed_rounds)
 
     @property
     def is_full(self) -> bool:
         """Whether each client trains, and is heard, in each round in which it has data."""
         everyone = isinstance(self.fraction_or_count, float) and self.fraction_or_count == 1.0
-        return everyone and self.swarm is None and self.schedule is None
+        return everyone and self.swarm is None and self.synchronization is None
 
     def describe(self, clients: int) -> str:
         """Return how many of the stream's clients train, such as "1 of 10 clients per round"."""
-        time = "per round" if self.schedule is None else self.schedule.time
+        time = "per round" if self.synchronization is None else self.synchronization.time
         return f"{min(clients, count_sampled_clients(self.fraction_or_count, clients))} of {clients} clients {time}"
 
     def check_rounds(self, rounds: int) -> None:
@@ -291,16 +288,17 @@ class Participation:
         for round_idx in self.swarm.explicit_rounds:
             if round_idx >= rounds:
                 raise InvalidValueError(
-                    f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
+                    "Expected `missed_rounds` and `leaves_at` of the swarm to name rounds of the stream, 0 to "
+                    f"{rounds - 1}, "
                     f"but got {round_idx}, which never comes.",
                     hint="Name an earlier one.",
-                    argument="leaves" if round_idx in self.swarm.leaves.values() else "missing",
+                    argument="leaves_at" if round_idx in self.swarm.leaves_at.values() else "missed_rounds",
                     value=round_idx,
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
         """Raise ValueError if one of the first rounds has no client with `min_samples`."""
-        for round_idx in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
+        for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
                     f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
@@ -319,10 +317,10 @@ class Participation:
 
     def sample_on_time_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
         """As `sample_clients`; where there is a schedule, those train whose uploads come in time."""
-        if self.schedule is None:
+        if self.synchronization is None:
             return self.sample_clients(plan, round_idx)
-        timed = self.schedule.round_timing(round_idx)
-        return timed.clients, timed.skipped
+        timed = self.synchronization.round_timing(round_idx)
+        return timed.clients, timed.no_data
 
     def sample_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
         """Return the sampled clients of a round and those of them that have too few samples, in the plan's order.

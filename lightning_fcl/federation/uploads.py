@@ -80,7 +80,7 @@ class Setting:
         reductions: The reduction of each entry of the state.
         trainable: Names of the trainable parameters that clients upload.
         seed: The seed of the federation.
-        round: The number of the round.
+        round_idx: The number of the round.
         clients: All clients of the federation.
         senders: Sections of the methods whose clients send messages beside the entries.
     """
@@ -89,7 +89,7 @@ class Setting:
     reductions: Mapping[str, Reduction]
     trainable: Sequence[str]
     seed: int
-    round: int
+    round_idx: int
     clients: Sequence[str]
     senders: Sequence[str] = ()
 
@@ -345,7 +345,7 @@ class UploadTransform:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the arguments, for checkpoints."""
         return {"class": type(self).__name__, **{n: v for n, v in vars(self).items() if not n.startswith("_")}}
 

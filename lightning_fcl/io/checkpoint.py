@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError, format_names
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import LimitError, check_members, open_file
 from lightning_fcl.library_errors import first_line
+from lightning_fcl.validation import format_names
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 

@@ -10,15 +10,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fcl.errors import (
-    ConnectionFailedError,
-    FileAccessError,
-    InvalidValueError,
-    MissingFileError,
-    require_package,
-)
+from lightning_fcl.errors import ConnectionFailedError, FileAccessError, InvalidValueError, MissingFileError
 from lightning_fcl.io.atomic import disk_error_context
 from lightning_fcl.io.safe_yaml import read_yaml
+from lightning_fcl.validation import require_package
 
 
 def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
@@ -73,27 +68,27 @@ class Layout:
     """One form in which files lie on disk: a file by its name, or a folder by what is in it.
 
     Args:
-        places: Paths below the root, the first that fits counts; ``"."`` is the root itself.
-        signs: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
+        paths: Paths below the root, the first that fits counts; ``"."`` is the root itself.
+        markers: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
             Without any, the place is a file.
-        strictly: Regular expression that the whole path of a match, below the folder, must fit as well.
+        required_file: Regular expression that the whole path of a match, below the folder, must fit as well.
     """
 
     name: str
-    places: tuple[str, ...]
-    signs: tuple[str, ...] = ()
-    strictly: str = ".*"
+    paths: tuple[str, ...]
+    markers: tuple[str, ...] = ()
+    required_file: str = ".*"
 
     def find(self, root: Path) -> Path | None:
         """The first place below a root where this layout is; None if it is nowhere."""
-        return next((root / place for place in self.places if self._fits(root / place)), None)
+        return next((root / place for place in self.paths if self._fits(root / place)), None)
 
     def _fits(self, location: Path) -> bool:
         def shows(sign: str) -> bool:
             matches = (path for glob in sign.split("|") for path in location.glob(glob))
-            return any(re.fullmatch(self.strictly, path.relative_to(location).as_posix()) for path in matches)
+            return any(re.fullmatch(self.required_file, path.relative_to(location).as_posix()) for path in matches)
 
-        return all(map(shows, self.signs)) if self.signs else location.is_file()
+        return all(map(shows, self.markers)) if self.markers else location.is_file()
 
 
 @dataclass(frozen=True)
@@ -104,26 +99,26 @@ class Source:
         title: What messages call them, such as "the ORL faces".
         url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
         layouts: The layouts that can be read, the preferred first.
-        holds: Names of what the folder of the data sets may hold, for messages.
+        expected_files: Names of what the folder of the data sets may hold, for messages.
         digest: SHA-256 of the file at `url`, or another digest as in ``"md5:..."``; without one nothing is downloaded.
         archive: Where the download is put, below the root.
         folder: What is unpacked of the archive, which is deleted then; empty: the archive is kept as it is.
-        by_hand: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
+        manual_steps: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
     """
 
     name: str
     title: str
     content: str
-    licence: str
+    license: str
     citation: str
     url: str
     size: str
     layouts: tuple[Layout, ...]
-    holds: str = ""
+    expected_files: str = ""
     digest: str = ""
     archive: str = ""
     folder: str = ""
-    by_hand: str = ""
+    manual_steps: str = ""
 
     @classmethod
     def read(cls, path: Path) -> dict[str, Source]:
@@ -131,7 +126,7 @@ class Source:
         sources = {}
         for name, source_fields in read_yaml(path).items():
             layouts = tuple(
-                Layout(one["name"], tuple(one["places"]), tuple(one.get("signs", ())), one.get("strictly", ".*"))
+                Layout(one["name"], tuple(one["paths"]), tuple(one.get("markers", ())), one.get("required_file", ".*"))
                 for one in source_fields["layouts"]
             )
             sources[name] = cls(name, **{**source_fields, "layouts": layouts})
@@ -143,9 +138,9 @@ class Source:
         for layout in self.layouts:
             if location := layout.find(root):
                 return layout.name, location
-        hint = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
-        if self.holds:
-            hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
+        hint = self.manual_steps.format(url=self.url, root=root) or f"Run {self.command}"
+        if self.expected_files:
+            hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.expected_files}"
         raise MissingFileError(
             f"Expected {self.title} below `root` but found nothing in {root}.",
             hint=f"{hint}.",
@@ -181,7 +176,7 @@ class Source:
 
     @property
     def command(self) -> str:
-        return f"`lightning-fcl data fetch {self.name}`"
+        return f"`lightning-fcl data download {self.name}`"
 
     @property
     def remedy(self) -> str:

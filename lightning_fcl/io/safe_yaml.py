@@ -13,15 +13,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lightning_fcl.errors import (
-    InvalidValueError,
-    MissingFileError,
-    UnknownNameError,
-    did_you_mean,
-    require_package,
-)
+from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import one_line
+from lightning_fcl.validation import did_you_mean, require_package
 
 Document = TypeVar("Document")
 

@@ -98,7 +98,7 @@ class Drawer:
 
 def trial_rows(stream: FederatedStream) -> IntArray | None:
     """Return `ROWS` samples spread over the training data, which the stream's seed does not change; None: no data."""
-    plan, rounds = stream.plan, stream.plan.rounds
+    plan, rounds = stream.plan, stream.plan.num_rounds
     if stream.trainer is not None and stream.trainer.max_epochs is not None and stream.trainer.max_epochs >= 0:
         rounds = min(rounds, stream.trainer.max_epochs)  # later classes may have no output yet
     parts = [rows for current in plan.train[:rounds] for rows in current.values() if len(rows)]

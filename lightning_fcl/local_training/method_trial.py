@@ -18,10 +18,10 @@ from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from lightning_fcl.data.batching import Batch, stack_nested
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.collation import stack_nested
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import format_code_names
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.obstacles import Obstacle, Reason, obstacle_of
@@ -38,6 +38,7 @@ from lightning_fcl.methods.driver import step_of
 from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 from lightning_fcl.methods.replay_samples import DrawnSamples
+from lightning_fcl.validation import format_code_names
 
 _SEED = 5923
 _NAMES = ("a", "b")  # The clients of a vectorized step.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.local_trainer import LocalResult
@@ -29,6 +29,7 @@ from lightning_fcl.methods.context import strip_prefix
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 from lightning_fcl.methods.method import get_driver
 from lightning_fcl.rng import Keys, make_client_keys, random_uint64
+from lightning_fcl.validation import format_code_names
 
 
 class SequentialTrainer:
@@ -38,7 +39,7 @@ class SequentialTrainer:
         module: The module.
         methods: The methods of its Trainer.
         optimizers: Its optimizers.
-        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        keep_optimizer_state: Whether a client's optimizer state lasts from round to round.
         seed: Seed of clients' random layers and replay samples.
         step: Lightning's own training step.
     """
@@ -52,12 +53,12 @@ class SequentialTrainer:
         module: L.LightningModule,
         methods: Sequence[MethodBase],
         optimizers: Sequence[Optimizer],
-        keep_optimizer: bool,
+        keep_optimizer_state: bool,
         seed: int,
         step: Callable[..., Any],
     ) -> None:
         self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
-        self._keep_optimizer, self._seed = keep_optimizer, seed
+        self._keep_optimizer, self._seed = keep_optimizer_state, seed
         self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
         self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
@@ -150,7 +151,7 @@ def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> Non
         raise InvalidValueError(
             f"Expected batches of at least two samples for batch normalization, but client {client_round.client_id} "
             "has a batch "
-            f"of one sample in round {client_round.round_idx}, of {client_round.samples} samples.",
+            f"of one sample in round {client_round.round_idx}, of {client_round.num_samples} samples.",
             hint="Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two "
             "samples.",
         ) from error

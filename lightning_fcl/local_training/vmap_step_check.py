@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_fcl.data.batching import Batch, ShapeGroup, group_by_shape, stack_nested
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.collation import ShapeGroup, group_by_shape, stack_nested
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import format_code_names
 from lightning_fcl.federation.aggregation import load_state_tensors, state_tensors
 from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, obstacle_of
 from lightning_fcl.federation.server_optimizer import group_values, set_group_values, with_parameters
@@ -41,6 +41,7 @@ from lightning_fcl.methods.context import is_labelled
 from lightning_fcl.methods.dry_run import prepare_batch
 from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
+from lightning_fcl.validation import format_code_names
 
 _STEPS = 3
 """Steps that the trial takes: what a step does every other time is seen."""

@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fcl.data.batching import Batch, ShapeGroup
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.data.collation import ShapeGroup
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.local_trainer import LocalResult
@@ -29,6 +30,7 @@ from lightning_fcl.local_training.stacked_trainer import StackedTrainer
 from lightning_fcl.methods.base import MethodBase
 from lightning_fcl.methods.context import is_labelled, without_call
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
+from lightning_fcl.validation import format_code_names
 
 
 class StepTrainer(StackedTrainer):
@@ -95,7 +97,7 @@ class StepTrainer(StackedTrainer):
             raise InvalidValueError(
                 "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
                 f"none, but it did for {len(group_sums)} of {len(groups)} shapes of batches.",
-                hint="Set `cohort_size=1`.",
+                hint="Set `max_vectorized_clients=1`.",
             )
         return torch.stack(group_sums).sum() if group_sums else None
 
@@ -121,7 +123,7 @@ class StepTrainer(StackedTrainer):
         except Exception as error:
             error.add_note(
                 "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
-                "then, set `cohort_size=1`."
+                "then, set `max_vectorized_clients=1`."
             )
             if isinstance(error, ValueError):
                 reraise_batchnorm_error(error, self._client_rounds[int(rows[0])])
@@ -199,7 +201,7 @@ class StepTrainer(StackedTrainer):
             raise InvalidValueError(
                 "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
                 "train side by side, but some learn for some of them alone.",
-                hint="Set `cohort_size=1`.",
+                hint="Set `max_vectorized_clients=1`.",
             )
         full_gradient = client_gradients[0][1].new_zeros(self.number, *client_gradients[0][1].shape[1:])
         for rows, gradient in client_gradients:
@@ -216,8 +218,8 @@ class StepTrainer(StackedTrainer):
             raise InvalidValueError(
                 "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
                 f"round {self._client_rounds[0].round_idx} it has changed {format_code_names(changed_names)}.",
-                hint="Set `cohort_size=1`.",
-                argument="cohort_size",
+                hint="Set `max_vectorized_clients=1`.",
+                argument="max_vectorized_clients",
                 value=changed_names,
             )
         self._leaves = []

@@ -14,7 +14,7 @@ from .drift_correction import SCAFFOLD as SCAFFOLD
 from .drift_correction import FedDyn as FedDyn
 from .drift_correction import FedNova as FedNova
 from .drift_correction import FedProx as FedProx
-from .dytox import DyToxTraining as DyToxTraining
+from .dytox import DyToxMethod as DyToxMethod
 from .episodic import AGEM as AGEM
 from .episodic import BCN as BCN
 from .episodic import GEM as GEM

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidStateError, validate_fields
+from lightning_fcl.errors import InvalidStateError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import find_federation
@@ -20,6 +20,7 @@ from lightning_fcl.methods.context import Client, Server, Step
 from lightning_fcl.methods.functional import GradientFn
 from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.needs import Needs
+from lightning_fcl.validation import validate_fields
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
@@ -41,8 +42,8 @@ class MethodBase:
     vectorized over clients, and in a plain Trainer, which is a federation of one client: a round is an epoch.
     `start_client` resets what the training of one client leaves in the method itself.
 
-    A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.errors.validated` declares them,
-    or has a constructor of its own.
+    A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.validation.validated` declares
+    them, or has a constructor of its own.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -293,7 +294,7 @@ class MethodBase:
         """The name of the method's section in a client's state."""
         return type(self).__name__
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """The method's arguments, by name."""
         plain = (bool, int, float, str, list)
         arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}

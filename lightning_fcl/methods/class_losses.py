@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, at_least, one_of, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import HasNumClasses
@@ -29,12 +29,13 @@ from lightning_fcl.methods.method import (
 )
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
+from lightning_fcl.validation import at_least, one_of, validated
 
 
 class SparseDeltaSum(SparseSum, DeltaSum):
     """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
 
-    name = "total"
+    name = "sparse_delta_sum"
 
 
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
@@ -135,14 +136,16 @@ class LogitAdjustment(Method):
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         experience_idx = (
-            client.method_state["experience"] if client.missed else torch.tensor(client.client_round.experience_idx)
+            client.method_state["experience"]
+            if client.missed_sync
+            else torch.tensor(client.client_round.experience_idx)
         )
         memory = {
             "experience": experience_idx,
             "counts": _counted(client.client_round.labels, client.client_round.num_classes),
         }
         return memory | (
-            {"unsent": self.upload_statistics(client, trained_state, data)["counts"]} if client.missed else {}
+            {"unsent": self.upload_statistics(client, trained_state, data)["counts"]} if client.missed_sync else {}
         )
 
 
@@ -195,7 +198,7 @@ class MeanOutputLoss(Method):
 
     Args:
         mu: Weight of MOL, at least 0.
-        outputs: What the means are of: see `mean_output_loss`.
+        output_kind: What the means are of: see `mean_output_loss`.
         distance: See `mean_output_loss`.
         cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
             or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
@@ -211,7 +214,7 @@ class MeanOutputLoss(Method):
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 
     mu: float = validated(2.0, at_least, 0)
-    outputs: Outputs = validated("probabilities", one_of, get_args(Outputs))
+    output_kind: Outputs = validated("probabilities", one_of, get_args(Outputs))
     distance: Distance = validated("squared", one_of, get_args(Distance))
     cross_entropy: Scope = validated("session", one_of, get_args(Scope))
 
@@ -234,7 +237,7 @@ class MeanOutputLoss(Method):
         else:
             real = target_classes if step.sample_weight is None else target_classes & (step.sample_weight > 0)[:, None]
             new = real.any(dim=0) & ~old
-        total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)
+        total = self.mu * mean_output_loss(output, step.y, new, old, self.output_kind, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(output)
             remembered = (target_classes & old).any(dim=-1, keepdim=True)

@@ -81,22 +81,23 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
         )
     if not needs.local_head:
         return
-    head: str = vars(method)["head"]
+    head: str = vars(method)["head_pattern"]
     learning = trainable_parameters(module)
     head_names = sorted(name for name in learning if matches(name, head))
     if not head_names or len(head_names) == len(learning):
         raise InvalidValueError(
-            f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(head_names)} of "
+            f"Expected `head_pattern` to match some of the trainable parameters but `{head}` matches "
+            f"{len(head_names)} of "
             f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
-            hint=f'Use a pattern of the last layer, such as `head="{[*learning][-1].rpartition(".")[0]}.*"`.',
-            argument="head",
+            hint=f'Use a pattern of the last layer, such as `head_pattern="{[*learning][-1].rpartition(".")[0]}.*"`.',
+            argument="head_pattern",
         )
     reductions = get_reductions(module, federation.settings.rules)
     for name in head_names:
         if not reductions[name].is_local:
             raise InvalidValueError(
                 f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
-                hint=f'Give the strategy `reductions={{"{head}": "none"}}`.',
+                hint=f'Give the strategy `reductions={{"{head}": "local"}}`.',
                 argument="reductions",
                 value=name,
             )

@@ -40,8 +40,8 @@ class Client:
     Attributes:
         batch: The batch at hand.
         local_epoch: The local epoch of it, from 0.
-        steps: Optimizer steps that it has taken in the round, known when its round ends.
-        missed: Whether the server has not heard of the round, known then, too.
+        num_steps: Optimizer steps that it has taken in the round, known when its round ends.
+        missed_sync: Whether the server has not heard of the round, known then, too.
         result: In `Method.end_experience` of a method that accumulates samples, the result of the experience's earlier
             rounds that ``data`` adds to; {} if ``data`` has all samples of the experience so far.
         reply: What the server has sent for `Method.prepare_client_state` at the start of the round, see `Method.reply`.
@@ -69,7 +69,7 @@ class Client:
         self.federation = federation
         self.is_active = is_active
         self.batch: Any = None
-        self.local_epoch, self.steps, self.missed = 0, 0, False
+        self.local_epoch, self.num_steps, self.missed_sync = 0, 0, False
         self.result: StateSection = {}
         self.reply: State = {}
         self.may_end = True
@@ -86,7 +86,7 @@ class Client:
         """
         if self._part is None:
             raise InvalidStateError(
-                "Expected one client for `client.part` but several train side by side.",
+                "Expected one client for `client.client_round` but several train side by side.",
                 hint="Store the values for the step in the memory that `prepare_client_state` returns, or set "
                 "`vectorizable = "
                 "False`.",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, above, at_least, between, one_of, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix
@@ -19,6 +19,7 @@ from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method, add_seen_classes, mask_other_classes, match_output, target_mask
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import Once, models_before, present_experiences, with_teacher, without_teacher
+from lightning_fcl.validation import above, at_least, between, one_of, validated
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
@@ -38,15 +39,16 @@ class FLwF2T(Method):
     previous model is the one it trained in the last round it took part in; before its first, the server's stands in, so
     that the whole weight is on the server.
 
-    The defaults are the paper's text. Its tables are nearer to ``alpha=0.01, mean_over="elements", previous="live"``
+    The defaults are the paper's text. Its tables are nearer to ``alpha=0.01, reduction="mean", teacher="live"``
     (``recipes/flwf/README.md``).
 
     Args:
         alpha: Weight of the task loss, 0 to 1.
         beta: Weight of the own previous model, 0 to 1 - alpha.
         temperature: Softens both sides, above 0.
-        mean_over: What distillation is the mean over: the ``"batch"``, or its ``"elements"``, samples times classes.
-        previous: ``"kept"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
+        reduction: The mean of the distillation loss, as in `torch.nn.KLDivLoss`: over samples, ``"batchmean"``, or over
+            samples and classes, ``"mean"``.
+        teacher: ``"snapshot"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
             in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
         clients: Who distils; the others fine-tune. See `Method`.
 
@@ -63,8 +65,8 @@ class FLwF2T(Method):
     alpha: float = validated(0.001, between, 0, 1)
     beta: float = 0.7
     temperature: float = validated(2.0, above, 0)
-    mean_over: Literal["batch", "elements"] = validated("batch", one_of, ("batch", "elements"))
-    previous: Literal["kept", "live"] = validated("kept", one_of, ("kept", "live"))
+    reduction: Literal["batchmean", "mean"] = validated("batchmean", one_of, ("batchmean", "mean"))
+    teacher: Literal["snapshot", "live"] = validated("snapshot", one_of, ("snapshot", "live"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,14 +82,14 @@ class FLwF2T(Method):
             )
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        return client.method_state or (with_prefix(client.received_state, "own") if self.previous == "kept" else {})
+        return client.method_state or (with_prefix(client.received_state, "own") if self.teacher == "snapshot" else {})
 
     def task_weight(self, client: Client) -> float:
         return self.alpha
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         terms: Tensor | float = 0.0
-        share = 1 if self.mean_over == "batch" else step.output.shape[-1]
+        share = 1 if self.reduction == "batchmean" else step.output.shape[-1]
         for weight, teacher in (
             (self.beta, strip_prefix(client.method_state, "own")),
             (1 - self.alpha - self.beta, step.received_state),
@@ -98,7 +100,7 @@ class FLwF2T(Method):
         return terms
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return with_prefix(trained_state, "own") if self.previous == "kept" else {}
+        return with_prefix(trained_state, "own") if self.teacher == "snapshot" else {}
 
 
 @dataclass(eq=False)
@@ -110,8 +112,8 @@ class FLwF(FLwF2T):
     Args:
         alpha: Weight of the task loss, 0 to 1.
         temperature: Softens both sides, above 0.
-        mean_over: See `FLwF2T`.
-        previous: See `FLwF2T`.
+        reduction: See `FLwF2T`.
+        teacher: See `FLwF2T`.
         clients: Who distils; the others fine-tune. See `Method`.
 
     Example:
@@ -136,7 +138,7 @@ class LwF(Method):
     Args:
         strength: Weight (lambda) of the distillation, at least 0.
         temperature: Softens both sides, above 0.
-        teacher: Whose model distils: ``"own"``: the client's, after its last round of earlier experiences;
+        teacher: Whose model distils: ``"client"``: the client's, after its last round of earlier experiences;
             ``"server"``: the server's, before the first client entered this experience, see
             `lightning_fcl.methods.teachers`. The client receives this model once in each experience but the first.
         clients: Who distils; the others fine-tune. See `Method`.
@@ -156,7 +158,7 @@ class LwF(Method):
 
     strength: float = validated(1.0, at_least, 0)
     temperature: float = validated(2.0, above, 0)
-    teacher: Literal["own", "server"] = validated("own", one_of, ("own", "server"))
+    teacher: Literal["client", "server"] = validated("client", one_of, ("client", "server"))
 
     def init_server_state(self, module: L.LightningModule) -> State:
         fits = 0 if self.local is None else self.local.fits
@@ -196,7 +198,7 @@ class LwF(Method):
         return {**without_teacher(client), "seen": seen_mask, **self._latest(trained_state)}
 
     def _latest(self, state: State) -> StateSection:
-        return with_prefix(state, "latest") if self.teacher == "own" else {}
+        return with_prefix(state, "latest") if self.teacher == "client" else {}
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import require_stream
-from lightning_fcl.errors import InvalidValueError, at_least, format_code_names, format_names, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import Reduction, ReductionRules, State, get_reductions
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.fedbuff import FedBuff
@@ -27,6 +27,7 @@ from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.regularization import summed
+from lightning_fcl.validation import at_least, format_code_names, format_names, validated
 
 
 def active_reductions(module: L.LightningModule) -> dict[str, Reduction]:
@@ -76,7 +77,7 @@ class ServerUpdateMethod(Method):
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss_sync,
-            "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
+            "a `FedBuff`": isinstance(federation.participation.synchronization, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
             f"{format_code_names(preceding_names)} before it": bool(preceding_names),
         }
@@ -101,10 +102,10 @@ class FedProx(Method):
 
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.
-        part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
+        pattern: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
 
     Raises:
-        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
+        ValueError: If ``mu`` is negative or ``pattern`` matches no trainable parameter.
 
     Example:
         >>> FedProx(mu=0.1).mu
@@ -112,18 +113,18 @@ class FedProx(Method):
     """
 
     mu: float = validated(0.1, at_least, 0)
-    part: str = "*"
+    pattern: str = "*"
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.mu == 0:
             return 0.0
-        params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}
+        params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.pattern)}
         if not params:
             raise InvalidValueError(
-                f"Expected `part` to match a trainable parameter but `{self.part}` matches none.",
-                hint=f"Leave `part` out, or use a pattern of {format_names(step.params, 3)}.",
-                argument="part",
-                value=self.part,
+                f"Expected `pattern` to match a trainable parameter but `{self.pattern}` matches none.",
+                hint=f"Leave `pattern` out, or use a pattern of {format_names(step.params, 3)}.",
+                argument="pattern",
+                value=self.pattern,
             )
         return self.mu * proximal_term(params, step.received_state)
 
@@ -155,7 +156,7 @@ class SCAFFOLD(Method):
     needs: ClassVar[Needs] = Needs(
         uniform_weights=True, federation_reason="a single client's gradients lack nothing. Remove `SCAFFOLD`"
     )
-    reductions: ClassVar[ReductionRules] = {"c.*": DeltaSum(), "clients": "download"}
+    reductions: ClassVar[ReductionRules] = {"c.*": DeltaSum(), "clients": "download_only"}
     of_experience: ClassVar[tuple[str, ...]] = ("c.*", "begun.*")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -196,7 +197,9 @@ class SCAFFOLD(Method):
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return (
-            client.method_state if client.missed else {**client.method_state, **self._variates(client, trained_state)}
+            client.method_state
+            if client.missed_sync
+            else {**client.method_state, **self._variates(client, trained_state)}
         )
 
     def _lacking(self, client: Client) -> State:
@@ -213,7 +216,7 @@ class SCAFFOLD(Method):
     def _variates(self, client: Client, trained_state: State) -> StateSection:
         """The client's variates after its training."""
         group = client.module.trainer.optimizers[0].param_groups[0]
-        distance, start = group["lr"] * local_gradient_weight(group, client.steps), client.received_state
+        distance, start = group["lr"] * local_gradient_weight(group, client.num_steps), client.received_state
         lacking = self._lacking(client).items()
         return with_prefix(
             {name: (start[name] - trained_state[name]) / distance - value for name, value in lacking}, "c"
@@ -246,7 +249,7 @@ class FedDyn(ServerUpdateMethod):
     """
 
     needs: ClassVar[Needs] = replace(ServerUpdateMethod.needs, uniform_weights=True)
-    reductions: ClassVar[ReductionRules] = {"*": "fixed"}
+    reductions: ClassVar[ReductionRules] = {"*": "constant"}
     of_experience: ClassVar[tuple[str, ...]] = ("*",)
 
     alpha: float = validated(0.01, at_least, 0)
@@ -320,4 +323,4 @@ class FedNova(ServerUpdateMethod):
 
 
 def _tau(client: Client) -> float:
-    return local_gradient_weight(client.module.trainer.optimizers[0].param_groups[0], client.steps)
+    return local_gradient_weight(client.module.trainer.optimizers[0].param_groups[0], client.num_steps)

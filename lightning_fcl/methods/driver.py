@@ -252,7 +252,7 @@ class MethodDriver(Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         for client in self._clients:
-            client.steps += 1
+            client.num_steps += 1
         for method, client in self._active():
             if not overrides_hook(method, "project_gradient"):
                 continue
@@ -288,7 +288,7 @@ class MethodDriver(Callback):
                 "Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGENCE_HINT
             )
             self.has_finite_loss = torch.tensor(True)
-        epochs.end(self.memories, self._clients[0].steps if self._clients else 0)
+        epochs.end(self.memories, self._clients[0].num_steps if self._clients else 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._epochs is not None:

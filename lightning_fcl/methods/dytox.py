@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, MissingValueError, above, at_least, validated
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.base import Pattern
@@ -32,10 +32,11 @@ from lightning_fcl.methods.functional import require_sample_loss
 from lightning_fcl.methods.method import add_seen_classes, mask_other_classes
 from lightning_fcl.models.lifelong_vit import DyTox
 from lightning_fcl.rng import derive_seed
+from lightning_fcl.validation import above, at_least, validated
 
 
 @dataclass(eq=False)
-class DyToxTraining(Episodic):
+class DyToxMethod(Episodic):
     """Every step: trains `DyTox` on a new task, its token and its head (Douillard et al. 2022, sections 3.3 and 4.1).
 
     ``(1 - a) * task loss + a * distillation + divergence * divergence loss``, from the second task of a client on:
@@ -54,42 +55,42 @@ class DyToxTraining(Episodic):
 
     A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
     `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
-    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "none"}``. The loss of a task is
+    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "local"}``. The loss of a task is
     the module's, cross-entropy for `Classifier` (the authors' is binary).
 
     Args:
-        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round;
+        memory_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round;
             0: none, and no balanced tuning.
-        distillation: Weight of the distillation; ``"auto"``: that of the past classes among all that the client knows,
-            where the task's loss has the rest, as in the paper. A number leaves the task's loss as it is.
+        distillation_weight: Weight of the distillation; ``"auto"``: that of the past classes among all that the client
+            knows, where the task's loss has the rest, as in the paper. A number leaves the task's loss as it is.
         temperature: Softens teacher and student, above 0; the distillation is scaled by its square.
-        divergence: Weight of the divergence loss, at least 0.
+        divergence_weight: Weight of the divergence loss, at least 0.
         balanced_epochs: Epochs of balanced tuning, at the end of each task but the first (the paper: 20, after 500).
 
     Raises:
         ValueError: If the module holds no `DyTox`, or the stream's experiences are not tasks of the model.
 
     Example:
-        >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
+        >>> DyToxMethod(memory_size=0.1, distillation_weight="auto").divergence_weight
         0.1
     """
 
-    max_size: int | float = 0.1
-    distillation: float | Literal["auto"] = "auto"
+    memory_size: int | float = 0.1
+    distillation_weight: float | Literal["auto"] = "auto"
     temperature: float = validated(1.0, above, 0)
-    divergence: float = validated(0.1, at_least, 0)
+    divergence_weight: float = validated(0.1, at_least, 0)
     balanced_epochs: int = validated(1, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_size:
-            check_memory_size(max_size=self.max_size)
-        if isinstance(self.distillation, str) and self.distillation != "auto":
+        if self.memory_size:
+            check_memory_size(memory_size=self.memory_size)
+        if isinstance(self.distillation_weight, str) and self.distillation_weight != "auto":
             raise InvalidValueError(
-                f'Expected `distillation` to be "auto" or a number but got "{self.distillation}".',
-                argument="distillation",
+                f'Expected `distillation_weight` to be "auto" or a number but got "{self.distillation_weight}".',
+                argument="distillation_weight",
             )
-        at_least(0, distillation=0 if isinstance(self.distillation, str) else self.distillation)
+        at_least(0, distillation_weight=0 if isinstance(self.distillation_weight, str) else self.distillation_weight)
         self._present: int | None = None  # the task whose parameters alone learn; None: all learn
         self._tuning = False
         self._pool: tuple[Tensor, Tensor] | None = None  # what tuning is on
@@ -101,7 +102,7 @@ class DyToxTraining(Episodic):
         model, stream = get_dytox(pl_module), find_stream(trainer)
         if stream is not None and not stream.plan.common_tasks:
             raise InvalidValueError(
-                "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
+                "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxMethod` but got "
                 f"{stream}.",
                 hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
                 argument="scenario",
@@ -129,7 +130,7 @@ class DyToxTraining(Episodic):
 
     def _tunes(self, client_round: ClientRound) -> bool:
         return (
-            bool(self.max_size and self.balanced_epochs)
+            bool(self.memory_size and self.balanced_epochs)
             and client_round.is_last_round
             and client_round.experience_idx > 0
         )
@@ -160,7 +161,7 @@ class DyToxTraining(Episodic):
     def _is_tuning(self, client: Client) -> bool:
         if _is_planned(client):
             return self._tunes(client.client_round) and client.local_epoch >= _usual_epochs(client)
-        if not (self.max_size and self.balanced_epochs and client.client_round.experience_idx):
+        if not (self.memory_size and self.balanced_epochs and client.client_round.experience_idx):
             return False
         trainer = client.module.trainer
         remaining_epochs = (trainer.max_epochs or 0) - trainer.current_epoch
@@ -174,7 +175,7 @@ class DyToxTraining(Episodic):
         )
         if stream is not None:
             data = stream.client_samples(client_round.client_id, client_round.round_idx, client.seed)
-            memory = add_task_memory(client, data, self.max_size, generator)
+            memory = add_task_memory(client, data, self.memory_size, generator)
         elif not has_task(memory, client_round.experience_idx):
             raise MissingValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
@@ -212,7 +213,7 @@ class DyToxTraining(Episodic):
         if not old.any():
             return 0.0  # the only past task has come back
         total: Tensor | float = 0.0
-        if self.distillation:
+        if self.distillation_weight:
             teacher = mask_other_classes(
                 step.teacher_forward(strip_prefix(client.method_state, "teacher"), step.x), old
             )
@@ -220,27 +221,27 @@ class DyToxTraining(Episodic):
                 mask_other_classes(step.output, old), teacher, self.temperature
             )
             share: Tensor | float = old.sum() / (old | present).sum()
-            if isinstance(self.distillation, str):
+            if isinstance(self.distillation_weight, str):
                 loss = loss - require_sample_loss(client.module).sample_loss(step.output, y)
             else:
-                share = float(self.distillation)
+                share = float(self.distillation_weight)
             total = share * step.mean(loss)
-        if self.divergence:
+        if self.divergence_weight:
             assert self._embedded is not None  # a step has come through the decoder
             logits = model.divergence[self._present](self._embedded[:, self._present])
             targets = torch.where(present[y], model.position[y] - sum(model.sizes[: self._present]) + 1, 0)
-            total = total + self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
+            total = total + self.divergence_weight * step.mean(F.cross_entropy(logits, targets, reduction="none"))
         return total
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return super().update_client_state(client, trained_state, data) if self.max_size else client.method_state
+        return super().update_client_state(client, trained_state, data) if self.memory_size else client.method_state
 
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory, client_round, model = client.method_state, client.client_round, get_dytox(client.module)
         block = torch.tensor(model.blocks[_task_of(model, client_round.labels, client_round.client_id)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
         memory = {**memory, "old": add_seen_classes(old, block.to(old.device))}
-        return memory | with_prefix(trained_state, "teacher") if self.distillation else memory
+        return memory | with_prefix(trained_state, "teacher") if self.distillation_weight else memory
 
 
 def get_dytox(module: L.LightningModule) -> DyTox:
@@ -248,7 +249,7 @@ def get_dytox(module: L.LightningModule) -> DyTox:
     models = [part for part in module.modules() if isinstance(part, DyTox)]
     if len(models) != 1:
         raise InvalidValueError(
-            f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(models)}.",
+            f"Expected one `DyTox` in the module for `DyToxMethod` but got {len(models)}.",
             hint="Use `Classifier(model=DyTox(...))`.",
             argument="model",
             value=len(models),

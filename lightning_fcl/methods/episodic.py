@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batching import Batch, concat_nested
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, above, at_least, validated, warn_of_one
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.collation import concat_nested
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, Step
@@ -20,6 +21,7 @@ from lightning_fcl.methods.functional import GradientFn
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import agem, project
+from lightning_fcl.validation import above, at_least, validated, warn_of_one
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,10 @@ class Episodic(Method):
 
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
-    max_size: int | float = validated(0.1, check_memory_size)  # jsonargparse takes the first type that fits
+    memory_size: int | float = validated(0.1, check_memory_size)  # jsonargparse takes the first type that fits
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return add_task_memory(client, data, self.max_size, client.generator)
+        return add_task_memory(client, data, self.memory_size, client.generator)
 
 
 @dataclass(eq=False)
@@ -62,14 +64,14 @@ class GEM(Episodic):
     the client has of the task and the round's new ones.
 
     Args:
-        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
+        memory_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
         margin: Least weight of each past gradient once one is violated (the authors' memory strength); 0: eq. 11.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
-        >>> GEM(max_size=0.1, margin=0.5).margin
+        >>> GEM(memory_size=0.1, margin=0.5).margin
         0.5
     """
 
@@ -93,7 +95,7 @@ class AGEM(Episodic):
     g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0``, eq. 11 (see `lightning_fcl.methods.projection.agem`).
 
     Args:
-        max_size: Samples kept of each task. See `GEM`.
+        memory_size: Samples kept of each task. See `GEM`.
         batch_size: Samples of the reference, drawn anew at each step from torch's global generator, as in the paper;
             None: all that are remembered.
 
@@ -101,7 +103,7 @@ class AGEM(Episodic):
         ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
-        >>> AGEM(max_size=20, batch_size=256).batch_size
+        >>> AGEM(memory_size=20, batch_size=256).batch_size
         256
     """
 
@@ -279,7 +281,7 @@ class BCN(Episodic):
     theta_steps`` passes in place of one.
 
     Args:
-        max_size: Samples kept of each task. See `GEM`.
+        memory_size: Samples kept of each task. See `GEM`.
         beta: Weight of the task loss on the batch, at least 0.
         eps: How far an input may be moved; 0: the first player rests.
         x_steps: Moves of the first player; 0: it rests.

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.batching import Batch, BatchRequest, concat_nested, order_keys, plan_batches
+from lightning_fcl.data.batching import Batch, BatchRequest, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.loader_stream import CLIENT, LoaderStream
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
@@ -160,7 +161,7 @@ class EpochRounds:
         client_of = partial(client_before, self._local.server, self._module)
         replayed, epochs = joining_samples(self._methods, client_of), local_epochs_fn(self._methods, client_of, 1)
         extra = JoiningSamples() if replayed is None else replayed(client_round)
-        size, keys = client_round.samples, order_keys(seed, [client], number)
+        size, keys = client_round.num_samples, order_keys(seed, [client], number)
         plan = plan_batches(
             size, epochs if isinstance(epochs, int) else epochs(client_round), stream.batching, keys, len(extra)
         )

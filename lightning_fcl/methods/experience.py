@@ -3,7 +3,7 @@
 A method declares in `MethodBase.of_experience` which of its entries belong to one experience. In client state these
 entries start anew when the client enters an experience. On the server they start anew, with their values in
 `MethodBase.init_server_state`, in the round in which all clients enter an experience. If clients enter an experience in
-different rounds, as in `lightning_fcl.data.scenarios.Staggered`, the entries of the server last: a method handles each
+different rounds, as in `lightning_fcl.data.scenarios.Delayed`, the entries of the server last: a method handles each
 client by itself in `MethodBase.enters_alone`, or it is rejected.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
-from lightning_fcl.data.batching import count_nested_samples
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.data.collation import count_nested_samples
 from lightning_fcl.data.loader_stream import ClientStream
 from lightning_fcl.data.scenarios.base import Plan
 from lightning_fcl.data.trainer_access import find_stream
@@ -90,7 +90,7 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
             f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
             "whose server state starts anew with each experience, but got clients that enter experiences in different "
             "rounds.",
-            hint="Use a scenario other than `Staggered`, or `SCAFFOLD`.",
+            hint="Use a scenario other than `Delayed`, or `SCAFFOLD`.",
             argument="scenario",
         )
 
@@ -98,7 +98,7 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
 def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> int | None:
     """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
     plan, client = stream.plan, client_round.client_id
-    for number in range(client_round.round_idx + 1, min(rounds, plan.rounds)):
+    for number in range(client_round.round_idx + 1, min(rounds, plan.num_rounds)):
         if plan.experiences[client][number] != client_round.experience_idx:
             return None
         if len(plan.train[number].get(client, ())) >= stream.min_batch_size:

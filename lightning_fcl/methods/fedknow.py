@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, above, at_least, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, strip_prefix, with_prefix
@@ -22,6 +22,7 @@ from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.fedvit import FedViT
 from lightning_fcl.methods.functional import GradientFn, evaluation_mode, make_teacher_fn, require_sample_loss, to_input
+from lightning_fcl.validation import above, at_least, validated
 
 _BATCH = 32  # samples of a step of tuning
 
@@ -41,7 +42,7 @@ class FedKNOW(FedViT):
         rho: Share of each layer's weights that is kept for a task, above 0 and up to 1.
         temperature: Softens both sides of the distillation, above 0.
         tune_epochs: Passes over the task's samples that tune the kept weights; 0: none.
-        tune_rate: Learning rate (of Adam) of the tuning, above 0.
+        tune_lr: Learning rate (of Adam) of the tuning, above 0.
         k: Past tasks that constrain a step. See `FedViT`; and all else.
 
     Raises:
@@ -56,7 +57,7 @@ class FedKNOW(FedViT):
 
     temperature: float = validated(2.0, above, 0)
     tune_epochs: int = validated(5, at_least, 0)
-    tune_rate: float = validated(5e-4, above, 0)
+    tune_lr: float = validated(5e-4, above, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,11 +73,11 @@ class FedKNOW(FedViT):
         (x, y), client_round = finite_pairs(data), client.client_round
         kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         names = [f"{place}.weight" for place, layer in client.module.named_modules() if isinstance(layer, kinds)]
-        weights = [name for name in names if not fnmatchcase(name, self.head)]
+        weights = [name for name in names if not fnmatchcase(name, self.head_pattern)]
         if not weights:
             raise InvalidValueError(
                 f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
-                f"`{type(client.module).__name__}` has none outside of `head={self.head}`.",
+                f"`{type(client.module).__name__}` has none outside of `head_pattern={self.head_pattern}`.",
                 hint="Use `FedViT`.",
             )
         number, owners, kept_weights = (
@@ -116,7 +117,7 @@ class FedKNOW(FedViT):
             strip_prefix(memory, "kept"),
         )
         leaves = {name: network[name].requires_grad_() for name in kept_weights}
-        optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
+        optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_lr)
         with evaluation_mode(module), isolate_rng(), torch.enable_grad():
             for inputs, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
                 output = functional_call(module, network, (to_input(module, inputs),))

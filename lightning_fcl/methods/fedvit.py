@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least, one_of, unit_interval, validated
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import StateSection, local_tensors
 from lightning_fcl.federation.protocols import FederationProtocol, find_federation
@@ -33,6 +32,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import DistanceKind, most_dissimilar, project
 from lightning_fcl.rng import make_client_keys, seed_all
+from lightning_fcl.validation import at_least, one_of, unit_interval, validated
 
 
 @dataclass(eq=False)
@@ -40,19 +40,19 @@ class FedRep(Method):
     """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
 
     What is not trained is frozen to the bit. The body travels, the head stays with the client: declare it, as in
-    ``FederatedStrategy(reductions={"model.head.*": "none"})``.
+    ``FederatedStrategy(reductions={"model.head.*": "local"})``.
 
     Args:
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
-        head: Shell-style pattern of the head's entries.
+        head_pattern: Shell-style pattern of the head's entries.
 
     Raises:
-        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, or the head is not
-            declared to stay with the clients.
+        ValueError: If the Trainer is no federation's, ``head_pattern`` matches all parameters or none, or the head is
+            not declared to stay with the clients.
 
     Example:
-        >>> FedRep(head_epochs=2, body_epochs=4).head
+        >>> FedRep(head_epochs=2, body_epochs=4).head_pattern
         'model.head.*'
     """
 
@@ -62,20 +62,20 @@ class FedRep(Method):
 
     head_epochs: int = validated(2, at_least, 1)
     body_epochs: int = validated(4, at_least, 1)
-    head: str = "model.head.*"
+    head_pattern: str = "model.head.*"
 
     def local_epochs(self, client: Client) -> int | None:
         return self.head_epochs + self.body_epochs if client.is_active else None
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
-        return self.head if client.local_epoch < self.head_epochs else f"!{self.head}"
+        return self.head_pattern if client.local_epoch < self.head_epochs else f"!{self.head_pattern}"
 
 
 @dataclass(eq=False)
 class FedViT(FedRep):
     """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
 
-    A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
+    A client's round has three stages, and only the body travels (declare the head's reduction ``"local"``):
 
     1. *Integration* (section 3.4), in the rounds of a task after the client's first: the gradient g_b of a batch at
     the body that the client has trained is rotated as little as possible until it raises no loss at the body received,
@@ -189,10 +189,10 @@ class FedViT(FedRep):
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
         learns_head = self._integration <= client.local_epoch < self._integration + self.head_epochs
-        return self.head if learns_head else f"!{self.head}"
+        return self.head_pattern if learns_head else f"!{self.head_pattern}"
 
     def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
-        if self.trainable_patterns(client) == self.head:
+        if self.trainable_patterns(client) == self.head_pattern:
             return gradient
         if client.local_epoch < self._integration:
             return project(gradient_fn(*finite_pairs(client.batch), state=self._before), gradient[None], self.margin)
@@ -217,7 +217,7 @@ class FedViT(FedRep):
         client_round, memory = client.client_round, _without_body(client.method_state)
         if not self.integration_epochs or (client_round.is_last_round and not self.integrate_last):
             return memory
-        body = {name: value for name, value in trained_state.items() if not fnmatchcase(name, self.head)}
+        body = {name: value for name, value in trained_state.items() if not fnmatchcase(name, self.head_pattern)}
         return {**memory, **with_prefix(body, "body"), "at": torch.tensor(client_round.experience_idx)}
 
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
@@ -259,7 +259,9 @@ class FedViT(FedRep):
         (optimizer,) = federation.optimizers
         load_state_tensors(module, state)
         optimizer.state.clear()
-        params = {name: p for name, p in trainable_parameters(module).items() if not fnmatchcase(name, self.head)}
+        params = {
+            name: p for name, p in trainable_parameters(module).items() if not fnmatchcase(name, self.head_pattern)
+        }
         gradient, previous_state = make_gradient_fn(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(client_round.client_id, client_round.round_idx, seed))
         keys = make_client_keys(seed, [client_round.client_id], client_round.round_idx, "integration")

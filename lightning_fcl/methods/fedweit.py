@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, at_least, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, get_reductions
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
@@ -21,15 +21,16 @@ from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.decomposition import Decomposed, prune
+from lightning_fcl.models.decomposition import FedWEITNet, prune
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.validation import at_least, validated
 
 
 @dataclass(eq=False)
 class FedWEIT(Method):
     """Every step: trains base, mask, adaptive and attention; every task: exchanges the adaptives (Yoon et al. 2021).
 
-    The network is a `Decomposed` one, ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. A client minimises, eq. 2::
+    The network is a `FedWEITNet` one, ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. A client minimises, eq. 2::
 
         task loss + l1 (||A||_1 + sum_i ||A_i||_1) + mask_l1 ||m||_1 + l2 sum_i ||B * sigmoid(m_i) + A_i - theta*_i||^2
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
@@ -44,8 +45,8 @@ class FedWEIT(Method):
     to the network's `threshold`, after each round that may be its last of the task. When the task has ended and a
     client begins the next task it receives the other clients' latest A, once.
 
-    What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
-    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
+    What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "local",
+    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
     not decomposed is averaged, then kept for each task; a mean is weighted by client; A begins at a third of the
     present base, not of the first one; the knowledge base holds no A of the client's own. Plain SGD is stable only
     where ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
@@ -59,12 +60,12 @@ class FedWEIT(Method):
         kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
         retroactive: Whether the adaptives of past tasks are trained along.
         per_task: Whether each task has a mask and an adaptive of its own, as in the paper. False: one of both goes on
-            from task to task, in a `Decomposed` network of one task, as the baseline of Zuo et al. (PuzzleFL) seems to
+            from task to task, in a `FedWEITNet` network of one task, as the baseline of Zuo et al. (PuzzleFL) seems to
             work, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and a base that alone travels.
         clients: Who uses it; others train the plain network. See `Method`.
 
     Raises:
-        ValueError: If the Trainer is no federation's, the module is no task-incremental `Classifier` of a `Decomposed`
+        ValueError: If the Trainer is no federation's, the module is no task-incremental `Classifier` of a `FedWEITNet`
             network with tasks enough, reductions are missing, or another method than `Replay` is there, too.
 
     Example:
@@ -240,14 +241,14 @@ class FedWEIT(Method):
         num_tasks = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if num_tasks > len(model.tasks):
             raise InvalidValueError(
-                f"Expected `Decomposed(tasks={num_tasks})`, as in the stream, but got {len(model.tasks)}.",
-                hint=f"Pass `tasks={num_tasks}` to `Decomposed`.",
-                argument="tasks",
+                f"Expected `FedWEITNet(num_tasks={num_tasks})`, as in the stream, but got {len(model.tasks)}.",
+                hint=f"Pass `num_tasks={num_tasks}` to `FedWEITNet`.",
+                argument="num_tasks",
                 value=len(model.tasks),
             )
         reductions = get_reductions(pl_module, federation.settings.rules)
         expected_reductions: dict[str, tuple[str, ...]] = {
-            name: ("none",) for name in reductions if name.startswith("model.tasks.")
+            name: ("local",) for name in reductions if name.startswith("model.tasks.")
         }
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         expected_reductions |= {f"model.net.{name}": base for name in model.names}
@@ -256,25 +257,25 @@ class FedWEIT(Method):
                 raise InvalidValueError(
                     f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
                     f'"{reductions[name]}".',
-                    hint='Give the strategy `reductions={"model.tasks.*": "none", "model.net.head.*": "none", '
+                    hint='Give the strategy `reductions={"model.tasks.*": "local", "model.net.head.*": "local", '
                     '"model.net.body.*weight": "sparse_mean"}`.',
                     argument="reductions",
                     value=name,
                 )
 
     def restore_module(self, module: L.LightningModule) -> None:
-        if isinstance(module, Classifier) and isinstance(module.model, Decomposed):
+        if isinstance(module, Classifier) and isinstance(module.model, FedWEITNet):
             module.model.set_adaptives([])
         self._gates = []
 
 
-def get_decomposed(module: L.LightningModule) -> Decomposed:
+def get_decomposed(module: L.LightningModule) -> FedWEITNet:
     """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
-    if not isinstance(model, Decomposed):
+    if not isinstance(model, FedWEITNet):
         raise InvalidValueError(
-            f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of `{type(model).__name__}`.",
-            hint="Wrap it: `Decomposed(net, tasks=10)`.",
+            f"Expected a `Classifier` of a `FedWEITNet` network for `FedWEIT` but got one of `{type(model).__name__}`.",
+            hint="Wrap it: `FedWEITNet(net, num_tasks=10)`.",
             argument="model",
             value=type(model).__name__,
         )

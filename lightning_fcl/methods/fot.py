@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import unit_interval, validated
 from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
 from lightning_fcl.methods.context import Client, Server, strip_prefix, zeros_like_state
 from lightning_fcl.methods.drift_correction import ServerUpdateMethod
@@ -18,6 +17,7 @@ from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, to_weight_state, weight_matrix
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
+from lightning_fcl.validation import unit_interval, validated
 
 
 @dataclass(eq=False)
@@ -57,7 +57,11 @@ class FOT(ServerUpdateMethod):
         tensors=True,
         federation_reason="no server brings updates together. Use the strategy",
     )
-    reductions: ClassVar[ReductionRules] = {"basis.*": "download", "sketch.*": SparseSum(), "energy.*": SparseSum()}
+    reductions: ClassVar[ReductionRules] = {
+        "basis.*": "download_only",
+        "sketch.*": SparseSum(),
+        "energy.*": SparseSum(),
+    }
 
     eps: float = validated(0.95, unit_interval)
 

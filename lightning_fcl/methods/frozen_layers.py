@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_fcl.errors import format_code_names
 from lightning_fcl.methods.base import Pattern, matches
 from lightning_fcl.methods.functional import head_of, trainable_parameters
+from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import at_least, between, validated
 from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, nonzero_rows
 from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
 from lightning_fcl.federation.client_store import StateSection
@@ -33,6 +32,7 @@ from lightning_fcl.methods.teachers import (
     without_teacher,
 )
 from lightning_fcl.rng import derive_seed
+from lightning_fcl.validation import at_least, between, validated
 
 _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
 
@@ -40,7 +40,7 @@ _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
 class ConcatNonzeroRows(Reduction):
     """The reduction of rows of which the server takes those that are not zero, of all clients, one behind the other."""
 
-    name = "rows"
+    name = "concat_nonzero_rows"
     is_downloaded = False
 
     def initial_value(self, server: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class GLFC(Method):
     `lightning_fcl.methods.teachers`. A client receives it once in each experience but the first. Exemplars are those of
     `Replay`, beside it. The paper's detection of new tasks by entropy is not here.
 
-    With ``proxy`` the teacher is the best of the server's models until then. In its first round of an experience a
-    client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves it by 50
+    With ``proxy_server`` the teacher is the best of the server's models until then. In its first round of an experience
+    a client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves it by 50
     steps down the loss of its own model, and sends the gradient of a small network that all have (`make_encoder`). The
     server rebuilds these samples (`invert`); the best model tells most of the newest experience's. **What leaves a
     client is, but for these steps, a sample of each of its classes**, for the server to see, and for whoever else reads
@@ -160,12 +160,12 @@ class GLFC(Method):
 
     Args:
         strength: Share of the distillation, 0 to 1; 0: class-aware weights alone.
-        proxy: Whether the server chooses the teacher by what it rebuilds of clients' samples.
-        iterations: Of L-BFGS, to rebuild a sample, at least 1.
+        proxy_server: Whether the server chooses the teacher by what it rebuilds of clients' samples.
+        num_iterations: Of L-BFGS, to rebuild a sample, at least 1.
 
     Raises:
-        ValueError: If an argument is out of range, the module's output are no logits of classes, or, with ``proxy``,
-            the Trainer is no federation's with samples, or the module tells no features.
+        ValueError: If an argument is out of range, the module's output are no logits of classes, or, with
+            ``proxy_server``, the Trainer is no federation's with samples, or the module tells no features.
         TypeError: If the batches are no pairs.
 
     Example:
@@ -177,24 +177,24 @@ class GLFC(Method):
     reductions: ClassVar[ReductionRules] = {
         "gradients": ConcatNonzeroRows(),
         "before.*": Once(),
-        **dict.fromkeys(("best.*", "images", "labels", "latest"), "fixed"),
+        **dict.fromkeys(("best.*", "images", "labels", "latest"), "constant"),
     }
     of_experience: ClassVar[tuple[str, ...]] = ("teacher.*", "told")
 
     strength: float = validated(0.5, between, 0, 1)
-    proxy: bool = False
-    iterations: int = validated(250, at_least, 1)
+    proxy_server: bool = False
+    num_iterations: int = validated(250, at_least, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.proxy:
+        if not self.proxy_server:
             vars(self)["reductions"] = {"before.*": Once()}
         else:
             # Only the part of the proxy server uses the samples.
             vars(self)["needs"] = replace(self.needs, round_samples=True, tensors=True)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.proxy:
+        if self.proxy_server:
             federation = require_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
             self._size, self._classes = sample_shape(federation, "GLFC(proxy=True)"), federation.stream.num_classes
             draws = derive_seed(federation.seed, self.section_name, "encoder")
@@ -203,7 +203,7 @@ class GLFC(Method):
     def init_server_state(self, module: L.LightningModule) -> State:
         distils = self.strength > 0 and has_old_classes(module)
         teacher = models_before(module, present_experiences(module, 0)[-1:]) if distils else {}
-        if not self.proxy:
+        if not self.proxy_server:
             return teacher
         numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
         rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
@@ -252,7 +252,7 @@ class GLFC(Method):
         return (1 - share) * loss + share * step.mean(entropy(torch.where(old, teacher_output, target)))
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
-        if not self.proxy or "told" in client.method_state:
+        if not self.proxy_server or "told" in client.method_state:
             return {}
         x, y = finite_pairs(data)
         features, gradients = (
@@ -270,11 +270,11 @@ class GLFC(Method):
         return {"gradients": gradients}
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        upload_flag = {"told": torch.tensor(True)} if self.proxy and not client.missed else {}
+        upload_flag = {"told": torch.tensor(True)} if self.proxy_server and not client.missed_sync else {}
         return without_teacher(client) | upload_flag
 
     def process_aggregate(self, server: Server) -> State:
-        if not self.proxy:
+        if not self.proxy_server:
             return {}
         proxy_state, gradients = server.server_state, server.server_state["gradients"]
         proxy_state["gradients"] = strip_prefix(server.previous_state, self.section_name)["gradients"]
@@ -289,7 +289,7 @@ class GLFC(Method):
             )
         for row in gradients[gradients[:, 0] == proxy_state["latest"]]:
             noise = torch.randn(1, *self._size, generator=server.generator).to(row)
-            image = invert(self._encoder, row[2:], int(row[1]), noise, self.iterations)
+            image = invert(self._encoder, row[2:], int(row[1]), noise, self.num_iterations)
             proxy_state.update(
                 {
                     "images": torch.cat([proxy_state["images"], image]),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, above, at_least, one_of, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, Server, strip_prefix, with_prefix
@@ -22,6 +22,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum, class_sums, zero_class_sums
 from lightning_fcl.models.ridge import accumulate, pack_upper, solve, unpack_upper
+from lightning_fcl.validation import above, at_least, one_of, validated
 
 
 @dataclass(eq=False)
@@ -95,7 +96,7 @@ class Fed3R(Method):
         return {name: value + earlier[name].to(value.device) for name, value in sums.items()} if earlier else sums
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return with_prefix(self.upload_statistics(client, trained_state, data), "unsent") if client.missed else {}
+        return with_prefix(self.upload_statistics(client, trained_state, data), "unsent") if client.missed_sync else {}
 
     def process_aggregate(self, server: Server) -> State:
         sums, (weight, bias) = server.server_state, last_layer(server.module)
@@ -143,7 +144,7 @@ class CCVR(Method):
     For an experience a client uploads, for each class of its samples, their number, the sum of their features by its
     own model, and that of the features' products: see `MethodBase.contribute_experience`. The server adds them up over
     clients, which gives the exact mean and covariance of all clients' features of a class (CCVR), and over experiences,
-    as HGP keeps the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and
+    as HGP keeps the Gaussians of all tasks. Then it draws ``num_samples`` features of each class from its Gaussian and
     trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen body, whose
     batch normalization keeps the server's statistics, the moments are those of all samples so far. Otherwise the
     moments of earlier experiences are of earlier features.
@@ -153,9 +154,9 @@ class CCVR(Method):
 
     Args:
         covariance: ``"full"``, or ``"diagonal"``: a client then sends as many numbers as features for it.
-        samples: Drawn for each class, at least 1.
+        num_samples: Drawn for each class, at least 1.
         epochs: Passes over them, at least 1.
-        learning_rate: At the start of each calibration, above 0.
+        lr: At the start of each calibration, above 0.
         logit_norm: Above 0; None: logits are left as they are.
 
     Raises:
@@ -172,12 +173,12 @@ class CCVR(Method):
     needs: ClassVar[Needs] = Needs(
         round_samples=True, features=True, tensors=True, federation_reason="no server adds up. Use the strategy"
     )
-    reductions: ClassVar[ReductionRules] = {"sums": SparseSum(), "products": SparseSum(), "task": "fixed"}
+    reductions: ClassVar[ReductionRules] = {"sums": SparseSum(), "products": SparseSum(), "task": "constant"}
 
     covariance: Literal["full", "diagonal"] = validated("full", one_of, ("full", "diagonal"))
-    samples: int = validated(256, at_least, 1)
+    num_samples: int = validated(256, at_least, 1)
     epochs: int = validated(5, at_least, 1)
-    learning_rate: float = validated(0.01, above, 0)
+    lr: float = validated(0.01, above, 0)
     logit_norm: float | None = validated(None, above, 0)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -215,12 +216,12 @@ class CCVR(Method):
         moments = [
             gaussian(server_state["sums"][label].cpu(), server_state["products"][label].cpu()) for label in seen_classes
         ]
-        x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer[0])
-        y = torch.arange(len(seen_classes)).repeat_interleave(self.samples).to(x.device)
+        x = torch.cat([draw_gaussian(*each, self.num_samples, generator) for each in moments]).to(layer[0])
+        y = torch.arange(len(seen_classes)).repeat_interleave(self.num_samples).to(x.device)
         weight, bias = (p.detach()[seen_classes].clone().requires_grad_() for p in layer)
         orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
         batches = [rows for order in orders for rows in torch.split(order, _BATCH)]
-        optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate, momentum=0.9)
+        optimizer = torch.optim.SGD([weight, bias], lr=self.lr, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
         for rows in batches:
             with torch.enable_grad():

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocols import find_federation
 from lightning_fcl.methods.context import Client, Server
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
+from lightning_fcl.validation import at_least, check_arguments
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class IntrinsicPlasticity(Method):
         reservoir = pl_module.reservoir
         directions = reservoir.plasticity_gradients(batch[0], self.mu, self.sigma)
         dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
-        gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
+        gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.num_layers)
         with torch.no_grad():
             reservoir.gain.copy_(gain[0])
             reservoir.bias.copy_(bias[0])

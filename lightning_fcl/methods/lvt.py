@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, above, at_least, unit_interval, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import HasLogitMask
@@ -24,6 +24,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
 from lightning_fcl.methods.regularization import summed
+from lightning_fcl.validation import above, at_least, unit_interval, validated
 
 
 @dataclass(eq=False)

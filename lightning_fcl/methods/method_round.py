@@ -109,7 +109,7 @@ class MethodRound:
     def _rounds(self) -> int:
         """Number of rounds of the fit."""
         epochs = self.module.trainer.max_epochs
-        return self.stream.plan.rounds if epochs in (None, -1) else epochs or 0
+        return self.stream.plan.num_rounds if epochs in (None, -1) else epochs or 0
 
     # Download.
 
@@ -146,7 +146,7 @@ class MethodRound:
     def ended(self, method: MethodBase, client: LocalRound, memory: StateSection) -> Client:
         """Return a client after its local training, as a method sees it."""
         method_client = make_client(method, self.module, memory, client.received, client.part)
-        method_client.steps = client.steps
+        method_client.num_steps = client.steps
         self._set_history(method, method_client, client.kept)
         return method_client
 
@@ -213,7 +213,7 @@ class MethodRound:
         """Return what a client uploads to the sums of its experience."""
         client_round, rounds = (
             client.part,
-            self.stream.plan.rounds,
+            self.stream.plan.num_rounds,
         )  # the same for a fit that ends earlier and is resumed
         if self.is_full and returns(self.stream, client_round, rounds, accumulates=True):
             return {}
@@ -227,17 +227,17 @@ class MethodRound:
 
     # End of a client's round.
 
-    def end(self, client: LocalRound, missed: bool = False) -> ClientState:
+    def end(self, client: LocalRound, missed_sync: bool = False) -> ClientState:
         """Return what a client keeps for methods after its round.
 
         Args:
             client: The client.
-            missed: Whether the server has not received the client's upload.
+            missed_sync: Whether the server has not received the client's upload.
         """
         client_state: ClientState = {}
         for method, memory in zip(self.methods, client.memories, strict=True):
             if keeps_client_state(method, client.part):
-                client_state |= self._sections(method, client, memory, missed)
+                client_state |= self._sections(method, client, memory, missed_sync)
         if any(map(tracks_rounds, self.methods)):
             client_state[PROGRESS] = with_progress(client.kept, client.part.round_idx, client.part.experience_idx)
             for method in self.methods:
@@ -245,7 +245,7 @@ class MethodRound:
                     note_result(client_state, method.section_name)
         return client_state
 
-    def _sections(self, method: MethodBase, client: LocalRound, memory: StateSection, missed: bool) -> ClientState:
+    def _sections(self, method: MethodBase, client: LocalRound, memory: StateSection, missed_sync: bool) -> ClientState:
         """Return the sections that a client keeps for a method after its local training."""
         at_round, at_experience = (
             overrides_hook(method, "update_client_state"),
@@ -256,7 +256,7 @@ class MethodRound:
         ends = may_end and at_experience
         if at_round or ends:
             method_client, data = self.ended(method, client, memory), client.data(method)
-            method_client.missed, method_client.may_end = missed, may_end
+            method_client.missed_sync, method_client.may_end = missed_sync, may_end
         if at_round:
             method_client.method_state = memory = noted(
                 method, method_client, method.update_client_state(method_client, state, data)
@@ -264,7 +264,7 @@ class MethodRound:
         if ends:
             earlier = client.kept[method.section_name] if has_result(client.kept, method.section_name) else {}
             result = result_of(method, method_client, state, data, earlier)
-            if next_round(self.stream, client_round, self.stream.plan.rounds) is None:
+            if next_round(self.stream, client_round, self.stream.plan.num_rounds) is None:
                 return {method.section_name: result}
         share = self._shares.pop((client_round.client_id, method.section_name), None)
         return sections_of(method, memory, result, share, client.entered)
@@ -347,7 +347,7 @@ class MethodRound:
             trained = [number for number in trained_rounds(client_state) if number < rounds]
             if trained:
                 client_round = self.stream.client_round(client, trained[-1])
-                if next_round(self.stream, client_round, self.stream.plan.rounds) is None:
+                if next_round(self.stream, client_round, self.stream.plan.num_rounds) is None:
                     continue
                 model_state = {**state_tensors(self.module), **local_tensors(client_state, device)}
                 if (updated_state := self._finish_experience(client_round, client_state, model_state)) is not None:
@@ -386,7 +386,7 @@ def client_before(
 def _ends(stream: ClientStream, number: int) -> bool:
     """Return whether the experience of some client ends with a round."""
     plan = stream.plan
-    return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
+    return number + 1 == plan.num_rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 
 
 def _lasting(trained_state: State, received_state: State, reductions: Mapping[str, Reduction]) -> State:

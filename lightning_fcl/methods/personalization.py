@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, at_least, between, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.server_optimizer import (
@@ -27,6 +27,7 @@ from lightning_fcl.methods.functional import make_gradient_fn, optimized_paramet
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import flatten
+from lightning_fcl.validation import at_least, between, validated
 
 
 @dataclass(eq=False)
@@ -127,7 +128,7 @@ class APFL(Method):
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         assert client.federation is not None  # as it needs one
-        if not client.federation.settings.keep_optimizer or self._optimizer is None:
+        if not client.federation.settings.keep_optimizer_state or self._optimizer is None:
             return client.method_state
         return {**client.method_state, **with_prefix(optimizer_state(self._optimizer), "optimizer")}
 

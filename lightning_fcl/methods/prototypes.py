@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, one_of
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import Accumulator, PlainSums
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
@@ -24,6 +24,7 @@ from lightning_fcl.methods.episodic import finite_pairs, memory_pairs
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
+from lightning_fcl.validation import at_least, check_arguments, one_of
 
 _TIE = 1e-5  # distances between vectors of length 1 that are alike
 
@@ -45,7 +46,7 @@ class ClassSums(SparseMean):
 class SparseSum(Sum):
     """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte."""
 
-    name = "sum_of_some"
+    name = "sparse_sum"
 
     def pack(self, value: Tensor) -> Tensor:
         return value if bool(value.any()) else value.new_empty(0)
@@ -105,7 +106,7 @@ class FedProto(Method):
     their number; their quotient over all clients of the round is the prototype (equation 6; the authors' code weighs
     clients equally). A class that none of them has keeps its earlier prototype.
 
-    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``.
+    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "local"})``.
 
     Args:
         strength: Weight (lambda) of the distance, at least 0.
@@ -127,13 +128,13 @@ class FedProto(Method):
 
     @check_arguments
     def __init__(
-        self, strength: float = 1.0, predict: Literal["nearest", "head"] = "nearest", clients: Clients = "all"
+        self, strength: float = 1.0, predictor: Literal["nearest", "head"] = "nearest", clients: Clients = "all"
     ) -> None:
         super().__init__(clients)
         at_least(0, strength=strength)
-        one_of(("nearest", "head"), predict=predict)
+        one_of(("nearest", "head"), predictor=predictor)
         self.strength = strength
-        self.predictor = predict
+        self.predictor = predictor
 
     def init_server_state(self, module: L.LightningModule) -> State:
         return {"sums": zero_class_sums(module)}
@@ -172,8 +173,8 @@ class ICaRL(LwF):
     """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
 
     For an experience a client chooses exemplars of its classes by `herding_selection`, on features of length 1 of its
-    own model after the last round that it trained in. Its ``max_size`` exemplars are shared equally by all classes that
-    it has trained on, and those of earlier classes are cut from the end.
+    own model after the last round that it trained in. Its ``memory_size`` exemplars are shared equally by all classes
+    that it has trained on, and those of earlier classes are cut from the end.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
     each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
@@ -183,7 +184,7 @@ class ICaRL(LwF):
     client's model at the end of its last experience: the paper has binary cross-entropies of sigmoids for both.
 
     Args:
-        max_size: Exemplars that a client keeps, of all classes together, at least 1.
+        memory_size: Exemplars that a client keeps, of all classes together, at least 1.
         strength: Weight of the distillation, at least 0.
         temperature: Softens both sides of it, above 0.
 
@@ -192,7 +193,7 @@ class ICaRL(LwF):
         TypeError: If the samples are no pairs.
 
     Example:
-        >>> ICaRL(max_size=100).accumulates
+        >>> ICaRL(memory_size=100).accumulates
         True
     """
 
@@ -202,11 +203,11 @@ class ICaRL(LwF):
 
     @check_arguments
     def __init__(
-        self, max_size: int = 200, strength: float = 1.0, temperature: float = 2.0, clients: Clients = "all"
+        self, memory_size: int = 200, strength: float = 1.0, temperature: float = 2.0, clients: Clients = "all"
     ) -> None:
         super().__init__(strength, temperature, clients=clients)
-        at_least(1, max_size=max_size)
-        self.max_size = max_size
+        at_least(1, memory_size=memory_size)
+        self.memory_size = memory_size
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return memory_pairs(client.method_state)
@@ -223,7 +224,7 @@ class ICaRL(LwF):
         features = F.normalize(embeddings(client.module, trained_state, x)).to(x.device)
         classes, exemplars = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
-            new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)
+            new, size = (y == label).nonzero()[:, 0], self.memory_size // len(classes)
             old_rows = (old[1] == label).nonzero()[:size, 0]
             new = new[herding_selection(features[new], size)]
             exemplars.append((x[new], y[new]) if len(new) else (old[0][old_rows], old[1][old_rows]))

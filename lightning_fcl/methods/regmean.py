@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import between, validated
 from lightning_fcl.federation.aggregation import ReductionRules, State, state_tensors
 from lightning_fcl.methods.base import Pattern
 from lightning_fcl.methods.context import Client, Server, strip_prefix, zeros_like_state
@@ -19,7 +18,8 @@ from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, to_weight_state, weight_matrix
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
-from lightning_fcl.models.decomposition import AdaptedLinear
+from lightning_fcl.models.lora import AdaptedLinear
+from lightning_fcl.validation import between, validated
 
 _NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs
 
@@ -152,8 +152,8 @@ class LoRM(RegMean):
     reductions: ClassVar[ReductionRules] = {
         **RegMean.reductions,
         "task.*": SparseSum(),
-        "tasks.*": "fixed",
-        "turn": "download",
+        "tasks.*": "constant",
+        "turn": "download_only",
     }
 
     def init_server_state(self, module: L.LightningModule) -> State:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import above, at_least, between, validated
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.methods.context import Client, Step, strip_prefix, with_prefix, zeros_like_state
@@ -20,6 +19,7 @@ from lightning_fcl.methods.functional import optimized_parameters, require_sampl
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
+from lightning_fcl.validation import above, at_least, between, validated
 
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
 

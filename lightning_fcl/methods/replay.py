@@ -12,11 +12,12 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batching import Batch, concat_nested
+from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidTypeError, InvalidValueError, one_of, validated
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.federation.aggregation import State, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import find_federation
@@ -30,6 +31,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import check_transform
 from lightning_fcl.rng import derive_seed
+from lightning_fcl.validation import one_of, validated
 
 if TYPE_CHECKING:
     from lightning_fcl.data.avalanche import ExemplarsBuffer
@@ -56,17 +58,17 @@ class Replay(Method):
     of each epoch, and ``update="experience"`` those of the last epoch of a fit.
 
     Args:
-        max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
-            a `FederatedStream`). For ``"refresh"``, of each task (experience).
+        memory_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream
+            (of a `FederatedStream`). For ``"refresh"``, of each task (experience).
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
             class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
             Usmanova et al. 2021, section 5.3).
         update: When new samples join the replay samples: in the client's next ``"round"``, or when the client enters a
             later ``"experience"``, so that no sample of the current experience is replayed.
-        repeat: Whether the remembered samples are repeated until they are as many as the buffer has been offered: the
-            past weighs as if nothing had been dropped. For ``"reservoir"`` only.
-        base: Whether every client's buffer begins with the samples of the stream's base session.
-        buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
+        oversample: Whether the remembered samples are repeated until they are as many as the buffer has been offered:
+            the past weighs as if nothing had been dropped. For ``"reservoir"`` only.
+        include_base: Whether every client's buffer begins with the samples of the stream's base session.
+        buffer: A buffer of Avalanche's in place of ``memory_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
             ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
         transform: Callable that augments each replay sample every time it joins a batch, such as a transform of
@@ -80,18 +82,18 @@ class Replay(Method):
             shape or dtype of a sample.
 
     Example:
-        >>> Replay(max_size=10, policy="refresh", update="round").max_size
+        >>> Replay(memory_size=10, policy="refresh", update="round").memory_size
         10
     """
 
     needs: ClassVar[Needs] = Needs(dict_batches=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
-    max_size: int | float = validated(200, check_memory_size)  # jsonargparse takes the first type that fits
+    memory_size: int | float = validated(200, check_memory_size)  # jsonargparse takes the first type that fits
     policy: Policy = validated("class-balanced", one_of, get_args(Policy))
     update: Literal["round", "experience"] = validated("experience", one_of, ("round", "experience"))
-    repeat: bool = False
-    base: bool = False
+    oversample: bool = False
+    include_base: bool = False
     buffer: ExemplarsBuffer | None = None
     transform: Callable[[Any], Any] | None = None
 
@@ -105,40 +107,41 @@ class Replay(Method):
                     hint="Use an object of one of these classes.",
                     argument="buffer",
                 )
-            if self.repeat:
+            if self.oversample:
                 raise InvalidValueError(
-                    "Expected no `repeat` beside `buffer` but got both.",
-                    hint="Leave `repeat` out, or leave `buffer` out and use `policy` and `max_size`.",
-                    argument="repeat",
-                    value=self.repeat,
+                    "Expected no `oversample` beside `buffer` but got both.",
+                    hint="Leave `oversample` out, or leave `buffer` out and use `policy` and `memory_size`.",
+                    argument="oversample",
+                    value=self.oversample,
                 )
-            self.max_size = self.buffer.max_size
-        if self.repeat and self.policy != "reservoir":
+            self.memory_size = self.buffer.max_size
+        if self.oversample and self.policy != "reservoir":
             raise InvalidValueError(
-                f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".',
-                hint='Use `policy="reservoir"`, or leave `repeat` out.',
+                f'Expected `policy="reservoir"` to `oversample` remembered samples but got "{self.policy}".',
+                hint='Use `policy="reservoir"`, or leave `oversample` out.',
                 argument="policy",
                 value=self.policy,
             )
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         policy = {"policy": type(self.buffer).__name__} if self.buffer is not None else {}
         kind = type(self.transform).__qualname__
         transform = {"transform": getattr(self.transform, "__qualname__", kind)} if self.transform is not None else {}
-        return super().hparams() | policy | transform
+        return super().fingerprint() | policy | transform
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.base or trainer.ckpt_path is not None:
+        if not self.include_base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
         federation = find_federation(trainer)
         if federation is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
-                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` '
+                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for '
+                "`include_base=True` "
                 f"but got {stream}.",
-                hint="Leave `base` out.",
-                argument="base",
-                value=self.base,
+                hint="Leave `include_base` out.",
+                argument="include_base",
+                value=self.include_base,
             )
         data = plain_samples(stream.get_samples(stream.plan.base_samples))
         for name in stream.plan.clients:
@@ -173,7 +176,7 @@ class Replay(Method):
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
         samples = {name: memory[name] for name in names or ("x", "y")}
-        if self.repeat:
+        if self.oversample:
             first = next(iter(samples.values()))
             times = torch.arange(int(memory["seen"]), device=first.device) % len(first)
             samples = {name: value[times] for name, value in samples.items()}
@@ -182,17 +185,17 @@ class Replay(Method):
         return {name.removeprefix(_SAMPLE): value for name, value in samples.items()}
 
     def _size(self, client_round: ClientRound) -> int:
-        if isinstance(self.max_size, int):
-            return self.max_size
+        if isinstance(self.memory_size, int):
+            return self.memory_size
         if not client_round.num_stream_samples:
             raise InvalidValueError(
-                f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
+                f"Expected `memory_size` to be a number of samples but got the share {self.memory_size}: only a "
                 "`FederatedStream` tells how many samples there will be.",
-                hint="Pass a whole number, such as `max_size=200`.",
-                argument="max_size",
-                value=self.max_size,
+                hint="Pass a whole number, such as `memory_size=200`.",
+                argument="memory_size",
+                value=self.memory_size,
             )
-        return max(1, round(self.max_size * client_round.num_stream_samples))
+        return max(1, round(self.memory_size * client_round.num_stream_samples))
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.update == "experience":

@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batching import concat_nested, count_nested_samples, index_nested, shuffled_window
+from lightning_fcl.data.batching import index_nested, shuffled_window
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.collation import concat_nested, count_nested_samples
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.plain_tensors import plain_samples, plain_tensor
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batching import Batch, concat_nested
-from lightning_fcl.errors import InvalidValueError, above, at_least, validated
+from lightning_fcl.data.batching import Batch
+from lightning_fcl.data.collation import concat_nested
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import find_federation
@@ -26,6 +27,7 @@ from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.per_sample_gradients import module_per_sample_gradients, over_samples, squared_norms
 from lightning_fcl.methods.prototypes import SparseSum, zero_class_sums
 from lightning_fcl.rng import derive_seed
+from lightning_fcl.validation import above, at_least, validated
 
 
 @dataclass(eq=False)
@@ -40,7 +42,7 @@ class DERpp(Method):
     once, after the client's first round with it, with the logits of the model that the client has just trained.
 
     Args:
-        max_size: Samples that a client remembers, at least 1.
+        memory_size: Samples that a client remembers, at least 1.
         alpha: Weight of the distance from the remembered logits, at least 0.
         beta: Weight of the remembered samples' task loss, at least 0.
         batch_size: Samples in each of the two draws of a step, at least 1.
@@ -56,7 +58,7 @@ class DERpp(Method):
 
     needs: ClassVar[Needs] = Needs(sample_loss=True, tensors=True)
 
-    max_size: int = validated(200, at_least, 1)
+    memory_size: int = validated(200, at_least, 1)
     alpha: float = validated(0.1, at_least, 0)
     beta: float = validated(0.5, at_least, 0)
     batch_size: int = validated(32, at_least, 1)
@@ -84,7 +86,7 @@ class DERpp(Method):
         new = {"x": x, "y": y, "logits": predictions(client.module, trained_state, x).to(x.device), "lot": lots}
         if client.method_state:
             new = {name: concat_nested([client.method_state[name].to(x.device), value]) for name, value in new.items()}
-        indices = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
+        indices = new["lot"].argsort(descending=True, stable=True)[: self.memory_size]
         return {name: value[indices] for name, value in new.items()}
 
 
@@ -93,7 +95,7 @@ class ReFed(Method):
     """Every batch: joins remembered samples, those of greatest gradients (Re-Fed, Li et al. 2024, CVPR).
 
     For an experience a client computes `sample_importance` of its samples of the last round that it trained in and of
-    its replay samples, and keeps the ``max_size`` with the largest. For this a personal model ``v`` takes steps on
+    its replay samples, and keeps the ``memory_size`` with the largest. For this a personal model ``v`` takes steps on
     them, each of which is drawn to the model that the client received. ``v`` starts there, continues from the last
     experience, and is client-local. The client uploads what FedAvg uploads.
 
@@ -101,9 +103,9 @@ class ReFed(Method):
     are this library's.
 
     Args:
-        max_size: Samples that a client keeps, of all experiences together, at least 1.
-        iterations: Steps of ``v``, at least 1.
-        learning_rate: Size of its steps, above 0.
+        memory_size: Samples that a client keeps, of all experiences together, at least 1.
+        num_iterations: Steps of ``v``, at least 1.
+        lr: Size of its steps, above 0.
         strength: Weight of the pull, q(lambda) in the paper, at least 0; with 0, ``v`` learns from the client's samples
             alone.
 
@@ -112,16 +114,16 @@ class ReFed(Method):
         TypeError: If the samples are no pairs.
 
     Example:
-        >>> ReFed(max_size=100).strength
+        >>> ReFed(memory_size=100).strength
         0.5
     """
 
     needs: ClassVar[Needs] = Needs(round_samples=True, sample_loss=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
-    max_size: int = validated(200, at_least, 1)
-    iterations: int = validated(5, at_least, 1)
-    learning_rate: float = validated(0.01, above, 0)
+    memory_size: int = validated(200, at_least, 1)
+    num_iterations: int = validated(5, at_least, 1)
+    lr: float = validated(0.01, above, 0)
     strength: float = validated(0.5, at_least, 0)
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
@@ -143,20 +145,20 @@ class ReFed(Method):
             previous_params,
             x,
             y,
-            self.iterations,
-            self.learning_rate,
+            self.num_iterations,
+            self.lr,
             self.strength,
         )
         if not torch.isfinite(importance).all():
             raise InvalidValueError(
-                f"Expected `learning_rate` to keep the personal model of client {client.client_round.client_id} finite "
+                f"Expected `lr` to keep the personal model of client {client.client_round.client_id} finite "
                 "but got "
-                f"{self.learning_rate}.",
-                hint="Lower `learning_rate`.",
-                argument="learning_rate",
-                value=self.learning_rate,
+                f"{self.lr}.",
+                hint="Lower `lr`.",
+                argument="lr",
+                value=self.lr,
             )
-        indices = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
+        indices = importance.argsort(descending=True, stable=True)[: self.memory_size].sort().values.to(y.device)
         return {"x": x[indices], "y": y[indices], **with_prefix(v, "v")}
 
 
@@ -166,8 +168,8 @@ def sample_importance(
     personal: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
-    iterations: int,
-    learning_rate: float,
+    num_iterations: int,
+    lr: float,
     strength: float,
 ) -> tuple[Tensor, State]:
     """How much samples matter to a personal model v, ``sum_s ||g_s||^2 / s``, shape (n,), and where v ends.
@@ -185,7 +187,7 @@ def sample_importance(
         >>> task = Classifier(MLP([2, 2]), num_classes=2)
         >>> w = {name: torch.zeros_like(value) for name, value in task.state_dict().items()}
         >>> x, y = Tensor([[0, 0], [1, 1]]), torch.tensor([0, 1])
-        >>> sample_importance(task, w, {}, x, y, iterations=1, learning_rate=0.1, strength=0.5)[0]
+        >>> sample_importance(task, w, {}, x, y, num_iterations=1, lr=0.1, strength=0.5)[0]
         tensor([0.5000, 1.5000])
     """
     loss = require_sample_loss(module).sample_loss
@@ -193,7 +195,7 @@ def sample_importance(
     w = {name: received_state[name].detach() for name in module.state_dict()}
     v = {name: {**w, **personal}[name] for name in names}
     importance = w[names[0]].new_zeros(len(y))
-    for iteration in range(1, iterations + 1):
+    for iteration in range(1, num_iterations + 1):
         squares, total = [], zeros_like_state(v)
         for gradients in module_per_sample_gradients(
             module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names
@@ -201,7 +203,7 @@ def sample_importance(
             squares.append(torch.stack([squared_norms(of) for of in gradients.values()]).sum(dim=0))
             total = {name: total[name] + over_samples(lambda value: value, gradients[name]) for name in names}
         importance = importance + torch.cat(squares) / iteration
-        v = {n: p - learning_rate * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}
+        v = {n: p - lr * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}
     return importance, v
 
 
@@ -211,7 +213,7 @@ class FedCBDR(Method):
 
     A sample's leverage is ``x^T (X^T X)^+ x`` of its features x among those X of all clients: what is rare among all
     has more, wherever it is. A client uploads ``X_k^T X_k`` of its features of an experience, by its own model, and
-    receives the sum over all clients when the experience ends. Of its samples it then keeps ``max_size`` times its
+    receives the sum over all clients when the experience ends. Of its samples it then keeps ``memory_size`` times its
     share of all leverage, beside those of earlier experiences. They are drawn without replacement, with probabilities
     proportional to the leverage, and never leave the client.
 
@@ -222,7 +224,7 @@ class FedCBDR(Method):
     0.9.
 
     Args:
-        max_size: Samples kept of an experience by all clients together, at least 1.
+        memory_size: Samples kept of an experience by all clients together, at least 1.
         old_temperature: Of logits of old classes, above 0.
         new_temperature: Of all other logits, above 0.
         old_weight: Of samples of old classes, at least 0.
@@ -232,7 +234,7 @@ class FedCBDR(Method):
         ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
 
     Example:
-        >>> FedCBDR(max_size=100).max_size
+        >>> FedCBDR(memory_size=100).memory_size
         100
     """
 
@@ -246,7 +248,7 @@ class FedCBDR(Method):
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[ReductionRules] = {"gram": SparseSum()}
 
-    max_size: int = validated(500, at_least, 1)
+    memory_size: int = validated(500, at_least, 1)
     old_temperature: float = validated(1.0, above, 0)
     new_temperature: float = validated(1.0, above, 0)
     old_weight: float = validated(1.0, at_least, 0)
@@ -284,7 +286,7 @@ class FedCBDR(Method):
         return {"gram": features.T @ features}
 
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        if client.missed or not client.is_active:
+        if client.missed_sync or not client.is_active:
             return client.method_state
         x, y = finite_pairs(data)
         new = {"x": x, "y": y, "features": embeddings(client.module, trained_state, x)}
@@ -316,7 +318,7 @@ class FedCBDR(Method):
             memory = memories[client_round.client_id]
             new = strip_prefix(memory, "new")
             scores = leverage(new.pop("features"), inverse).cpu()
-            size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
+            size = min(round(self.memory_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(
                 derive_seed(federation.seed, client_round.client_id, client_round.round_idx, self.section_name)
             )

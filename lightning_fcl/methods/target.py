@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.batching import Batch
-from lightning_fcl.errors import InvalidValueError, above, at_least, validated
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import require_federation
@@ -31,6 +31,7 @@ from lightning_fcl.methods.method import (
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SparseSum
 from lightning_fcl.models.generator import Generator, batchnorm_layers, with_statistics_distance
+from lightning_fcl.validation import above, at_least, validated
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class TARGET(Method):
     is ``MeanOutputLoss(mu=0.0)`` beside it; with a cross-entropy over all classes it keeps nothing. A network needs
     batch normalisation.
 
-    When an experience ends the server makes ``images`` of them with a generator, which learns to make such that its
+    When an experience ends the server makes ``num_images`` of them with a generator, which learns to make such that its
     model takes for classes drawn at random, and whose statistics in the layers of batch normalisation are those that
     these have kept (`with_statistics_distance`). They travel with their logits to each client in each round of the next
     experience, in place of the old model. All that clients send for it is which classes there have been.
@@ -51,12 +52,12 @@ class TARGET(Method):
     batch on; here one generator goes on from batch to batch, without a student.
 
     Args:
-        kd: Weight of the distillation, at least 0; 0: no images are made.
-        images: How many are made, at least 0.
+        distillation_weight: Weight of the distillation, at least 0; 0: no images are made.
+        num_images: How many are made, at least 0.
         batch_size: Of them in each step, and made together, at least 2.
-        steps: Of the generator for each batch of them, at least 1.
+        num_steps: Of the generator for each batch of them, at least 1.
         width: Of the generator: see `Generator`.
-        statistics: Weight of the statistics for the generator, at least 0; that of the cross-entropy is 0.5.
+        statistics_weight: Weight of the statistics for the generator, at least 0; that of the cross-entropy is 0.5.
         temperature: Softens both sides, above 0.
 
     Raises:
@@ -71,14 +72,14 @@ class TARGET(Method):
     needs: ClassVar[Needs] = Needs(
         logits=True, tensors=True, federation_reason="no server makes images. Use the strategy"
     )
-    reductions: ClassVar[ReductionRules] = {"images": "download", "logits": "download", "ended": SparseSum()}
+    reductions: ClassVar[ReductionRules] = {"images": "download_only", "logits": "download_only", "ended": SparseSum()}
 
-    kd: float = validated(25.0, at_least, 0)
-    images: int = validated(256, at_least, 0)
+    distillation_weight: float = validated(25.0, at_least, 0)
+    num_images: int = validated(256, at_least, 0)
     batch_size: int = validated(64, at_least, 2)
-    steps: int = validated(50, at_least, 1)
+    num_steps: int = validated(50, at_least, 1)
     width: int = validated(16, at_least, 1)
-    statistics: float = validated(10.0, at_least, 0)
+    statistics_weight: float = validated(10.0, at_least, 0)
     temperature: float = validated(2.0, above, 0)
 
     @property
@@ -87,7 +88,7 @@ class TARGET(Method):
 
     @property
     def _makes(self) -> bool:
-        return self.kd > 0 and self.images > 0
+        return self.distillation_weight > 0 and self.num_images > 0
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._makes:
@@ -127,7 +128,11 @@ class TARGET(Method):
             mask_other_classes(step.forward_fn(step.replay_samples["images"]), old),
             mask_other_classes(step.replay_samples["logits"], old),
         )
-        return self.kd * step.replay_weight * distillation_loss(student_logits, teacher_logits, self.temperature).mean()
+        return (
+            self.distillation_weight
+            * step.replay_weight
+            * distillation_loss(student_logits, teacher_logits, self.temperature).mean()
+        )
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return {}  # it comes anew in each round
@@ -161,14 +166,14 @@ class TARGET(Method):
         generator, image_batches = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
         learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
         with evaluation_mode(module):
-            while len(image_batches) * self.batch_size < self.images:
-                noise = torch.randn(self.batch_size, generator.noise).to(module.device).requires_grad_()
+            while len(image_batches) * self.batch_size < self.num_images:
+                noise = torch.randn(self.batch_size, generator.noise_dim).to(module.device).requires_grad_()
                 y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]
                 moving, nearest = torch.optim.Adam([noise], lr=0.01, betas=(0.5, 0.999)), torch.inf
-                for _ in range(self.steps):
+                for _ in range(self.num_steps):
                     images = generator(noise)
                     logits, distance = with_statistics_distance(module, images)
-                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics * distance
+                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics_weight * distance
                     if float(loss) < nearest:
                         nearest, best = float(loss), images.detach()
                     leaves = [noise, *generator.parameters()]
@@ -177,4 +182,4 @@ class TARGET(Method):
                     learning.step()
                     moving.step()
                 image_batches.append(best)
-        return torch.cat(image_batches)[: self.images]
+        return torch.cat(image_batches)[: self.num_images]

@@ -44,7 +44,7 @@ def has_old_classes(module: L.LightningModule) -> bool:
 
 def _round(module: L.LightningModule, plan: Plan, round_offset: int = 0) -> int:
     """Return the current round or a later one, which is the last at most: the fit may have ended."""
-    return min(current_round(module.trainer) + round_offset, plan.rounds - 1)
+    return min(current_round(module.trainer) + round_offset, plan.num_rounds - 1)
 
 
 def models_before(module: L.LightningModule, experiences: tuple[int, ...], state: State | None = None) -> State:

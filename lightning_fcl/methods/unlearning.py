@@ -10,7 +10,7 @@ import torch
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import require_stream
-from lightning_fcl.errors import InvalidValueError, check_arguments, check_clients
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.protocols import FederationProtocol, find_federation
@@ -19,6 +19,7 @@ from lightning_fcl.methods.context import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.tasks.ridge_base import RidgeTask
+from lightning_fcl.validation import check_arguments, check_clients
 
 _TAG = "readout.tag"
 
@@ -92,7 +93,7 @@ class Unlearning(Method):
             for name, of in federation.server.reductions.items()
             if of.additive and not (of.weighted or of.is_downloaded)
         ]
-        if not sums or client.missed:  # what is unsent comes again
+        if not sums or client.missed_sync:  # what is unsent comes again
             return memory
         should_add = bool(memory) and torch.equal(memory[_TAG], trained_state[_TAG])
         client_sums = {name: trained_state[name].clone() + (memory[name] if should_add else 0) for name in sums}
@@ -125,7 +126,7 @@ class Unlearning(Method):
         _forget(federation, client)
         self.unlearned_clients.append(client)
 
-    def hparams(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"requests": self.requests}
 
     def state_dict(self) -> dict[str, Any]:

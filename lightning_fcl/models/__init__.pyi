@@ -1,13 +1,13 @@
 from .backbone import frozen_backbone as frozen_backbone
-from .decomposition import Decomposed as Decomposed
-from .decomposition import LoRA as LoRA
-from .decomposition import decomposed_vit as decomposed_vit
+from .decomposition import FedWEITNet as FedWEITNet
+from .decomposition import fedweit_vit as fedweit_vit
 from .esn import EchoStateNetwork as EchoStateNetwork
 from .generator import Generator as Generator
 from .lifelong_vit import LVT as LVT
 from .lifelong_vit import DyTox as DyTox
 from .lifelong_vit import LVTBody as LVTBody
-from .quantization import frozen as frozen
+from .lora import LoRA as LoRA
+from .quantization import with_frozen_backbone as with_frozen_backbone
 from .readout import FeatureReadout as FeatureReadout
 from .readout import RandomFeatures as RandomFeatures
 from .readout import ReservoirReadout as ReservoirReadout
@@ -19,4 +19,4 @@ from .t2t_cvt import CvTBody as CvTBody
 from .t2t_cvt import T2TBody as T2TBody
 from .vit import SplitViT as SplitViT
 from .vit import ViT as ViT
-from .vit import fcl_vit as fcl_vit
+from .vit import create_vit as create_vit

@@ -1,4 +1,4 @@
-"""The bodies behind `lightning_fcl.models.fcl_vit`: timm's and ours, with patches that suit the images.
+"""The bodies behind `lightning_fcl.models.create_vit`: timm's and ours, with patches that suit the images.
 
 timm takes seconds to import: each builder imports what it needs.
 """
@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import UnknownNameError, at_least, did_you_mean, require_package
+from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.models._layers import check_blocks, check_image_size
 from lightning_fcl.models.t2t_cvt import CvTBody, T2TBody
+from lightning_fcl.validation import at_least, did_you_mean, require_package
 
 Backbone = tuple[nn.Module, int]
 """A module from images to features, and the number of features."""
@@ -22,7 +23,7 @@ Backbone = tuple[nn.Module, int]
 # From so many pixels on patches, strides and windows are the papers'; below, they are those for 32 x 32.
 LARGE = 112
 
-# Arguments of timm's classes that are not the caller's: `fcl_vit` sets them, or the body would not yield features.
+# Arguments of timm's classes that are not the caller's: `create_vit` sets them, or the body would not yield features.
 _OURS = {
     *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
     *("distilled", "strict_img_size", "dynamic_img_size"),
@@ -32,7 +33,7 @@ _OURS = {
 
 
 def make_backbone(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
-    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.fcl_vit`."""
+    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.create_vit`."""
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
@@ -54,16 +55,24 @@ def vit_backbone(
     patch_size: int = 4,
     width: int = 192,
     depth: int = 6,
-    heads: int = 12,
+    num_heads: int = 12,
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
     """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
-    check_blocks(width, heads, depth, mlp_ratio)
+    check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
     body: nn.Module = _timm("vision_transformer.VisionTransformer")(
-        image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
+        image_size,
+        patch_size,
+        channels,
+        0,
+        embed_dim=width,
+        depth=depth,
+        num_heads=num_heads,
+        mlp_ratio=mlp_ratio,
+        **bare,
     )
     return body, width
 
@@ -183,8 +192,8 @@ _PVT = {"depths": (2, 2, 2, 2), "num_heads": (1, 2, 5, 8)}
 
 VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Backbone], dict[str, Any]]] = {
     "vit": (_vit, {}),
-    "deit_tiny": (_vit, {"depth": 12, "heads": 3}),
-    "deit_small": (_vit, {"width": 384, "depth": 12, "heads": 6}),
+    "deit_tiny": (_vit, {"depth": 12, "num_heads": 3}),
+    "deit_small": (_vit, {"width": 384, "depth": 12, "num_heads": 6}),
     "cait_xxs24": (_cait, {**_CAIT, "depth": 24}),
     "cait_xxs36": (_cait, {**_CAIT, "depth": 36}),
     "pit_ti": (_pit, {"base_dims": (32, 32, 32), "depth": (2, 6, 4), "heads": (2, 4, 8)}),
@@ -202,7 +211,7 @@ VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Backbone], dict[s
     "t2t_7": (_t2t, {}),
     "t2t_10": (_t2t, {"depth": 10}),
     "t2t_12": (_t2t, {"depth": 12}),
-    "t2t_14": (_t2t, {"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0}),
+    "t2t_14": (_t2t, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}),
 }
 
 # Of each family the smallest, which stands first.

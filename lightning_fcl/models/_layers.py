@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fcl.errors import InvalidValueError, above, at_least
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import above, at_least
 
 
-def split_heads(tokens: Tensor, heads: int) -> Tensor:
+def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
     """Tokens (batch, tokens, width) cut into heads that lie side by side: (batch, heads, tokens, width of a head)."""
-    return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
+    return tokens.reshape(*tokens.shape[:2], num_heads, -1).transpose(1, 2)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, heads: int = 1) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Tensor:
     """Attention, ``softmax(q k^T / sqrt(d)) v`` in each head of width d; all have the shape (batch, n, width)."""
-    query, key, value = (split_heads(tokens, heads) for tokens in (query, key, value))
+    query, key, value = (split_heads(tokens, num_heads) for tokens in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
@@ -112,12 +113,14 @@ def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
     return count
 
 
-def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0) -> None:
+def check_blocks(width: int, num_heads: int, depth: int = 1, mlp_ratio: float = 1.0) -> None:
     """Refuse sizes of which no transformer block can be made: not positive, or heads that do not divide the width."""
-    above(0, width=width, heads=heads, depth=depth, mlp_ratio=mlp_ratio)
-    if width % heads:
+    above(0, width=width, num_heads=num_heads, depth=depth, mlp_ratio=mlp_ratio)
+    if width % num_heads:
         raise InvalidValueError(
-            f"Expected `width` to be a multiple of `heads`={heads} but got {width}.", argument="width", value=width
+            f"Expected `width` to be a multiple of `num_heads`={num_heads} but got {width}.",
+            argument="width",
+            value=width,
         )
 
 

@@ -10,17 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.errors import (
-    DamagedFileError,
-    InvalidValueError,
-    UnknownNameError,
-    at_least,
-    did_you_mean,
-    require_package,
-)
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError
 from lightning_fcl.io.checksums import check_digest
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.models.serialization import Serializable, serializable
+from lightning_fcl.validation import at_least, did_you_mean, require_package
 
 _LITE0 = "efficientnet_lite0"
 _LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"

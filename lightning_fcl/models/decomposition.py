@@ -1,4 +1,4 @@
-"""Networks whose shared weights are added to: for each task of a client (FedWEIT), or at low rank (LoRA)."""
+"""The network of FedWEIT: shared weights with masks and additions for each task of a client."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fcl.errors import InvalidValueError, above, at_least, format_names
-from lightning_fcl.models.readout import EmbedsSamples
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable, serializable
 from lightning_fcl.models.vit import ViT
+from lightning_fcl.validation import at_least
 
 State = dict[str, Tensor]
 
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Decomposed(Serializable):
+class FedWEITNet(Serializable):
     """The decomposition of FedWEIT: ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (Yoon et al. 2021, equation 1).
 
     B, the base, is the network's own weights. Each task that the client has begun has a mask m, one number for each
@@ -36,7 +36,7 @@ class Decomposed(Serializable):
 
     Args:
         net: Any network, a `SplitViT` for example.
-        tasks: Most tasks that a client can have.
+        num_tasks: Most tasks that a client can have.
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
         threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
 
@@ -45,7 +45,7 @@ class Decomposed(Serializable):
 
     Example:
         >>> from lightning_fcl.models import ViT
-        >>> model = Decomposed(ViT(num_classes=10), tasks=5)
+        >>> model = FedWEITNet(ViT(num_classes=10), num_tasks=5)
         >>> model.size, model(torch.zeros(2, 3, 32, 32)).shape
         (2663424, torch.Size([2, 10]))
         >>> model.start_task(classes=torch.tensor([3, 4]))
@@ -55,14 +55,14 @@ class Decomposed(Serializable):
 
     lightning_fcl_protocols: ClassVar[bool] = True
 
-    def __init__(self, net: nn.Module, tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
+    def __init__(self, net: nn.Module, num_tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
         super().__init__()
-        if tasks < 1:
+        if num_tasks < 1:
             raise InvalidValueError(
-                f"Expected `tasks` to be at least 1 but got {tasks}.",
+                f"Expected `num_tasks` to be at least 1 but got {num_tasks}.",
                 hint="Pass the number of experiences of the stream.",
-                argument="tasks",
-                value=tasks,
+                argument="num_tasks",
+                value=num_tasks,
             )
         at_least(0, threshold=threshold)
         names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
@@ -83,7 +83,7 @@ class Decomposed(Serializable):
         self.sizes = [shape.numel() for shape in self.shapes]
         self.units = [shape[0] for shape in self.shapes]
         self.size = sum(self.sizes)
-        self.tasks = nn.ModuleList(_Task() for _ in range(tasks))
+        self.tasks = nn.ModuleList(_Task() for _ in range(num_tasks))
         self._base_of_others: list[Tensor] = []  # of each layer, (adaptives, numbers): downloaded, not the module's
 
     @property
@@ -169,9 +169,9 @@ class Decomposed(Serializable):
         num_started_tasks = self.num_started_tasks
         if num_started_tasks == len(self.tasks):
             raise InvalidValueError(
-                f"Expected at most {num_started_tasks} tasks, as many as `tasks` says, but another begins.",
-                hint="Pass a larger `tasks` to `Decomposed`.",
-                argument="tasks",
+                f"Expected at most {num_started_tasks} tasks, as many as `num_tasks` says, but another begins.",
+                hint="Pass a larger `num_tasks` to `FedWEITNet`.",
+                argument="num_tasks",
                 value=num_started_tasks,
             )
         task, base = self._task(num_started_tasks), self.base_vector()
@@ -235,113 +235,28 @@ class _Task(nn.Module):
 
 
 @serializable
-def decomposed_vit(
-    tasks: int = 10,
+def fedweit_vit(
+    num_tasks: int = 10,
     num_classes: int = 100,
     image_size: int = 32,
     patch_size: int = 4,
     width: int = 192,
     depth: int = 6,
-    heads: int = 12,
+    num_heads: int = 12,
     mlp_ratio: float = 4.0,
     channels: int = 3,
     threshold: float = 1e-3,
-) -> Decomposed:
-    """A `ViT` whose body is `Decomposed`, with the arguments of both, for recipes.
+) -> FedWEITNet:
+    """A `ViT` whose body is `FedWEITNet`, with the arguments of both, for recipes.
 
     Example:
-        >>> decomposed_vit(tasks=2, num_classes=10, patch_size=16, width=24, depth=1, heads=2).net.head
+        >>> fedweit_vit(num_tasks=2, num_classes=10, patch_size=16, width=24, depth=1, num_heads=2).net.head
         Linear(in_features=24, out_features=10, bias=True)
     """
-    net = ViT(num_classes, image_size, patch_size, width, depth, heads, mlp_ratio, channels)
-    return Decomposed(net, tasks, threshold=threshold)
+    net = ViT(num_classes, image_size, patch_size, width, depth, num_heads, mlp_ratio, channels)
+    return FedWEITNet(net, num_tasks, threshold=threshold)
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
     """An adaptive without its numbers up to a magnitude."""
     return adaptive * (adaptive.abs() > threshold)
-
-
-class LoRA(Serializable):
-    """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` on frozen W (Hu et al. 2022).
-
-    A, ``a.weight`` of shape (rank, inputs), begins at random, B, ``b.weight`` of shape (outputs, rank), at zero, so
-    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen.
-
-    A mean of clients' A and B is no mean of their products. With ``train_a=False`` it is: A is the same for all, and
-    only B and the head are averaged, which is FFA-LoRA (Sun et al. 2024). Declare
-    ``FederatedStrategy(reductions={"model.*.a.weight": "fixed"})``, and A never travels, as little as frozen weights.
-
-    Args:
-        net: A network; its layers are replaced in place.
-        rank: Rank of the additions, at least 1.
-        alpha: Scale of the additions, above 0.
-        head: Shell-style pattern of the parameters that learn as they are; all other `nn.Linear` get an addition.
-        train_a: Whether A learns, too.
-
-    Raises:
-        ValueError: If a number is out of range, or ``head`` matches nothing, or all linear layers.
-
-    Example:
-        >>> from lightning_fcl.models import MLP
-        >>> model = LoRA(MLP([6, 5, 4]), rank=2, head="3.*", train_a=False)
-        >>> [name for name, p in model.named_parameters() if p.requires_grad]
-        ['net.1.b.weight', 'net.3.weight', 'net.3.bias']
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        rank: int = 8,
-        alpha: float = 1.0,
-        head: str = "head.*",
-        train_a: bool = True,
-    ) -> None:
-        super().__init__()
-        at_least(1, rank=rank)
-        above(0, alpha=alpha)
-        for name, parameter in net.named_parameters():
-            parameter.requires_grad_(fnmatchcase(name, head))
-        adapted_layers = [
-            (name, layer)
-            for name, layer in net.named_modules()
-            if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
-        ]
-        if not adapted_layers or not any(p.requires_grad for p in net.parameters()):
-            raise InvalidValueError(
-                f"Expected `head` to match some of the network's layers but got {head} for "
-                f"{format_names((name for name, _ in net.named_parameters()))}.",
-                hint='Use a pattern of the last layer, such as `head="head.*"`.',
-                argument="head",
-                value=head,
-            )
-        for name, layer in adapted_layers:
-            net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))
-        self.net = net
-        if isinstance(net, EmbedsSamples):
-            self.features = net.features
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What the network makes of ``x``."""
-        output: Tensor = self.net(x)
-        return output
-
-    def embed(self, x: Tensor) -> Tensor:
-        """The network's features, shape (batch, features)."""
-        body: EmbedsSamples = self.net  # type: ignore[assignment]
-        return body.embed(x)
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer, ``layer``, and ``scale * B A`` beside it. See `LoRA`."""
-
-    def __init__(self, layer: nn.Linear, rank: int, scale: float, train_a: bool) -> None:
-        super().__init__()
-        self.layer, self.scale = layer, scale
-        self.a = nn.Linear(layer.in_features, rank, bias=False).to(layer.weight).requires_grad_(train_a)
-        self.b = nn.Linear(rank, layer.out_features, bias=False).to(layer.weight)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x) + self.scale * self.b(self.a(x))
-        return output

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import InvalidValueError, above, at_least, unit_interval, warn_of_one
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import above, at_least, unit_interval, warn_of_one
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
 BLOCK = 64
@@ -27,7 +28,7 @@ class EchoStateNetwork(Serializable):
     Args:
         in_features: Size of the input at each step.
         units: Units of each layer; N_R is ``layers * units``.
-        layers: Layers.
+        num_layers: Layers.
         spectral_radius: Largest absolute eigenvalue of each layer's recurrent weights, to which they are rescaled.
         leaking_rate: Share ``a`` of the new activation in the state, above 0 and up to 1.
         input_scaling: Input weights are uniform between minus and plus this.
@@ -54,7 +55,7 @@ class EchoStateNetwork(Serializable):
         self,
         in_features: int,
         units: int = 100,
-        layers: int = 1,
+        num_layers: int = 1,
         spectral_radius: float = 0.9,
         leaking_rate: float = 1.0,
         input_scaling: float = 1.0,
@@ -65,21 +66,21 @@ class EchoStateNetwork(Serializable):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        at_least(1, in_features=in_features, units=units, layers=layers)
+        at_least(1, in_features=in_features, units=units, num_layers=num_layers)
         unit_interval(leaking_rate=leaking_rate)
         above(0, spectral_radius=spectral_radius, input_scaling=input_scaling)
-        if in_features > 1 or layers > 1:
+        if in_features > 1 or num_layers > 1:
             warn_of_one("input_connectivity", input_connectivity, "1 input of each unit", "all inputs")
         if units > 1:
             warn_of_one("recurrent_connectivity", recurrent_connectivity, "1 unit that each unit sees", "all units")
         at_least(0, bias_scaling=bias_scaling, washout=washout)
         self.in_features = in_features
         self.units = units
-        self.layers = layers
+        self.num_layers = num_layers
         self.leaking_rate = leaking_rate
         self.washout = washout
         generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-        for layer in range(layers):
+        for layer in range(num_layers):
             inputs = in_features if layer == 0 else units
             drive = torch.rand(units, inputs, generator=generator) * 2 - 1
             drive *= input_scaling * _mask(units, inputs, input_connectivity, "input_connectivity", generator)
@@ -97,7 +98,7 @@ class EchoStateNetwork(Serializable):
 
     @property
     def features(self) -> int:
-        return self.layers * self.units
+        return self.num_layers * self.units
 
     def reset_plasticity(self) -> None:
         with torch.no_grad():
@@ -122,8 +123,8 @@ class EchoStateNetwork(Serializable):
         Nothing but the current block is held.
         """
         x = self.check_input(x)
-        weights = [self._effective(layer) for layer in range(self.layers)]
-        states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
+        weights = [self._effective(layer) for layer in range(self.num_layers)]
+        states = [x.new_zeros(len(x), self.units) for _ in range(self.num_layers)]
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
             outputs = []
@@ -131,7 +132,7 @@ class EchoStateNetwork(Serializable):
                 drive, states[layer] = self._run(effective, drive, states[layer])
                 outputs.append(drive)
             if start + len(drive) > self.washout:
-                whole = outputs[0] if self.layers == 1 else torch.cat(outputs, dim=-1)
+                whole = outputs[0] if self.num_layers == 1 else torch.cat(outputs, dim=-1)
                 yield whole[max(0, self.washout - start) :]
 
     def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +184,7 @@ class EchoStateNetwork(Serializable):
         gain = self.gain.detach() if gain is None else gain
         bias = self.bias.detach() if bias is None else bias
         state = x.new_zeros(len(x), self.units)
-        layers = [_LayerPlasticity(self, layer, state, gain, bias, mu, sigma**2) for layer in range(self.layers)]
+        layers = [_LayerPlasticity(self, layer, state, gain, bias, mu, sigma**2) for layer in range(self.num_layers)]
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
             for plasticity in layers:
@@ -223,18 +224,18 @@ class EchoStateNetwork(Serializable):
 
     def fold_plasticity(self) -> EchoStateNetwork:
         """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal."""
-        other = EchoStateNetwork(self.in_features, self.units, self.layers, washout=self.washout, seed=0)
+        other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
         with torch.no_grad():
-            for layer in range(self.layers):
+            for layer in range(self.num_layers):
                 targets = (*other.weights(layer), other.recurrent_bias[self._part(layer)])
                 for target, value in zip(targets, self._effective(layer), strict=True):
                     target.copy_(value)
         return other
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
+        return f"{self.in_features}, units={self.units}, layers={self.num_layers}, leaking_rate={self.leaking_rate}"
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:

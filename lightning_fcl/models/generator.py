@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import at_least
 
 
 class Generator(Serializable):
@@ -20,7 +21,7 @@ class Generator(Serializable):
 
     Args:
         size: Of an image: channels, height and width, each at least 1.
-        noise: Numbers that an image is made of, at least 1.
+        noise_dim: Numbers that an image is made of, at least 1.
         width: Channels of the last hidden layer, half of those before, at least 1.
 
     Raises:
@@ -31,14 +32,14 @@ class Generator(Serializable):
         torch.Size([2, 3, 32, 32])
     """
 
-    def __init__(self, size: Sequence[int], noise: int = 256, width: int = 64) -> None:
+    def __init__(self, size: Sequence[int], noise_dim: int = 256, width: int = 64) -> None:
         super().__init__()
         channels, height, breadth = size
-        at_least(1, channels=channels, height=height, breadth=breadth, noise=noise, width=width)
+        at_least(1, channels=channels, height=height, breadth=breadth, noise_dim=noise_dim, width=width)
         small, half = (-(-height // 4), -(-breadth // 4)), (-(-height // 2), -(-breadth // 2))
-        self.noise = noise
+        self.noise_dim = noise_dim
         self.net = nn.Sequential(
-            nn.Linear(noise, 2 * width * small[0] * small[1]),
+            nn.Linear(noise_dim, 2 * width * small[0] * small[1]),
             nn.Unflatten(1, (2 * width, *small)),
             nn.BatchNorm2d(2 * width),
             nn.Upsample(half),

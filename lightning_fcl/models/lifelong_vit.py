@@ -57,11 +57,11 @@ class LVT(SplitViT):
         patch_size: int = 4,
         width: int = 192,
         depth: int = 6,
-        heads: int = 12,
+        num_heads: int = 12,
         mlp_ratio: float = 4.0,
         channels: int = 3,
     ) -> None:
-        body = LVTBody(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
+        body = LVTBody(image_size, channels, patch_size, width, depth, num_heads, mlp_ratio)
         super().__init__(body, width, num_classes, image_size, channels)
 
 
@@ -74,7 +74,7 @@ class LVTBody(Serializable):
         ValueError: If patches do not divide the image, or heads the width.
 
     Example:
-        >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, heads=2)(torch.zeros(2, 3, 32, 32)).shape
+        >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, num_heads=2)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 8])
     """
 
@@ -85,18 +85,18 @@ class LVTBody(Serializable):
         patch_size: int = 4,
         width: int = 192,
         depth: int = 6,
-        heads: int = 12,
+        num_heads: int = 12,
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
-        check_blocks(width, heads, depth, mlp_ratio)
+        check_blocks(width, num_heads, depth, mlp_ratio)
         check_image_size("LVT", image_size, multiple=patch_size, min_size=2 * patch_size)
         side = image_size // patch_size
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, 1 + side * side, width))
         self.blocks = nn.Sequential(
-            *(Block(width, InterTaskAttention(width, heads, side), mlp_ratio) for _ in range(depth))
+            *(Block(width, InterTaskAttention(width, num_heads, side), mlp_ratio) for _ in range(depth))
         )
         self.norm = nn.LayerNorm(width)
         nn.init.trunc_normal_(self.class_token, std=0.02)
@@ -122,21 +122,21 @@ class InterTaskAttention(nn.Module):
 
     offsets: Tensor
 
-    def __init__(self, width: int, heads: int, side: int) -> None:
+    def __init__(self, width: int, num_heads: int, side: int) -> None:
         super().__init__()
-        check_blocks(width, heads)
-        self.heads = heads
+        check_blocks(width, num_heads)
+        self.num_heads = num_heads
         self.query = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
-        self.external_key = nn.Parameter(torch.empty(heads, 1 + side * side, width // heads))
-        self.external_bias = nn.Parameter(torch.zeros(heads, side * side + 3))
+        self.external_key = nn.Parameter(torch.empty(num_heads, 1 + side * side, width // num_heads))
+        self.external_bias = nn.Parameter(torch.zeros(num_heads, side * side + 3))
         self.register_buffer("offsets", _offsets(side), persistent=False)
         nn.init.trunc_normal_(self.external_key, std=0.02 * width**0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, tokens, width) from tokens of the same shape."""
-        query, value = (split_heads(layer(tokens), self.heads) for layer in (self.query, self.value))
+        query, value = (split_heads(layer(tokens), self.num_heads) for layer in (self.query, self.value))
         key = self.external_key.expand(len(tokens), -1, -1, -1)
         bias = self.external_bias[:, self.offsets][None].to(query.dtype)
         attended = F.scaled_dot_product_attention(query, key.to(query.dtype), value, attn_mask=bias)
@@ -162,9 +162,9 @@ class TaskAttention(nn.Module):
     tokens go through it at once, yet none sees another: the result is that of one pass for each.
     """
 
-    def __init__(self, width: int, heads: int = 12, mlp_ratio: float = 4.0) -> None:
+    def __init__(self, width: int, num_heads: int = 12, mlp_ratio: float = 4.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = num_heads
         self.norm1 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
@@ -179,10 +179,10 @@ class TaskAttention(nn.Module):
         tasks, batch = len(tokens), len(patches)
         normed_tokens, normed_patches = self.norm1(tokens), self.norm1(patches)
         query, *of_tokens = (
-            split_heads(layer(normed_tokens)[None], self.heads).expand(batch, -1, -1, -1)
+            split_heads(layer(normed_tokens)[None], self.num_heads).expand(batch, -1, -1, -1)
             for layer in (self.query, self.key, self.value)
         )
-        of_patches = (split_heads(layer(normed_patches), self.heads) for layer in (self.key, self.value))
+        of_patches = (split_heads(layer(normed_patches), self.num_heads) for layer in (self.key, self.value))
         key, value = (torch.cat(both, dim=2) for both in zip(of_tokens, of_patches, strict=True))
         itself = torch.eye(tasks, dtype=torch.bool, device=tokens.device)
         allowed = F.pad(itself, (0, patches.shape[1]), value=True)
@@ -203,7 +203,7 @@ class DyTox(Serializable):
     clients have the tasks in orders of their own, the clients that learn a block share its token and head. The paper's
     model grows; here all slots are there from the start, so that all clients have the same state, and ``learnt`` tells
     which are in use. The logits of a slot that is not are a constant that wins against nothing, and nothing of it gets
-    a gradient. `lightning_fcl.callbacks.DyToxTraining` marks tasks as learnt; while none is, all are in use.
+    a gradient. `lightning_fcl.callbacks.DyToxMethod` marks tasks as learnt; while none is, all are in use.
 
     For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones. At
     the defaults the body has 2,246,016 parameters, the decoder 444,864, and each task a head of 2,314 and a divergence
@@ -220,7 +220,7 @@ class DyTox(Serializable):
             task or to two, or if a batch's images are of another size.
 
     Example:
-        >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, heads=2)
+        >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, num_heads=2)
         >>> model(torch.zeros(2, 3, 32, 32)).shape, len(model.tokens), model.blocks[1]
         (torch.Size([2, 10]), 5, (2, 3))
     """
@@ -237,7 +237,7 @@ class DyTox(Serializable):
         patch_size: int = 4,
         width: int = 192,
         depth: int = 5,
-        heads: int = 12,
+        num_heads: int = 12,
         mlp_ratio: float = 4.0,
         channels: int = 3,
     ) -> None:
@@ -256,8 +256,8 @@ class DyTox(Serializable):
         _check_blocks(tasks, num_classes)
         self.input_shape = (channels, image_size, image_size)
         self.sizes = [len(block) for block in tasks]
-        self.body, _ = vit_backbone(image_size, channels, patch_size, width, depth, heads, mlp_ratio, tokens=True)
-        self.decoder = TaskAttention(width, heads, mlp_ratio)
+        self.body, _ = vit_backbone(image_size, channels, patch_size, width, depth, num_heads, mlp_ratio, tokens=True)
+        self.decoder = TaskAttention(width, num_heads, mlp_ratio)
         self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in tasks])
         self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
         self.divergence = nn.ModuleList([_head(width, size + 1) for size in self.sizes])

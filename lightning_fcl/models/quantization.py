@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from lightning_fcl.errors import InvalidValueError, MissingValueError, require_package
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import require_package
 
 Precision = Literal["int8", "float"]
 
 
-def frozen(network: Serializable, backbone: Precision = "int8") -> Serializable:
+def with_frozen_backbone(network: Serializable, backbone: Precision = "int8") -> Serializable:
     """A network with a frozen backbone, for a state that is loaded afterwards; it is changed.
 
     Args:
@@ -30,7 +31,7 @@ def frozen(network: Serializable, backbone: Precision = "int8") -> Serializable:
 
     Example:
         >>> from lightning_fcl.models import DSICNet
-        >>> network = frozen(DSICNet())
+        >>> network = with_frozen_backbone(DSICNet())
         >>> type(network.backbone).__name__, network.init_config["init_args"]["backbone"]
         ('Int8Backbone', 'int8')
     """
@@ -48,7 +49,7 @@ def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | N
     network.frozen = True  # type: ignore[assignment]
     if isinstance(network, Serializable):
         arguments = {"network": network.init_config, "backbone": backbone}
-        network.init_config = {"class_path": f"{__package__}.{frozen.__name__}", "init_args": arguments}
+        network.init_config = {"class_path": f"{__package__}.{with_frozen_backbone.__name__}", "init_args": arguments}
     network.train()
 
 

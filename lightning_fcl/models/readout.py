@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import DoublePrecision
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import at_least, one_of
 
 Features = Literal["steps", "last", "mean"]
 
@@ -63,10 +63,10 @@ class _Readout(Serializable):
 
     weight: Tensor
 
-    def __init__(self, features: int, outputs: int) -> None:
+    def __init__(self, features: int, num_outputs: int) -> None:
         super().__init__()
-        at_least(1, outputs=outputs)
-        self.register_buffer("weight", torch.zeros(outputs, features, dtype=torch.float64))
+        at_least(1, num_outputs=num_outputs)
+        self.register_buffer("weight", torch.zeros(num_outputs, features, dtype=torch.float64))
 
     @property
     def features(self) -> int:
@@ -86,7 +86,7 @@ class ReservoirReadout(_Readout):
 
     Args:
         reservoir: The reservoir.
-        outputs: Size of the output.
+        num_outputs: Size of the output.
         readout: What it reads: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
 
@@ -94,13 +94,13 @@ class ReservoirReadout(_Readout):
         ValueError: If an argument is out of range.
 
     Example:
-        >>> network = ReservoirReadout(EchoStateNetwork(3, units=20, seed=0), outputs=2, readout="last")
+        >>> network = ReservoirReadout(EchoStateNetwork(3, units=20, seed=0), num_outputs=2, readout="last")
         >>> network(torch.zeros(5, 10, 3)).shape, network.embed(torch.zeros(5, 10, 3)).shape
         (torch.Size([5, 2]), torch.Size([5, 20]))
     """
 
-    def __init__(self, reservoir: EchoStateNetwork, outputs: int, readout: Features = "steps") -> None:
-        super().__init__(reservoir.features, outputs)
+    def __init__(self, reservoir: EchoStateNetwork, num_outputs: int, readout: Features = "steps") -> None:
+        super().__init__(reservoir.features, num_outputs)
         one_of(("steps", "last", "mean"), readout=readout)
         self.reservoir = reservoir
         self.readout = readout
@@ -116,7 +116,7 @@ class FeatureReadout(_Readout):
 
     Args:
         network: A network with ``embed(x)`` and ``features``, their number; its own head is not asked.
-        outputs: Size of the output.
+        num_outputs: Size of the output.
         random_features: What makes random features of the network's; None: nothing.
         bias: Whether a column of ones comes last among the features.
 
@@ -125,19 +125,19 @@ class FeatureReadout(_Readout):
 
     Example:
         >>> from lightning_fcl.models import MLP
-        >>> FeatureReadout(MLP([6, 5, 4]), outputs=2)(torch.zeros(3, 6)).shape
+        >>> FeatureReadout(MLP([6, 5, 4]), num_outputs=2)(torch.zeros(3, 6)).shape
         torch.Size([3, 2])
     """
 
     def __init__(
         self,
         network: EmbedsSamples,
-        outputs: int,
+        num_outputs: int,
         random_features: RandomFeatures | None = None,
         bias: bool = False,
     ) -> None:
         features = network.features if random_features is None else random_features.weight.shape[1]
-        super().__init__(features + bias, outputs)
+        super().__init__(features + bias, num_outputs)
         self.network = network
         self.random_features = random_features
         self.bias = bias

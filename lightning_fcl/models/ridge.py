@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.errors import InvalidValueError, at_least, between
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import at_least, between
 
 _ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
 

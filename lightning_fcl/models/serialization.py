@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from lightning_fcl.annotations import accepts, all_argument_types, to_plain
-from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_arguments, did_you_mean
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
+from lightning_fcl.validation import check_arguments, did_you_mean
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Serializable")

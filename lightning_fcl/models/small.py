@@ -10,9 +10,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import InvalidValueError, at_least, one_of
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models._layers import check_images
 from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import at_least, one_of
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
 # Depthwise-separable blocks of the backbone: output channels and stride.

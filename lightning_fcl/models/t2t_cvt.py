@@ -40,7 +40,7 @@ class T2TBody(Serializable):
         channels: Channels of the images.
         width: Channels of the backbone's tokens, an even number.
         depth: Blocks of the backbone.
-        heads: Heads of the backbone.
+        num_heads: Heads of the backbone.
         mlp_ratio: Hidden width of the backbone's perceptrons over that of the tokens.
         splits: Size and stride of the patches in each soft split.
         token_width: Channels of the tokens in the T2T module.
@@ -49,7 +49,7 @@ class T2TBody(Serializable):
         ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
 
     Example:
-        >>> body = T2TBody(32, width=16, depth=1, heads=2, splits=((3, 2), (3, 2)), token_width=8)
+        >>> body = T2TBody(32, width=16, depth=1, num_heads=2, splits=((3, 2), (3, 2)), token_width=8)
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
         (torch.Size([2, 16]), 16)
     """
@@ -62,13 +62,13 @@ class T2TBody(Serializable):
         channels: int = 3,
         width: int = 256,
         depth: int = 7,
-        heads: int = 4,
+        num_heads: int = 4,
         mlp_ratio: float = 2.0,
         splits: Sequence[tuple[int, int]] = ((7, 4), (3, 2), (3, 2)),
         token_width: int = 64,
     ) -> None:
         super().__init__()
-        check_blocks(width, heads, depth, mlp_ratio)
+        check_blocks(width, num_heads, depth, mlp_ratio)
         if width % 2:
             raise InvalidValueError(f"Expected `width` to be even but got {width}.", argument="width", value=width)
         side, wide = image_size, channels
@@ -84,7 +84,7 @@ class T2TBody(Serializable):
         self.project = nn.Linear(wide, width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.register_buffer("positions", _sinusoids(1 + side * side, width), persistent=False)
-        self.blocks = nn.Sequential(*(Block(width, _Attention(width, heads), mlp_ratio) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, _Attention(width, num_heads), mlp_ratio) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         self.apply(init_weights)
@@ -170,7 +170,7 @@ class CvTBody(Serializable):
         channels: Channels of the images.
         widths: Channels of the tokens in each stage.
         depths: Blocks of each stage.
-        heads: Heads of each stage.
+        num_heads: Heads of each stage.
         kernels: Size of each stage's embedding convolution.
         strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
         mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
@@ -180,7 +180,7 @@ class CvTBody(Serializable):
             not fit the strides.
 
     Example:
-        >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), heads=(1, 2), kernels=(3, 3), strides=(2, 2))
+        >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), num_heads=(1, 2), kernels=(3, 3), strides=(2, 2))
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
         (torch.Size([2, 16]), 16)
     """
@@ -191,7 +191,7 @@ class CvTBody(Serializable):
         channels: int = 3,
         widths: Sequence[int] = (64, 192, 384),
         depths: Sequence[int] = (1, 2, 10),
-        heads: Sequence[int] = (1, 3, 6),
+        num_heads: Sequence[int] = (1, 3, 6),
         kernels: Sequence[int] = (7, 3, 3),
         strides: Sequence[int] = (4, 2, 2),
         mlp_ratio: float = 4.0,
@@ -199,7 +199,7 @@ class CvTBody(Serializable):
         super().__init__()
         side, stages = image_size, []
         for number, (width, depth, of_heads, kernel, stride) in enumerate(
-            zip(widths, depths, heads, kernels, strides, strict=True), start=1
+            zip(widths, depths, num_heads, kernels, strides, strict=True), start=1
         ):
             check_blocks(width, of_heads, depth or 1, mlp_ratio)
             side = count_patches(side, kernel, stride, image_size)
@@ -264,9 +264,9 @@ class _Stage(nn.Module):
 class ConvolutionalBlock(nn.Module):
     """A transformer block with convolutional projections (Wu et al. 2021, section 3.2), of all tokens or the first."""
 
-    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
+    def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = num_heads
         self.class_only = class_only
         self.norm1 = nn.LayerNorm(width)
         self.query = nn.Linear(width, width) if class_only else ConvolutionalProjection(width)
@@ -280,7 +280,7 @@ class ConvolutionalBlock(nn.Module):
         """Tokens from tokens, shape (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
         normed = self.norm1(tokens)
         query = self.query(normed[:, :1]) if self.class_only else self.query(normed, side)
-        mixed = attend(query, self.key(normed, side), self.value(normed, side), self.heads)
+        mixed = attend(query, self.key(normed, side), self.value(normed, side), self.num_heads)
         tokens = tokens[:, : query.shape[1]] + self.output(mixed)
         transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
         return transformed

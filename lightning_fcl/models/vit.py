@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least
 from lightning_fcl.models._backbones import make_backbone, vit_backbone
 from lightning_fcl.models._layers import check_images, fast_attention
 from lightning_fcl.models.serialization import Serializable, serializable
+from lightning_fcl.validation import at_least
 
-__all__ = ["SplitViT", "ViT", "fcl_vit"]
+__all__ = ["SplitViT", "ViT", "create_vit"]
 
 
 class SplitViT(Serializable):
     """A body that makes features of images, and a linear head: ``forward(x) = head(body(x))``.
 
-    With ``reductions={"model.head.*": "none"}`` the bodies are averaged and each client keeps its head, as in FedRep
+    With ``reductions={"model.head.*": "local"}`` the bodies are averaged and each client keeps its head, as in FedRep
     and FedViT.
 
     Args:
@@ -77,7 +77,7 @@ class ViT(SplitViT):
         patch_size: Height and width of a patch, in pixels.
         width: Channels of the tokens.
         depth: Blocks.
-        heads: Heads of the attention; they divide the width.
+        num_heads: Heads of the attention; they divide the width.
         mlp_ratio: Hidden width of the perceptrons over that of the tokens.
         channels: Channels of the images.
 
@@ -100,16 +100,16 @@ class ViT(SplitViT):
         patch_size: int = 4,
         width: int = 192,
         depth: int = 6,
-        heads: int = 12,
+        num_heads: int = 12,
         mlp_ratio: float = 4.0,
         channels: int = 3,
     ) -> None:
-        body, features = vit_backbone(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
+        body, features = vit_backbone(image_size, channels, patch_size, width, depth, num_heads, mlp_ratio)
         super().__init__(body, features, num_classes, image_size, channels)
 
 
 @serializable
-def fcl_vit(
+def create_vit(
     name: str = "vit", image_size: int = 32, num_classes: int = 100, channels: int = 3, **options: Any
 ) -> SplitViT:
     """A vision transformer by name, untrained: the eight families of Zuo et al. 2024, "FedViT", section 5.5.
@@ -164,7 +164,7 @@ def fcl_vit(
 
     Example:
         >>> import torch
-        >>> model = fcl_vit("t2t", num_classes=10, depth=2)
+        >>> model = create_vit("t2t", num_classes=10, depth=2)
         >>> model.features, model(torch.zeros(1, 3, 32, 32)).shape
         (256, torch.Size([1, 10]))
     """

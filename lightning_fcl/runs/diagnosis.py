@@ -27,14 +27,11 @@ from lightning_fcl.errors import (
     LightningFCLError,
     MissingValueError,
     UnknownNameError,
-    did_you_mean,
-    format_names,
-    nearest_name,
-    other_lightning,
 )
 from lightning_fcl.io.safe_yaml import load_yaml, resolve_class
 from lightning_fcl.library_errors import first_line, one_line
 from lightning_fcl.runs.merging import SECTIONS, argument_names, full_name, is_spec
+from lightning_fcl.validation import did_you_mean, format_names, nearest_name, other_lightning
 
 MODE = "recipe"
 """The mode of jsonargparse in which values are read within limits."""

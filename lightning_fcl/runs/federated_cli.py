@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import get_callbacks
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError
 from lightning_fcl.evaluation.results import LAST, find_run_folder, write_files, write_results
 from lightning_fcl.io.atomic import run_lock
 from lightning_fcl.io.checkpoint import newest_checkpoint, resolve_checkpoint
@@ -34,6 +34,7 @@ from lightning_fcl.runs.recipe import Recipe, take_settings
 from lightning_fcl.runs.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.runs.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
+from lightning_fcl.validation import did_you_mean
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 
@@ -45,16 +46,16 @@ class RecipeInfo:
     Args:
         paper: Short name of the paper.
         row: Name of the row of the paper's table.
-        expected: The paper's numbers, by metric.
-        measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
-        tasks: Each client's first tasks, which alone are trained, whatever ``max_epochs`` says; None: all.
+        expected_metrics: The paper's numbers, by metric.
+        eval_split: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
+        first_tasks: Each client's first tasks, which alone are trained, whatever ``max_epochs`` says; None: all.
     """
 
     paper: str = ""
     row: str = ""
-    expected: dict[str, float] = field(default_factory=dict)
-    measure_on: Literal["test", "validation"] = "test"
-    tasks: int | None = None
+    expected_metrics: dict[str, float] = field(default_factory=dict)
+    eval_split: Literal["test", "validation"] = "test"
+    first_tasks: int | None = None
 
 
 class FederatedCLI(LightningCLI):
@@ -223,7 +224,7 @@ class FederatedCLI(LightningCLI):
 
         if self.config.subcommand == "fit":
             last = self.output_folder / LAST
-            add_default_metrics(callbacks, self.config["fit"]["recipe"]["measure_on"])
+            add_default_metrics(callbacks, self.config["fit"]["recipe"]["eval_split"])
             switches = (config[name] is not False for name in ("enable_progress_bar", "enable_checkpointing"))
             shows, saves = (given and not config["barebones"] for given in switches)
             if shows and lacks(ProgressBar):
@@ -263,7 +264,7 @@ class FederatedCLI(LightningCLI):
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         config, first = self.config["fit"], self.trainer.is_global_zero
         with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            tasks, trainer_config = config["recipe"]["tasks"], config["trainer"]
+            tasks, trainer_config = config["recipe"]["first_tasks"], config["trainer"]
             if not trainer_config["fast_dev_run"] and (tasks or trainer_config["max_epochs"] is None):
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
@@ -293,13 +294,13 @@ class FitCLI(FederatedCLI):
         return trainer
 
 
-def add_default_metrics(callbacks: list[Callback], measure_on: Literal["test", "validation"]) -> None:
+def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
     """Measure by `ContinualMetrics`, on the samples that a recipe says."""
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
-    for callback in callbacks if measure_on == "validation" else ():
+    for callback in callbacks if eval_split == "validation" else ():
         if isinstance(callback, ContinualMetrics):
-            callback.on = "validation"
+            callback.split = "validation"
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:

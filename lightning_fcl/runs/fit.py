@@ -11,9 +11,9 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 
-from lightning_fcl.errors import one_of
 from lightning_fcl.runs.federated_cli import FederatedCLI
 from lightning_fcl.runs.recipe import Recipe
+from lightning_fcl.validation import one_of
 
 CLI = TypeVar("CLI", bound=FederatedCLI)
 

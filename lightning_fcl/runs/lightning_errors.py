@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError
 from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.simulation.hooks import RestoredNote
+from lightning_fcl.validation import did_you_mean
 
 _BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
 

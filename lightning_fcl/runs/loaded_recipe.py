@@ -70,7 +70,7 @@ class LoadedRecipe(FederatedCLI):
         }
         with convert_errors():
             self.datamodule.setup("fit")
-            if (tasks := self.config["recipe"]["tasks"]) or trainer_config["max_epochs"] is None:
+            if (tasks := self.config["recipe"]["first_tasks"]) or trainer_config["max_epochs"] is None:
                 parts["max_epochs"] = self.datamodule.plan.num_rounds_of_tasks(tasks)
             return L.Trainer(**{**vars(trainer_config), **parts, **quiet})
 
@@ -118,7 +118,7 @@ def describe_recipe(recipe: Recipe) -> str:
     for callback in callbacks:
         if isinstance(callback, Pretrain):
             callback.epochs = 0
-    add_default_metrics(callbacks, parts.config["recipe"]["measure_on"])
+    add_default_metrics(callbacks, parts.config["recipe"]["eval_split"])
     trainer_config = parts.config["trainer"]
     saves = trainer_config["enable_checkpointing"] is not False and not trainer_config["barebones"]
     callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))
@@ -140,7 +140,7 @@ def describe_recipe(recipe: Recipe) -> str:
     sample = _shape_of(batch[0] if is_labelled(batch) else batch)
     lines = {
         "data": f"{len(plan.groups):,} samples of shape {sample}, {len(stream.classes)} classes",
-        "federation": f"{len(plan.clients)} clients, {plan.rounds} rounds, {experiences} experiences",
+        "federation": f"{len(plan.clients)} clients, {plan.num_rounds} rounds, {experiences} experiences",
         "training": participation.describe(len(plan.clients)),
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none: plain fine-tuning",
@@ -244,8 +244,8 @@ def _shape_of(value: object) -> str:
 
 
 def _small_clients(stream: FederatedStream) -> str:
-    """Return which clients have fewer samples in an experience than the `min_size` of the partition; empty if none."""
-    plan, min_size = stream.plan, stream.partition.min_size if isinstance(stream.partition, Dirichlet) else 1
+    """Return which clients have too few samples in an experience for `min_partition_size`; empty if none has."""
+    plan, min_size = stream.plan, stream.partition.min_partition_size if isinstance(stream.partition, Dirichlet) else 1
     sizes: dict[tuple[str, int], int] = {}
     for client, numbers in plan.experiences.items():
         for experience in range(max(numbers) + 1 if min_size > 1 else 0):
@@ -259,5 +259,5 @@ def _small_clients(stream: FederatedStream) -> str:
     number = len({client for client, _ in sizes})
     return (
         f"{number} of {len(plan.clients)} clients have fewer than {min_size} samples in an experience, such as client "
-        f"{client} with {fewest} in experience {experience}: `min_size` counts the whole stream"
+        f"{client} with {fewest} in experience {experience}: `min_partition_size` counts the whole stream"
     )

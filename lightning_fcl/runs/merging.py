@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from lightning_fcl.annotations import all_argument_types, dataclass_type, item_type, members, object_types
-from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.io.safe_yaml import load_yaml, read_yaml
+from lightning_fcl.validation import did_you_mean
 
 SECTIONS = ("model", "data", "trainer", "recipe")
 # Where classes are looked up that a recipe names without their module.

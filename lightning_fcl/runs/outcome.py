@@ -36,7 +36,7 @@ def make_results(
     inner = [type(child).__name__ for child in module.children()][:1]
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
     shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
-    record = truncate_record(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
+    record = truncate_record(metrics.record, recipe["first_tasks"]) if recipe["first_tasks"] else metrics.record
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
         "parts": {
@@ -45,10 +45,10 @@ def make_results(
             "methods": ", ".join(methods) or "none: averaging alone",
         },
         "seed": config["seed_everything"],
-        "measured_on": metrics.on,
+        "measured_on": metrics.split,
         "metrics": summarize(record),
         "record": record,
-        "expected": dict(recipe["expected"]),
+        "expected": dict(recipe["expected_metrics"]),
         # What an editable installation says of itself is as old as the installation.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
@@ -57,8 +57,8 @@ def make_results(
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
     }
-    if recipe["tasks"]:
-        results["tasks"] = recipe["tasks"]
+    if recipe["first_tasks"]:
+        results["tasks"] = recipe["first_tasks"]
     for callback in callbacks:
         if isinstance(callback, ActivationDensity):
             results["densities"] = callback.record

@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
+from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError
 from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.runs.recipe import Recipe, Setting, read_recipe_file
+from lightning_fcl.validation import did_you_mean, one_of
 
 
 def recipes_folder() -> Path:
@@ -48,8 +49,8 @@ class RowEntry:
 
     Args:
         configs: Its files, behind the one that all rows begin with.
-        set: Further arguments by their dotted names.
-        scaled: More of these at some scales.
+        overrides: Further arguments by their dotted names.
+        scale_overrides: More of these at some scales.
         expected: The paper's numbers, where they are not in the files.
         scales: Those at which it is run; None: all.
         notes: What tables tell of it beside its numbers, by the column.
@@ -57,8 +58,8 @@ class RowEntry:
     """
 
     configs: Sequence[str]
-    set: Mapping[str, Any] = field(default_factory=dict)
-    scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    scale_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     expected: Mapping[str, float] | None = None
     scales: Sequence[str] | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Row:
         recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
             return recipe
-        return recipe.with_values({"recipe.row": self.title, "recipe.expected": json.dumps(self.expected)})
+        return recipe.with_values({"recipe.row": self.title, "recipe.expected_metrics": json.dumps(self.expected)})
 
     @property
     def summary(self) -> str:
@@ -118,7 +119,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
     result = {}
     for title in rows or at_scale:
         entry = entries[title]
-        values = {**entry.set, **entry.scaled.get(scale, {})}
+        values = {**entry.overrides, **entry.scale_overrides.get(scale, {})}
         settings = tuple(Setting(name, v if isinstance(v, str) else json.dumps(v)) for name, v in values.items())
         configs = tuple(folder / name for name in (content["base"], *entry.configs))
         result[title] = Row(title, configs, entry.expected, settings)
@@ -142,7 +143,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     """All rows of a ``rows.yaml``: ``rows`` gives each its own file, or more of it; further ones are made by ``grids``.
 
     A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs``, in which
-    ``{row}`` stands for the row's name as that of a file, and ``set``. The new rows are called by both names.
+    ``{row}`` stands for the row's name as that of a file, and ``overrides``. The new rows are called by both names.
     ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
     """
     rows = {
@@ -169,7 +170,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
                         *row.configs,
                         *(name.format(row=slug(title)) for name in change_settings.get("configs", [])),
                     ],
-                    set={**row.set, **change_settings.get("set", {})},
+                    overrides={**row.overrides, **change_settings.get("overrides", {})},
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
                 )

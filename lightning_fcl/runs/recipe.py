@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError, UnknownNameError, did_you_mean
+from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError, UnknownNameError
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.runs.merging import SECTIONS, merge
+from lightning_fcl.validation import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,9 @@ class Setting:
     """A value that goes over those of the files before it.
 
     Args:
-        name: Dotted name, such as ``data.partition.clients``. An entry of a list goes by its position at the end, or
-            by the name of its class, as in ``trainer.callbacks.Replay.max_size``. A ``+`` at its end appends to a list.
+        name: Dotted name, such as ``data.partition.num_clients``. An entry of a list goes by its position at the end,
+            or by the name of its class, as in ``trainer.callbacks.Replay.memory_size``. A ``+`` at its end appends to a
+            list.
         value: The value, or its text, which is read by the type of the argument.
     """
 

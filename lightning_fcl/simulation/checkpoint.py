@@ -8,11 +8,12 @@ from itertools import zip_longest
 from typing import Any
 
 from lightning_fcl.data.trainer_access import require_stream
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import rules_fingerprint
 from lightning_fcl.federation.protocols import HasFingerprint
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.validation import format_code_names
 
 FORMAT = 1
 """The version of what a federation keeps in a checkpoint."""
@@ -40,11 +41,11 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         require_stream(module.trainer),
         federation.local_steps.accumulate_grad_batches,
     )  # above 1 only during a fit
-    schedule, batching = federation.participation.schedule, federation.limits.batch_plan(stream)
+    synchronization, batching = federation.participation.synchronization, federation.limits.batch_plan(stream)
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasFingerprint) else {},
-        "methods": {method.section_name: method.hparams() for method in get_methods(module.trainer)},
+        "methods": {method.section_name: method.fingerprint() for method in get_methods(module.trainer)},
         "data": stream.plan.fingerprint,
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.settings.local_epochs,
@@ -54,11 +55,11 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         "client_weights": server.client_weights,
         "reductions": rules_fingerprint(federation.settings.rules),
         "server_optimizer": server.optimizer_settings,
-        "keep_optimizer": federation.settings.keep_optimizer,
-        "swarm": swarm.hparams() if swarm else None,
-        "schedule": schedule.hparams() if schedule else None,
-        "compression": codec.hparams() if codec is not None else None,
-        "upload_transforms": [one.hparams() for one in server.pipeline.transforms if one is not codec],
+        "keep_optimizer_state": federation.settings.keep_optimizer_state,
+        "swarm": swarm.fingerprint() if swarm else None,
+        "synchronization": synchronization.fingerprint() if synchronization else None,
+        "compression": codec.fingerprint() if codec is not None else None,
+        "upload_transforms": [one.fingerprint() for one in server.pipeline.transforms if one is not codec],
         "seed": federation.seed,
         "version of draws": RNG_VERSION,
     }

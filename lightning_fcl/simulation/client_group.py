@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batching import Batch, BatchRequest, ShapeGroup, concat_nested, group_by_shape, index_nested
+from lightning_fcl.data.batching import Batch, BatchRequest, index_nested
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.collation import ShapeGroup, concat_nested, group_by_shape
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
@@ -127,7 +128,7 @@ class ClientGroup:
         for step in range(len(self)):
             for row in range(self._active[step]):
                 sample_indices = self._chosen(row, step)
-                rows = self._rows[row][sample_indices[sample_indices < self.clients.samples[row]]]
+                rows = self._rows[row][sample_indices[sample_indices < self.clients.num_samples[row]]]
                 epoch_and_step = self._epoch(row, step), step
                 yield BatchRequest.keyed(
                     rows, self._seed, self.clients.client_ids[row], self.clients.round_idx, *epoch_and_step
@@ -211,7 +212,7 @@ class ClientGroup:
 
     def _joining(self, row: int, step: int) -> Tensor:
         """Return the numbers of the replay samples in a client's batch. They come last in the batch."""
-        sample_indices, num_own_samples = self._chosen(row, step), self.clients.samples[row]
+        sample_indices, num_own_samples = self._chosen(row, step), self.clients.num_samples[row]
         return torch.from_numpy(sample_indices[sample_indices >= num_own_samples] - num_own_samples)
 
     def _take(self, extra: JoiningSamples, joining: Tensor, row: int, step: int) -> Any:
@@ -234,7 +235,7 @@ class ClientGroup:
         """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""
         if len(self.clients) == 1:
             return self._index
-        sizes, counts = self.clients.samples, self.clients.num_trained_samples - self.clients.samples
+        sizes, counts = self.clients.num_samples, self.clients.num_trained_samples - self.clients.num_samples
         own_positions = self._index + (sizes.cumsum() - sizes)[:, None, None]
         replay_offsets = sizes.sum() + counts.cumsum() - counts - sizes
         return np.where(self._index < sizes[:, None, None], own_positions, self._index + replay_offsets[:, None, None])

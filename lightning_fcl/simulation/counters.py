@@ -42,7 +42,7 @@ class ClientCounters:
         self.shown, self.batches = False, 0
         self.users: Users = {}
         self.schedules: list[LRSchedulerConfig] = []
-        self._cohort: ClientGroup | None = None
+        self._client_group: ClientGroup | None = None
         self._trainer: L.Trainer
         self._local_steps = GradientAccumulation()
         self._optimizers: Sequence[Optimizer] = ()
@@ -55,17 +55,21 @@ class ClientCounters:
     @property
     def batch_idx(self) -> int:
         """Number of the client's current batch in the round, from 0."""
-        return self._cohort.step if self._cohort is not None else 0
+        return self._client_group.step if self._client_group is not None else 0
 
     @property
     def steps(self) -> bool:
         """Whether the optimizer steps after the current batch, and not only accumulates gradients."""
-        return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % self._every == 0
+        return (
+            self._client_group is None
+            or self._client_group.last_batch
+            or (self._client_group.step + 1) % self._every == 0
+        )
 
     def begin(
         self,
         trainer: L.Trainer,
-        cohort: ClientGroup,
+        client_group: ClientGroup,
         local_steps: GradientAccumulation,
         optimizers: Sequence[Optimizer],
     ) -> None:
@@ -73,23 +77,27 @@ class ClientCounters:
 
         Args:
             trainer: The Trainer.
-            cohort: The clients.
+            client_group: The clients.
             local_steps: Their optimizer steps.
             optimizers: The module's optimizers.
         """
         self.end()
         counts = [*batch_counts(trainer), *step_counts(trainer)]
-        self._trainer, self._cohort, self._starts = trainer, cohort, [(count, dict(count)) for count in counts]
+        self._trainer, self._client_group, self._starts = (
+            trainer,
+            client_group,
+            [(count, dict(count)) for count in counts],
+        )
         self._local_steps, self._optimizers, self._every = local_steps, optimizers, local_steps.accumulate_grad_batches
 
     def end(self) -> None:
         """Leave the clients: only the counters of all clients exist from here on."""
         self.hide()
-        self._cohort, self._starts = None, []
+        self._client_group, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
         """Temporarily show the client's counters, and one process, if a client trains."""
-        return _SAME if self.shown or self._cohort is None else self._client
+        return _SAME if self.shown or self._client_group is None else self._client
 
     def totals(self) -> AbstractContextManager[None]:
         """Temporarily show the counters of all clients, and all processes."""
@@ -97,7 +105,7 @@ class ClientCounters:
 
     def end_batch(self) -> None:
         """Keep what the hooks at the end of a client's last batch may change, and no other client must see."""
-        if self._cohort is not None and self._cohort.last_batch:
+        if self._client_group is not None and self._client_group.last_batch:
             self._local_steps.end_batches(self._optimizers)
 
     @contextmanager
@@ -136,11 +144,11 @@ class ClientCounters:
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
         """Let the client's counters stand in the Trainer."""
-        if self.shown or self._cohort is None:
+        if self.shown or self._client_group is None:
             return
         trainer, fit, batches_per_step = self._trainer, self._trainer.fit_loop, self._every
         strategy: RanksStrategy = trainer.strategy  # type: ignore[assignment]
-        max_batches = len(self._cohort)
+        max_batches = len(self._client_group)
         loop, number = fit.epoch_loop, max_batches if batches is None else batches
         self._offsets = self._starts if batches_per_step == 1 and batches is None else self._offsets_of(number)
         _subtract(self._offsets)
@@ -157,7 +165,7 @@ class ClientCounters:
             number,
             -(-number // batches_per_step),
         )  # of which `estimated_stepping_batches` is made
-        progress.is_last_batch = self._cohort.step == max_batches - 1
+        progress.is_last_batch = self._client_group.step == max_batches - 1
         trainer.accumulate_grad_batches = batches_per_step
         strategy.lr_scheduler_configs = self.schedules
         strategy.shows_one_process = one_process
@@ -183,8 +191,8 @@ class ClientCounters:
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
         """What to subtract from the counters so that they count this many batches, and the steps taken for them."""
-        assert self._cohort is not None
-        client_offset = len(self._cohort) - batches  # batches of clients with more of them
+        assert self._client_group is not None
+        client_offset = len(self._client_group) - batches  # batches of clients with more of them
         of_batches, of_steps = self._starts[:2], self._starts[2:]
         offsets = [
             (count, {name: number + client_offset for name, number in start.items()}) for count, start in of_batches

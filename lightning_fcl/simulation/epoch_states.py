@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fcl.data.trainer_access import get_callbacks
-from lightning_fcl.errors import format_names
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
 from lightning_fcl.local_training.search import INTERNAL, NO_STATE, NOT_OF_CLIENTS
 from lightning_fcl.simulation.metric_states import RoundMetrics, is_mergeable
 from lightning_fcl.simulation.round_attributes import MODULE, Name, RoundAttributes
 from lightning_fcl.snapshot_values import is_of
+from lightning_fcl.validation import format_names
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ class EpochStates:
             log.warning(
                 "Did not merge `%s` over %d processes: at the end of an epoch each process has the values of its own "
                 "clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
-                "appends, or an integer that only grows, or gather values with `trainer.strategy.ranks.share`.",
+                "appends, or an integer that only grows, or gather values with "
+                "`trainer.strategy.ranks.all_gather_object`.",
                 format_names(new).replace(", ", "`, `"),
                 self._ranks.num_ranks,
             )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import find_stream, require_stream
-from lightning_fcl.errors import InvalidStateError, InvalidValueError, format_names
+from lightning_fcl.errors import InvalidStateError, InvalidValueError
 from lightning_fcl.federation.aggregation import State, get_reductions, load_state_tensors, state_tensors
 from lightning_fcl.federation.client_store import local_tensors
 from lightning_fcl.federation.local_trainer import LocalTrainer
@@ -36,6 +36,7 @@ from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.round_progress import RoundProgress
 from lightning_fcl.simulation.trainer_limits import TrainerLimits
+from lightning_fcl.validation import format_names
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fcl.data.reading_check import prepare_reading
-from lightning_fcl.errors import InvalidValueError, format_names, warn_of_one
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.local_trainer import HasLocalTrainer
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
@@ -24,6 +24,7 @@ from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.setup_checks import check_stream
 from lightning_fcl.simulation.trainer_choice import choose_trainer
+from lightning_fcl.validation import format_names, warn_of_one
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
         prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
     method_clients = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
     server.check_clients(stream.plan.clients, [*method_clients, *federation.participation.explicit_clients])
-    federation.participation.check_rounds(stream.plan.rounds)
+    federation.participation.check_rounds(stream.plan.num_rounds)
     announce_participation(federation)
     server.client_store.store_as_uint8(stream.samples.pixel_encoding)
     server.seed = federation.seed

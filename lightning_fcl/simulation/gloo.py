@@ -92,19 +92,19 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, nodes: int) -> Ranks:
+def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
     """Find the other processes: those of this machine by a file, those of others by the environment's address."""
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-    if nodes == 1:  # nobody else is to hear them
+    if num_nodes == 1:  # nobody else is to hear them
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    rendezvous_url = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if nodes == 1 else "env://"
-    if nodes > 1:
+    rendezvous_url = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if num_nodes == 1 else "env://"
+    if num_nodes > 1:
         log.warning(
             "Waiting for the %d processes of %d machines at %s:%s.",
             num_ranks,
-            nodes,
+            num_nodes,
             os.environ["MASTER_ADDR"],
             os.environ["MASTER_PORT"],
         )

@@ -19,7 +19,7 @@ from lightning_fcl.callbacks.round_log import RoundLog
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.trainer_access import find_stream, get_callbacks
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.base import overrides_hook
 from lightning_fcl.methods.compose import get_methods
 from lightning_fcl.methods.method_round import server_entries
@@ -32,6 +32,7 @@ from lightning_fcl.simulation.federation import Federation, require_started
 from lightning_fcl.simulation.fit import choose_min_batch_size
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.setup_checks import check_monitors
+from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +149,9 @@ class FitHooks(Callback):
         if not federation.local_steps.is_first_batch:
             trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
         require_started(self._logs, "a fit").start_batch(batch)
-        cohort = federation.current_round.client_group
-        if cohort is not None:
-            federation.epoch_states.watch(cohort.step)
+        client_group = federation.current_round.client_group
+        if client_group is not None:
+            federation.epoch_states.watch(client_group.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import lightning.pytorch as L
 from torch.optim import Optimizer
 
-from lightning_fcl.errors import InvalidValueError, format_code_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.local_training.module_snapshot import ModuleSnapshot
 from lightning_fcl.local_training.outside import Carried
+from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 

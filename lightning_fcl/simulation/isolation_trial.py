@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_fcl.data.datamodule_adapter import TRANSFER_HOOKS, client_modules
 from lightning_fcl.data.trainer_access import get_callbacks
-from lightning_fcl.errors import format_code_names
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.local_training.outside import Carried, Outside, can_merge
 from lightning_fcl.local_training.search import Search
@@ -28,6 +27,7 @@ from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.trial_steps import TrialSteps
 from lightning_fcl.snapshot_values import NamedValues
+from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 

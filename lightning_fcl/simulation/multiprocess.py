@@ -25,11 +25,12 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.trainer_access import get_callbacks
-from lightning_fcl.errors import InvalidValueError, one_of
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import SINGLE_RANK, Ranks
 from lightning_fcl.io.atomic import TemporaryFolder
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 from lightning_fcl.simulation.gloo import RENDEZVOUS_VARIABLE, GlooRanks, connect_ranks
+from lightning_fcl.validation import one_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRounds, current_round
 from lightning_fcl.data.trainer_access import get_callbacks
 from lightning_fcl.federation.aggregation import State, load_state_tensors
 from lightning_fcl.federation.client_store import StateSection
-from lightning_fcl.federation.compression import DIVERGENCE_HINT, RoundRecord
+from lightning_fcl.federation.compression import DIVERGENCE_HINT
 from lightning_fcl.federation.local_trainer import LocalResult
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocols import (
@@ -23,6 +23,7 @@ from lightning_fcl.federation.protocols import (
     HasAggregationHook,
     RoundEndListener,
 )
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.local_training.sequential import SequentialTrainer
@@ -62,7 +63,7 @@ class Round:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
         self.sampled: list[str] = []  # the clients that train in the round, also in other processes
-        self.skipped: list[str] = []  # sampled clients without data, or with too few samples to train on
+        self.no_data: list[str] = []  # sampled clients without data, or with too few samples to train on
         self.progress = federation.progress = RoundProgress(self.number)
         self._steps_before = 0  # the Trainer's, when the round began
         self.method_round = MethodRound(
@@ -138,7 +139,7 @@ class Round:
         federation, number, plan = self.federation, self.number, self.federation.stream.plan
         if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
             return []
-        names, self.skipped = federation.participation.sample_on_time_clients(plan, number)
+        names, self.no_data = federation.participation.sample_on_time_clients(plan, number)
         self.sampled = [*names]
         samples = {client: len(plan.train[number][client]) for client in names}
         size = federation.local_trainer.num_vectorized_clients
@@ -175,9 +176,9 @@ class Round:
         if federation.stream.samples.is_random:
             requests = (
                 request
-                for cohort in [*self.progress.client_groups]
-                if cohort is not None
-                for request in cohort.requests()
+                for client_group in [*self.progress.client_groups]
+                if client_group is not None
+                for request in client_group.requests()
             )
             self._read = federation.stream.read_batches(requests)
         self.exchange(self.sampled)
@@ -217,21 +218,21 @@ class Round:
         federation.counters.step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
         record_time(federation, self.number)
         check_usable(federation, self.number)
-        self.exchange(server.record.trained, is_after_upload=True)
+        self.exchange(server.record.accepted, is_after_upload=True)
         received_state = server.state
         load_state_tensors(federation.module, server.aggregate())
         if isinstance(federation.module, HasAggregationHook):
             federation.module.on_after_aggregation()
-        if server.record.trained and federation.methods:
-            share = len(server.record.trained) / len(federation.stream.plan.clients)
+        if server.record.accepted and federation.methods:
+            share = len(server.record.accepted) / len(federation.stream.plan.clients)
             self.method_round.take_turns(received_state, share)
-        self.method_round.accept(server.record.trained)
+        self.method_round.accept(server.record.accepted)
         self.progress.done = True
 
     def finish(self) -> None:
         """Complete the round's record, and call the callbacks that follow rounds."""
         federation, record = self.federation, self.federation.server.record
-        record.skipped = [client for client in federation.stream.plan.clients if client in self.skipped]
+        record.no_data = [client for client in federation.stream.plan.clients if client in self.no_data]
         federation.participation.elect_master(record, federation.stream.plan.clients)
         for listener in methods_first(federation):
             if isinstance(listener, RoundEndListener):
@@ -306,7 +307,7 @@ class Round:
             arrived = server.upload(clients, uploads, messages)
         _name_diverged(server.record, clients, trained, arrived)
         personal = server.has_local_state or participation.swarm is not None
-        keeping = bool(federation.methods) or federation.settings.keep_optimizer or personal
+        keeping = bool(federation.methods) or federation.settings.keep_optimizer_state or personal
         if not (keeping or self._listeners):
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
@@ -342,7 +343,7 @@ def _upload_reachable(
     Returns:
         Whether each client continues with its state. A client whose upload the server drops does not.
     """
-    server.record.missed += itertools.compress(clients.client_ids, missed)
+    server.record.missed_sync += itertools.compress(clients.client_ids, missed)
     upload_results = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lightning_fcl.data.client_round import current_round
-from lightning_fcl.errors import InvalidValueError, format_names
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, frozen_parameters, get_reduction, get_reductions, state_tensors
 from lightning_fcl.federation.compression import DIVERGENCE_HINT
 from lightning_fcl.federation.reductions import Reduction
@@ -15,6 +15,7 @@ from lightning_fcl.methods.base import overrides_hook
 from lightning_fcl.methods.functional import trainable_parameters
 from lightning_fcl.methods.method_round import server_entries
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.validation import format_names
 
 
 def start_synchronization(federation: Federation) -> None:
@@ -24,7 +25,7 @@ def start_synchronization(federation: Federation) -> None:
         ValueError: If sums of experiences need other clients.
     """
     check_sums(federation)
-    schedule, server = federation.participation.schedule, federation.server
+    schedule, server = federation.participation.synchronization, federation.server
     if schedule is None:
         return
     module = federation.module
@@ -86,13 +87,13 @@ def message_nbytes(
 
 def record_time(federation: Federation, number: int) -> None:
     """Record the simulated time of a round: late clients, staleness, and the duration."""
-    schedule, record = federation.participation.schedule, federation.server.record
+    schedule, record = federation.participation.synchronization, federation.server.record
     if schedule is None:
         return
     timed = schedule.round_timing(number)
     record.staleness, record.simulated_seconds = dict(timed.staleness), timed.duration_s
-    record.late = list(timed.late)
-    for client in timed.late:  # which had received the server's state all the same
+    record.late_clients = list(timed.late_clients)
+    for client in timed.late_clients:  # which had received the server's state all the same
         record.add_download_bytes(client, schedule.context.download_bytes)
 
 
@@ -100,11 +101,15 @@ def check_usable(federation: Federation, number: int) -> None:
     """Raise ValueError if all uploads of a round were dropped and the strategy stops a fit then."""
     record = federation.server.record
     dropped = record.dropped
-    if federation.settings.stops_unusable and dropped and not (record.trained or record.missed or record.late):
+    if (
+        federation.settings.stops_unusable
+        and dropped
+        and not (record.accepted or record.missed_sync or record.late_clients)
+    ):
         description = format_names((f"client {client} ({why})" for client, why in dropped.items()), max_names=3)
         raise InvalidValueError(
             f"Expected uploads of round {number} that are of use but all were dropped: {description}.",
-            hint=f'{DIVERGENCE_HINT} To go on with the server as it was, give the strategy `on_unusable_round="warn"`.',
-            argument="on_unusable_round",
+            hint=f'{DIVERGENCE_HINT} To go on with the server as it was, give the strategy `on_empty_round="warn"`.',
+            argument="on_empty_round",
             value=dropped,
         )

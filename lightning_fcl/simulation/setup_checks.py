@@ -25,23 +25,15 @@ from torch.optim import LBFGS
 from lightning_fcl.data.datamodule_adapter import client_modules
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.trainer_access import find_stream, get_callbacks
-from lightning_fcl.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    UnknownNameError,
-    at_least,
-    check_lightning_namespace,
-    did_you_mean,
-    format_code_names,
-    warn_of_one,
-)
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocols import HasNumClasses, HasSampleLoss
 from lightning_fcl.federation.server_optimizer import check_optimizer
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.synchronization import Schedule
+from lightning_fcl.federation.synchronization import Synchronization
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.validation import at_least, check_lightning_namespace, did_you_mean, format_code_names, warn_of_one
 
 _MIXES_CLIENTS = "it would average the models of different clients, step by step"
 
@@ -89,30 +81,32 @@ log = logging.getLogger(__name__)
 
 def check_settings(
     local_epochs: int,
-    cohort_size: int | Literal["auto"],
+    max_vectorized_clients: int | Literal["auto"],
     swarm: Swarm | None,
-    schedule: Schedule | None,
+    synchronization: Synchronization | None,
     pipeline: Pipeline,
 ) -> None:
     """Refuse settings of a strategy that are out of range, or do not go together."""
     at_least(1, local_epochs=local_epochs)
-    if cohort_size != "auto" and cohort_size < 1:
+    if max_vectorized_clients != "auto" and max_vectorized_clients < 1:
         raise InvalidValueError(
-            f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.',
-            argument="cohort_size",
-            value=cohort_size,
+            f'Expected `max_vectorized_clients` to be "auto" or at least 1 but got {max_vectorized_clients}.',
+            argument="max_vectorized_clients",
+            value=max_vectorized_clients,
         )
-    if pipeline.transforms and swarm is not None and (swarm.dropout or swarm.missing):
+    if pipeline.transforms and swarm is not None and (swarm.missed_sync_prob or swarm.missed_rounds):
         names = ", ".join(type(transform).__name__ for transform in pipeline.transforms)
         raise InvalidValueError(
-            f"Expected a `swarm` without `dropout` and `missing` beside {names} but got {swarm.hparams()}: a client "
+            f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` beside {names} but got "
+            f"{swarm.fingerprint()}: a "
+            "client "
             "that missed a synchronization did not start with a state of the server, so that its update is unknown.",
-            hint=f"Leave `dropout` and `missing` of the swarm out, or {names}.",
+            hint=f"Leave `missed_sync_prob` and `missed_rounds` of the swarm out, or {names}.",
             argument="swarm",
             value=swarm,
         )
-    if schedule is not None:
-        schedule.check(pipeline)
+    if synchronization is not None:
+        synchronization.check(pipeline)
 
 
 def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
@@ -188,12 +182,13 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
         name = "overfit_batches" if overfits else "limit_train_batches"
         warn_of_one(name, limit, "1 batch per client and round", "all batches")
         warn_of_one("limit_val_batches", 1.0 if overfits else trainer.limit_val_batches, "1 batch", "all batches")
-    scheduled = federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    scheduled = federation.participation.synchronization is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
     if scheduled and repr(limit) != "1.0":
         raise InvalidValueError(
-            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
+            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `synchronization` but got {limit}: "
+            "its "
             "clock counts all of a client's samples.",
-            hint="Leave the limit out, or leave `schedule` out.",
+            hint="Leave the limit out, or leave `synchronization` out.",
         )
     if (trainer.max_steps, trainer.min_steps) != (-1, None):
         raise InvalidValueError(
@@ -314,21 +309,26 @@ def check_optimizers(federation: Federation) -> None:
 
 
 def check_ranks(federation: Federation, ranks: int) -> None:
-    """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
+    """Refuse more processes than a round ever has client groups: some would never have anything to do."""
     size, plan = federation.local_trainer.num_vectorized_clients, federation.stream.plan
     if ranks == 1:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)
-    max_cohorts = max(
+    max_client_groups = max(
         (-(-len(federation.participation.sample_on_time_clients(plan, round_idx)[0]) // size) for round_idx in rounds),
         default=ranks,
     )
-    if ranks > max_cohorts:
+    if ranks > max_client_groups:
         raise InvalidValueError(
-            f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {max_cohorts} "
+            "Expected at most as many processes (`devices` times `num_nodes`) as a round has client groups, "
+            f"{max_client_groups} "
             f"of up to {size} clients, but got {ranks}.",
             hint="Set fewer devices"
-            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else "."),
+            + (
+                f", or a `max_vectorized_clients` below {size}, which changes results by rounding alone."
+                if size > 1
+                else "."
+            ),
             argument="devices",
             value=ranks,
         )

@@ -21,7 +21,7 @@ from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.trainer_access import find_stream, get_callbacks, require_stream
-from lightning_fcl.errors import InvalidValueError, check_arguments, one_of, warn_other_lightning
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
@@ -31,7 +31,7 @@ from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.server_optimizer import OptimizerFactory, get_settings
 from lightning_fcl.federation.settings import FederationSettings
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.synchronization import Participation, Schedule
+from lightning_fcl.federation.synchronization import Participation, Synchronization
 from lightning_fcl.federation.uploads import UploadTransform
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.local_training.gradient_accumulation import GradientAccumulation
@@ -58,6 +58,7 @@ from lightning_fcl.simulation.setup_checks import (
     check_settings,
     check_trainer,
 )
+from lightning_fcl.validation import check_arguments, one_of, warn_other_lightning
 
 
 class FederatedStrategy(RanksStrategy):
@@ -72,27 +73,28 @@ class FederatedStrategy(RanksStrategy):
         participation: Clients per round, sampled anew each round: a float is a share, an int a number, at least one.
             1.0 is all clients and 1 is one client. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained"`` ones (these
+        client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained_samples"`` (these
             and the remembered ones), ``"uniform"``, or a number each. What `drop_last` or `limit_train_batches`
             leaves out counts as well.
         reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
-            ``{"head.*": "none"}``. It goes over the module's own ``reductions`` attribute, if it has one.
+            ``{"head.*": "local"}``. It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
-        cohort_size: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
+        max_vectorized_clients: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
-        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        keep_optimizer_state: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
-        schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.synchronization.Deadline` a round, or
-            asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
+        synchronization: The clock of a rehearsed deployment: a `lightning_fcl.federation.synchronization.Deadline` a
+            round, or asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their
+            clients.
         compression: Compression of uploads with error feedback: `lightning_fcl.federation.compression.TopK` or
             `Quantize`. It applies to trainable parameters, whose reductions have to be ``compressible``, such as
         ``mean``. upload_transforms: What else is done with everything that clients upload, in the order of
             `lightning_fcl.federation.uploads.Stage`: see `lightning_fcl.federation.uploads.UploadTransform`.
-        on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
+        on_empty_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
             numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         start_method: How further processes start where the Trainer has several ``devices``, as in Lightning's
-            `DDPStrategy`: each trains whole cohorts of its own, and the result is the same on any number.
+            `DDPStrategy`: each trains whole client groups of its own, and the result is the same on any number.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
@@ -123,14 +125,14 @@ class FederatedStrategy(RanksStrategy):
         client_weights: ClientWeights = "samples",
         reductions: dict[str, str | Reduction] | None = None,
         server_optimizer: OptimizerFactory | None = None,
-        cohort_size: int | Literal["auto"] = "auto",
+        max_vectorized_clients: int | Literal["auto"] = "auto",
         client_store: Literal["memory", "disk"] = "memory",
-        keep_optimizer: bool = False,
+        keep_optimizer_state: bool = False,
         swarm: Swarm | None = None,
-        schedule: Schedule | None = None,
+        synchronization: Synchronization | None = None,
         compression: Compression | None = None,
         upload_transforms: Sequence[UploadTransform] = (),
-        on_unusable_round: Literal["stop", "warn"] = "stop",
+        on_empty_round: Literal["stop", "warn"] = "stop",
         seed: int | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -140,18 +142,20 @@ class FederatedStrategy(RanksStrategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
         warn_other_lightning()
         transforms = [*([] if compression is None else [compression]), *upload_transforms]
-        check_settings(local_epochs, cohort_size, swarm, schedule, Pipeline(transforms))
-        client_participation = Participation(participation, 0, swarm, schedule)
+        check_settings(local_epochs, max_vectorized_clients, swarm, synchronization, Pipeline(transforms))
+        client_participation = Participation(participation, 0, swarm, synchronization)
         store = ClientStore(client_store)
         new_server = (
-            schedule.server(lambda: current_round(self.federation.module.trainer))
-            if schedule is not None
+            synchronization.server(lambda: current_round(self.federation.module.trainer))
+            if synchronization is not None
             else FederatedServer
         )
         server = new_server(store, client_weights, server_optimizer, transforms)
-        one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
-        stops = on_unusable_round == "stop"
-        settings = FederationSettings(reductions or {}, local_epochs, cohort_size, keep_optimizer, stops, seed)
+        one_of(("stop", "warn"), on_empty_round=on_empty_round)
+        stops = on_empty_round == "stop"
+        settings = FederationSettings(
+            reductions or {}, local_epochs, max_vectorized_clients, keep_optimizer_state, stops, seed
+        )
         self.federation = Federation(settings, server, client_participation)
         self.num_vectorized_clients = 1
         self.sequential_reason: Obstacle | None = None
@@ -293,13 +297,15 @@ class FederatedStrategy(RanksStrategy):
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
         """Train a client, or several in one vectorized step, on a batch. The number of the batch is the client's."""
         federation = self.federation
-        cohort = require_started(federation.current_round.client_group, "a batch")
-        weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
+        client_group = require_started(federation.current_round.client_group, "a batch")
+        weight = client_group.weight.to(self.root_device) if client_group.weight is not None else None
         federation.module.trainer.accumulate_grad_batches = 1
-        if cohort.last_batch:
+        if client_group.last_batch:
             federation.local_steps.begin_last_batch()
         with federation.counters.client():
-            return federation.local_trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+            return federation.local_trainer.training_step(
+                batch, client_group.step if batch_idx is not None else None, weight
+            )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         federation, plugin = self.federation, self.precision_plugin
@@ -316,11 +322,11 @@ class FederatedStrategy(RanksStrategy):
         federation = self.federation
         with federation.counters.totals():
             progress, local_steps = federation.current_round, federation.local_steps
-            cohort = require_started(progress.client_group, "a batch")
+            client_group = require_started(progress.client_group, "a batch")
             federation.epoch_states.watch_metrics()
-            active = cohort.active
+            active = client_group.active
             if local_steps.accumulate_grad_batches > 1:
-                closure = local_steps.accumulate(optimizer, closure, active, cohort.last_batch)
+                closure = local_steps.accumulate(optimizer, closure, active, client_group.last_batch)
                 active = local_steps.is_active
                 if not local_steps.is_complete:
                     return closure()
@@ -330,7 +336,9 @@ class FederatedStrategy(RanksStrategy):
                 return result
             (module_optimizer,) = federation.optimizers  # of a module that leaves its steps to Lightning
             local_steps.record_step(module_optimizer, optimizer)
-            if cohort.last_batch and not progress.client_groups:  # schedules by round step before the batch has ended
+            if (
+                client_group.last_batch and not progress.client_groups
+            ):  # schedules by round step before the batch has ended
                 local_steps.end_schedules(module_optimizer)
             return result
 
@@ -370,7 +378,7 @@ class FederatedStrategy(RanksStrategy):
         if self.federation.module.trainer.state.fn == "fit":
             fingerprint, rounds = (
                 federation_fingerprint(self.federation),
-                require_stream(self.federation.module.trainer).plan.rounds,
+                require_stream(self.federation.module.trainer).plan.num_rounds,
             )
             check_checkpoint(checkpoint, self._hooks.state_key, fingerprint, rounds, checkpoint_path)
         return checkpoint

@@ -43,7 +43,7 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         step: Lightning's own training step.
     """
     module, stream, settings = federation.module, federation.stream, federation.settings
-    methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, settings.keep_optimizer
+    methods, optimizers, keep_optimizer_state = federation.methods, federation.optimizers, settings.keep_optimizer_state
     for method in methods:
         if method.needs.round_samples and not (isinstance(method, Replay) and method.buffer is None):
             check_no_transfer_hook(module, stream, type(method).__name__)
@@ -61,20 +61,20 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
                     argument="configure_optimizers",
                     value=type(method).__name__,
                 )
-    if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+    if keep_optimizer_state and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InvalidValueError(
-            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True.",
+            "Expected `keep_optimizer_state=False` for `LBFGS`, whose state is lists of steps, but got True.",
             hint="Leave it out.",
-            argument="keep_optimizer",
-            value=keep_optimizer,
+            argument="keep_optimizer_state",
+            value=keep_optimizer_state,
         )
-    requested_size = None if settings.cohort_size == "auto" else settings.cohort_size
+    requested_size = None if settings.max_vectorized_clients == "auto" else settings.max_vectorized_clients
     size = choose_group_size(module) if requested_size is None else requested_size
     if size == 1:
         reason: Obstacle | None = (
             Obstacle(Reason.COHORT_SIZE) if requested_size else Obstacle(Reason.PARAMETERS, (_LARGEST,))
         )
-    elif keep_optimizer:
+    elif keep_optimizer_state:
         reason = Obstacle(Reason.KEEP_OPTIMIZER)
     else:
         reason = find_vmap_obstacle(module, methods, optimizers, stream)
@@ -86,14 +86,14 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     if padded and by_step:
         if size > 1 and requested_size is not None:
             raise InvalidValueError(
-                f'Expected `cohort_size=1` or "auto" but got {requested_size}: {by_step}.',
-                hint="Leave `cohort_size` out.",
-                argument="cohort_size",
+                f'Expected `max_vectorized_clients=1` or "auto" but got {requested_size}: {by_step}.',
+                hint="Leave `max_vectorized_clients` out.",
+                argument="max_vectorized_clients",
                 value=requested_size,
             )
         if size > 1:
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
-        return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
+        return SequentialTrainer(module, methods, optimizers, keep_optimizer_state, federation.seed, step), by_step
     if requested_size is None:
         samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
         with isolate_rng():  # a data set may draw a transform

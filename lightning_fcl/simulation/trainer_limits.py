@@ -41,7 +41,7 @@ class TrainerLimits:
         trainer.limit_train_batches = float(self.batches > 0)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             loop.epoch_loop.max_steps = -1
-        rounds = stream.plan.rounds if stream is not None else None
+        rounds = stream.plan.num_rounds if stream is not None else None
         if rounds is None or epochs is None:
             return
         if epochs == -1 or (epochs == _UNSET and rounds < _UNSET):

@@ -124,7 +124,7 @@ class TrialSteps:
         federation, progress = self._federation, self._progress
         assert isinstance(federation.local_trainer, SequentialTrainer)
         previous_settings = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
-        local, cohort, cohorts = federation.local_trainer, progress.client_group, progress.client_groups
+        local, client_group, client_groups = federation.local_trainer, progress.client_group, progress.client_groups
         trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         federation.local_trainer = local.with_methods(self._methods)
@@ -138,7 +138,7 @@ class TrialSteps:
             for method in self._methods:
                 method.client = None
             trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = previous_settings
-            federation.local_trainer, progress.client_group, progress.client_groups = local, cohort, cohorts
+            federation.local_trainer, progress.client_group, progress.client_groups = local, client_group, client_groups
 
     def _read(self) -> list[list[Batch]]:
         """Read the batches of each client."""
@@ -180,22 +180,22 @@ class TrialSteps:
             (federation.local_trainer, federation.local_steps.accumulate_grad_batches),
             np.ones(1, dtype=np.int64),
         )
-        cohort = ClientGroup(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
+        client_group = ClientGroup(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
         seed_all(federation.seed, name, number)
         memories = [
             m.prepare_client_state(make_client(m, module, {}, self._state, round_client)) for m in self._methods
         ]
         federation.local_steps.start(federation.optimizers)
         self._loose.restore()
-        cohort.received = [self._state]
-        self._progress.client_group, self._progress.client_groups = cohort, deque([cohort])
+        client_group.received = [self._state]
+        self._progress.client_group, self._progress.client_groups = client_group, deque([client_group])
         federation.local_trainer.start(clients, [self._state], [memories], [{}])
         counters = federation.counters
-        counters.begin(self._trainer, cohort, federation.local_steps, federation.optimizers)
+        counters.begin(self._trainer, client_group, federation.local_steps, federation.optimizers)
         enter(self._trainer, counters)
         try:
-            for cohort.step, batch in enumerate(self._batches[row]):
-                self._step(batch, cohort.step)
+            for client_group.step, batch in enumerate(self._batches[row]):
+                self._step(batch, client_group.step)
             for listener in self._callbacks:
                 if isinstance(listener, ClientEndListener):
                     with counters.client():

@@ -81,7 +81,10 @@ class _EpochLoss:
 
 
 class NetworkTask(Task):
-    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it."""
+    """A network that is trained by the mean of its samples' losses.
+
+    The loss of each sample is a method of its own, so that a client group can be vectorized.
+    """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class NetworkTask(Task):
             raise InvalidValueError(
                 f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
                 f"{type(self.model).__name__} gave: {error}.",
-                hint="Fit its arguments to the data; what cannot be vectorised trains with `cohort_size=1`.",
+                hint="Fit its arguments to the data; what cannot be vectorised trains with `max_vectorized_clients=1`.",
             ) from error
         return output
 

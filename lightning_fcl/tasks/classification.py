@@ -13,11 +13,12 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.trainer_access import find_stream
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.protocols import FederatedModule
 from lightning_fcl.federation.server_optimizer import OptimizerFactory
 from lightning_fcl.models.small import HARCNN
 from lightning_fcl.tasks.base import NetworkTask, require_embedding_body
+from lightning_fcl.validation import at_least
 
 
 @runtime_checkable
@@ -29,7 +30,7 @@ class OutputsByTask(FederatedModule, Protocol):
 
 
 class Classifier(NetworkTask):
-    """A network trained by cross-entropy; it states its loss apart, so that cohorts can train it.
+    """A network trained by cross-entropy; it states its loss apart, so that client groups can train it.
 
     Args:
         model: Maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
@@ -91,8 +92,8 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 f"Expected tasks of at least two classes for `task_incremental=True` but class {single_classes[0]} is "
                 "a task of its own, in which there is nothing to learn.",
-                hint="Use fewer `tasks` of `FedViTScenario`, so that each task has at least two classes.",
-                argument="tasks",
+                hint="Use fewer `num_tasks` of `FedViTScenario`, so that each task has at least two classes.",
+                argument="num_tasks",
                 value=single_classes,
             )
         block_mask = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
@@ -167,7 +168,7 @@ class RandomClassifier(Classifier):
 class MajorityClassifier(Classifier):
     """The baseline that guesses: for every sample the class that it has met most often, among those of the task.
 
-    With the reduction ``"none"`` of ``met`` each client guesses one of its own classes.
+    With the reduction ``"local"`` of ``class_counts`` each client guesses one of its own classes.
 
     Args:
         num_classes: Number of classes.
@@ -183,15 +184,15 @@ class MajorityClassifier(Classifier):
     def __init__(self, num_classes: int, task_incremental: bool = False) -> None:
         super().__init__(nn.Identity(), num_classes, task_incremental=task_incremental)
         self.automatic_optimization = False
-        self.met: Tensor
-        self.register_buffer("met", torch.zeros(num_classes))
+        self.class_counts: Tensor
+        self.register_buffer("class_counts", torch.zeros(num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """How often each class was met, shape (batch, num_classes)."""
-        return self.met.expand(len(x), -1)
+        return self.class_counts.expand(len(x), -1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        self.met += torch.bincount(batch[1], minlength=self.num_classes)
+        self.class_counts += torch.bincount(batch[1], minlength=self.num_classes)
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
         """None."""
@@ -221,30 +222,30 @@ class HARClassifier(Classifier):
 
 
 class Regressor(NetworkTask):
-    """A network trained by the mean squared error; it states its loss apart, so that cohorts can train it.
+    """A network trained by the mean squared error; it states its loss apart, so that client groups can train it.
 
     `ContinualMetrics` measures it by ``configure_metrics()``, the mean squared error and the coefficient of
     determination. A subclass may state another `sample_loss`, or other measures.
 
     Args:
         model: Maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
-        outputs: How many numbers a sample's target has.
+        num_outputs: How many numbers a sample's target has.
         optimizer: Makes the clients' optimizer from the parameters; default: SGD with a learning rate of 0.01.
 
     Raises:
-        ValueError: If `outputs` is below 1; in a step, if outputs or targets have another shape.
+        ValueError: If `num_outputs` is below 1; in a step, if outputs or targets have another shape.
 
     Example:
         >>> import torch
-        >>> task = Regressor(nn.Linear(4, 2), outputs=2)
+        >>> task = Regressor(nn.Linear(4, 2), num_outputs=2)
         >>> task.sample_loss(torch.zeros(3, 2), torch.tensor([[1.0, 1.0], [0.0, 2.0], [0.0, 0.0]]))
         tensor([1., 2., 0.])
     """
 
-    def __init__(self, model: nn.Module, outputs: int = 1, optimizer: OptimizerFactory | None = None) -> None:
+    def __init__(self, model: nn.Module, num_outputs: int = 1, optimizer: OptimizerFactory | None = None) -> None:
         super().__init__(model, optimizer)
-        at_least(1, outputs=outputs)
-        self.outputs = outputs
+        at_least(1, num_outputs=num_outputs)
+        self.num_outputs = num_outputs
         self.val_measures = MetricCollection(dict(self.configure_metrics()))
         self.test_measures = MetricCollection(dict(self.configure_metrics()))
 
@@ -259,13 +260,13 @@ class Regressor(NetworkTask):
     def _wanted(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets as the output has them, shape (batch, outputs); those of one output may have the shape (batch,)."""
         y = y[:, None] if y.dim() == 1 else y
-        shape = (len(y), self.outputs)
+        shape = (len(y), self.num_outputs)
         if output.shape != shape or y.shape != shape:
             raise InvalidValueError(
-                f"Expected outputs and targets of shape (batch, {self.outputs}) but got {tuple(output.shape)} and "
+                f"Expected outputs and targets of shape (batch, {self.num_outputs}) but got {tuple(output.shape)} and "
                 f"{tuple(y.shape)}.",
-                hint="Set `outputs` to the size of the target, and that of the network's last layer.",
-                argument="outputs",
+                hint="Set `num_outputs` to the size of the target, and that of the network's last layer.",
+                argument="num_outputs",
                 value=tuple(y.shape),
             )
         return y.to(output.dtype)

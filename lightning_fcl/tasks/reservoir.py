@@ -13,7 +13,7 @@ from torchmetrics import MeanSquaredError, Metric, R2Score
 
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidValueError, one_of
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.local_trainer import LocalResult
@@ -22,6 +22,7 @@ from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pool_states
 from lightning_fcl.tasks.ridge_base import RidgeTask, RidgeTrainer, UploadKind, stack_client_rows
 from lightning_fcl.tasks.ridge_statistics import OneHot, ReadoutTargets, RealTargets
+from lightning_fcl.validation import one_of
 
 
 class PlasticityRule(Protocol):
@@ -46,13 +47,13 @@ class ReservoirTask(RidgeTask):
         targets: ReadoutTargets,
         beta: float | list[float],
         readout: Features,
-        share: UploadKind,
+        upload: UploadKind,
         symmetric: bool,
         min_samples: int | None,
     ) -> None:
         one_of(get_args(Features), readout=readout)
-        one_of(get_args(UploadKind), share=share)
-        super().__init__(reservoir.features, targets, beta, share, symmetric, min_samples)
+        one_of(get_args(UploadKind), upload=upload)
+        super().__init__(reservoir.features, targets, beta, upload, symmetric, min_samples)
         self.reservoir = reservoir
         self.features = readout
         self.is_adapting = False
@@ -61,9 +62,9 @@ class ReservoirTask(RidgeTask):
     @property
     def reductions(self) -> ReductionRules:
         """What travels in the round at hand: gain and bias while the reservoir is adapted, else the readout's part."""
-        adapted = "download" if self.plasticity else "fixed"
+        adapted = "download_only" if self.plasticity else "constant"
         if self.is_adapting:
-            return {"*": "fixed", "reservoir.gain": "mean", "reservoir.bias": "mean"}
+            return {"*": "constant", "reservoir.gain": "mean", "reservoir.bias": "mean"}
         return {**super().reductions, "reservoir.gain": adapted, "reservoir.bias": adapted}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,12 +141,13 @@ class ReservoirTask(RidgeTask):
         super().configure_local_trainer(federation, shaping)
         if federation.participation.may_miss_sync:
             raise InvalidValueError(
-                f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
+                f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` for a `{type(self).__name__}`, "
+                "whose clients "
                 "begin each round with new sums, but got one with them.",
                 hint="Leave them out.",
                 argument="swarm",
             )
-        return ReservoirTrainer(self, federation.settings.cohort_size)
+        return ReservoirTrainer(self, federation.settings.max_vectorized_clients)
 
     @property
     def client_state_predicts(self) -> bool:
@@ -192,7 +194,7 @@ class ReservoirTrainer(RidgeTrainer):
         rows = reservoir.plasticity_gradients(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
         gain, bias = self._gain[: len(real)], self._bias[: len(real)]
         dg, db = (torch.zeros_like(gain).index_add_(0, owner, row) / real.sum(dim=1, keepdim=True) for row in rows)
-        gain[:], bias[:] = rule.step(gain, bias, dg, db, reservoir.layers)
+        gain[:], bias[:] = rule.step(gain, bias, dg, db, reservoir.num_layers)
 
     def finish(self) -> LocalResult:
         if not self.module.is_adapting:
@@ -210,7 +212,7 @@ class ReservoirClassifier(ReservoirTask):
         beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round.
         readout: What the readout sees: each step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
-        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
+        upload: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
         targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
         symmetric: Whether only one half of B is kept and sent.
         min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
@@ -230,14 +232,14 @@ class ReservoirClassifier(ReservoirTask):
         num_classes: int,
         beta: float | list[float] = 1e-3,
         readout: Features = "steps",
-        share: UploadKind = "statistics",
+        upload: UploadKind = "statistics",
         targets: Literal["0/1", "-1/1"] = "0/1",
         symmetric: bool = False,
         min_samples: int | None = None,
     ) -> None:
         one_of(("0/1", "-1/1"), targets=targets)
         labels = OneHot(num_classes, signed=targets == "-1/1")
-        super().__init__(reservoir, labels, beta, readout, share, symmetric, min_samples)
+        super().__init__(reservoir, labels, beta, readout, upload, symmetric, min_samples)
         self.num_classes = num_classes
         self.output_kind = targets
 
@@ -247,11 +249,11 @@ class ReservoirRegressor(ReservoirTask):
 
     Args:
         reservoir: The network whose states the readout sees.
-        outputs: Size of the target.
+        num_outputs: Size of the target.
         beta: See `ReservoirClassifier`; and all else.
 
     Example:
-        >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), outputs=1)
+        >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), num_outputs=1)
         >>> task(torch.zeros(5, 10, 1)).shape
         torch.Size([5, 10, 1])
     """
@@ -259,14 +261,14 @@ class ReservoirRegressor(ReservoirTask):
     def __init__(
         self,
         reservoir: EchoStateNetwork,
-        outputs: int,
+        num_outputs: int,
         beta: float | list[float] = 1e-3,
         readout: Features = "steps",
-        share: UploadKind = "statistics",
+        upload: UploadKind = "statistics",
         symmetric: bool = False,
         min_samples: int | None = None,
     ) -> None:
-        super().__init__(reservoir, RealTargets(outputs), beta, readout, share, symmetric, min_samples)
+        super().__init__(reservoir, RealTargets(num_outputs), beta, readout, upload, symmetric, min_samples)
 
     def configure_metrics(self) -> Mapping[str, Metric]:
         """Mean squared error and coefficient of determination, by which `ContinualMetrics` measures."""

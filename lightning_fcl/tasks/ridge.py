@@ -26,7 +26,7 @@ class RidgeClassifier(RidgeTask):
         num_classes: Number of classes.
         beta: Regulariser, at least 0; of several, the one that does best on the validation samples after each round.
         symmetric: Whether only the upper triangle of B is kept and sent.
-        share: What a client sends: its ``"statistics"``; its own solution, the ``"weights"``; or the ``"moments"`` of
+        upload: What a client sends: its ``"statistics"``; its own solution, the ``"weights"``; or the ``"moments"`` of
             random groups of its samples, sums and numbers of each class, from which the server estimates B (Guan et al.
             2026, STSA-E; see `GroupMoments`).
         min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
@@ -40,10 +40,10 @@ class RidgeClassifier(RidgeTask):
             training, and added to the B that it sends. Before it solves, the server takes it away as often as it has
             come: the solution does not depend on it (He et al. 2025, AFL, whose absolute aggregation law comes to the
             sums of A and B).
-        groups: Groups that a client's samples fall into, with ``share="moments"``.
+        groups: Groups that a client's samples fall into, with ``upload="moments"``.
 
     Raises:
-        ValueError: If an argument is out of range, does not go with ``share``, or the network has no such features.
+        ValueError: If an argument is out of range, does not go with ``upload``, or the network has no such features.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -60,7 +60,7 @@ class RidgeClassifier(RidgeTask):
         num_classes: int,
         beta: float | list[float] = 1.0,
         symmetric: bool = True,
-        share: UploadKind | Literal["moments"] = "statistics",
+        upload: UploadKind | Literal["moments"] = "statistics",
         min_samples: int | None = None,
         random_features: int | None = None,
         seed: int = 0,
@@ -71,7 +71,7 @@ class RidgeClassifier(RidgeTask):
     ) -> None:
         embedding_size = require_embedding_body(model).features
         features = (embedding_size if random_features is None else random_features) + bias
-        super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples, rank, gamma, groups)
+        super().__init__(features, OneHot(num_classes), beta, upload, symmetric, min_samples, rank, gamma, groups)
         self.model = model.eval()
         self.random_features = (
             None if random_features is None else RandomFeatures(embedding_size, random_features, seed)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.batching import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.trainer_access import find_stream, move_batch
-from lightning_fcl.errors import InvalidValueError, at_least, one_of
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import ReductionRules, State, get_reductions, state_tensors
 from lightning_fcl.federation.client_store import StateSection
 from lightning_fcl.federation.local_trainer import LocalResult
@@ -22,22 +22,23 @@ from lightning_fcl.federation.protocols import FederationProtocol, find_federati
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, pack_upper, solve, unpack_upper
 from lightning_fcl.tasks.base import Task
 from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, ReadoutTargets, low_rank
+from lightning_fcl.validation import at_least, one_of
 
 log = logging.getLogger(__name__)
 
 UploadKind = Literal["statistics", "weights"]
 """What a client of any ridge regression may send."""
 
-# Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
+# Of all statistics of a client group together, in bytes: where it is used up, fewer clients run side by side.
 MAX_GROUP_BYTES = 128 * 2**20
 
 
 class RidgeTask(Task):
     """A readout by ridge regression: local training is one pass that adds up statistics.
 
-    In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
+    In a federation every round adds its clients' statistics to the server's (``upload="statistics"``: IncFed, or FedRR;
     Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
-    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
+    ``upload="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
     Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`. Rows of A, and
     so of the solution, are 0 for classes that nobody has seen yet.
 
@@ -45,7 +46,7 @@ class RidgeTask(Task):
     sample that sample's features. Hence ``min_samples``; adding up under secure aggregation is the remedy.
     """
 
-    regularised: Tensor
+    num_regularized: Tensor
     """How many uploads' gamma is in B since the last solution."""
     no_unlearning_reason: str | None
     """Why a client's part cannot be taken away again; None: it can."""
@@ -55,7 +56,7 @@ class RidgeTask(Task):
         features: int,
         targets: ReadoutTargets,
         beta: float | list[float],
-        share: UploadKind | Literal["moments"],
+        upload: UploadKind | Literal["moments"],
         symmetric: bool,
         min_samples: int | None,
         rank: int | None = None,
@@ -63,13 +64,13 @@ class RidgeTask(Task):
         groups: int = 5,
     ) -> None:
         super().__init__()
-        one_of((*get_args(UploadKind), "moments"), share=share)
+        one_of((*get_args(UploadKind), "moments"), upload=upload)
         at_least(0, gamma=gamma)
-        if (share != "statistics" and (rank is not None or gamma)) or (rank is not None and gamma):
+        if (upload != "statistics" and (rank is not None or gamma)) or (rank is not None and gamma):
             raise InvalidValueError(
-                'Expected `rank` or `gamma` alone, and with `share="statistics"`, as there is no B else to which they '
-                f'apply, but got rank={rank} and gamma={gamma} with `share="{share}"`.',
-                hint='Leave `rank` or `gamma` out, or both. With one of them, use `share="statistics"`.',
+                'Expected `rank` or `gamma` alone, and with `upload="statistics"`, as there is no B else to which they '
+                f'apply, but got rank={rank} and gamma={gamma} with `upload="{upload}"`.',
+                hint='Leave `rank` or `gamma` out, or both. With one of them, use `upload="statistics"`.',
                 argument="rank",
             )
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
@@ -79,37 +80,37 @@ class RidgeTask(Task):
                 hint="Pass a number, such as `beta=1.0`.",
                 argument="beta",
             )
-        if len(self.betas) > 1 and share == "weights":
+        if len(self.betas) > 1 and upload == "weights":
             raise InvalidValueError(
-                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.',
-                hint="Pass one number, or leave `share` out.",
+                f'Expected one `beta` with `upload="weights"`, as each client solves for itself, but got {self.betas}.',
+                hint="Pass one number, or leave `upload` out.",
                 argument="beta",
             )
         self.automatic_optimization = False
         self.targets = targets
-        self.readout = RidgeReadout(features, targets.outputs, self.betas[0], symmetric, rank)
+        self.readout = RidgeReadout(features, targets.num_outputs, self.betas[0], symmetric, rank)
         for beta in self.betas[1:]:
             RidgeReadout(1, 1, beta)  # refuses what is no regulariser
-        self.share = share
+        self.upload = upload
         self.gamma = gamma
-        self.statistics = MOMENTS if share == "moments" else SUMS if rank is None else low_rank(rank)
+        self.statistics = MOMENTS if upload == "moments" else SUMS if rank is None else low_rank(rank)
         means = "shares its weights: means cannot be taken apart"
-        self.no_unlearning_reason = means if share == "weights" else self.statistics.no_unlearning_reason
-        if share == "moments":
-            self.moments = GroupMoments(groups, targets.outputs, features)
+        self.no_unlearning_reason = means if upload == "weights" else self.statistics.no_unlearning_reason
+        if upload == "moments":
+            self.moments = GroupMoments(groups, targets.num_outputs, features)
         if gamma:
-            self.register_buffer("regularised", torch.zeros((), dtype=torch.long))
+            self.register_buffer("num_regularized", torch.zeros((), dtype=torch.long))
         self.min_samples = features if min_samples is None else min_samples
         self.val_metric, self.test_metric = targets.metric(), targets.metric()
 
     @property
     def reductions(self) -> ReductionRules:
         """What travels: the sums and what is solved of them."""
-        if self.share == "weights":
-            local_rules = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "none")
-            return {"*": "fixed", **local_rules, "readout.weight": "mean"}
-        regularised = {"regularised": "sum"} if self.gamma else {}
-        return {"*": "fixed", **self.statistics.reductions, **regularised, "readout.weight": "download"}
+        if self.upload == "weights":
+            local_rules = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "local")
+            return {"*": "constant", **local_rules, "readout.weight": "mean"}
+        regularization = {"num_regularized": "sum"} if self.gamma else {}
+        return {"*": "constant", **self.statistics.reductions, **regularization, "readout.weight": "download_only"}
 
     # What becomes of a batch.
 
@@ -165,21 +166,21 @@ class RidgeTask(Task):
         return trainer.current_epoch + 1 == trainer.max_epochs or find_stream(trainer) is not None
 
     def on_after_aggregation(self) -> None:
-        if self.share == "moments":  # what they tell of a round's clients is added to A and B
+        if self.upload == "moments":  # what they tell of a round's clients is added to A and B
             readout, moments = self.readout, self.moments
             b = moments.second_moments()
             readout.A += moments.sums.sum(dim=0)
             readout.B += pack_upper(b) if readout.symmetric else b
             self.moments = GroupMoments(moments.groups, *readout.A.shape).to(self.device)
-        if self.share != "weights":
+        if self.upload != "weights":
             self.solve()
 
     @torch.no_grad()
     def solve(self) -> None:
         """Set the readout's weights from its statistics, with the only regulariser or the best one."""
         if self.gamma:
-            add_to_diagonal(self.readout.B, self.readout.in_features, -self.gamma * int(self.regularised))
-            self.regularised.zero_()
+            add_to_diagonal(self.readout.B, self.readout.in_features, -self.gamma * int(self.num_regularized))
+            self.num_regularized.zero_()
         if len(self.betas) == 1:
             self.readout.solve()
             return
@@ -232,7 +233,7 @@ class RidgeTask(Task):
             raise InvalidValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
                 f"{dict(rules)}.",
-                hint="Leave `reductions` out. `share` chooses the uploads.",
+                hint="Leave `reductions` out. `upload` chooses the uploads.",
                 argument="reductions",
                 value=dict(rules),
             )
@@ -251,15 +252,15 @@ class RidgeTask(Task):
                 hint="Override `readout_pairs` instead.",
                 argument=name,
             )
-        return RidgeTrainer(self, settings.cohort_size)
+        return RidgeTrainer(self, settings.max_vectorized_clients)
 
     @property
     def client_state_predicts(self) -> bool:
         """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
-        return self.share == "weights" or self.gamma > 0
+        return self.upload == "weights" or self.gamma > 0
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"betas": self.betas, "share": self.share} | ({"gamma": self.gamma} if self.gamma else {})
+        return {"betas": self.betas, "share": self.upload} | ({"gamma": self.gamma} if self.gamma else {})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["beta"] = self.readout.beta
@@ -275,14 +276,16 @@ class RidgeTrainer:
     is_stacked = True
     optimizer = None
 
-    def __init__(self, module: RidgeTask, cohort_size: int | Literal["auto"] = "auto") -> None:
+    def __init__(self, module: RidgeTask, max_vectorized_clients: int | Literal["auto"] = "auto") -> None:
         self.module = module
         fitting = int(max(1, min(256, MAX_GROUP_BYTES // module.readout.B.nbytes)))
-        self.num_vectorized_clients = fitting if cohort_size == "auto" else cohort_size
+        self.num_vectorized_clients = fitting if max_vectorized_clients == "auto" else max_vectorized_clients
         self.client_rounds: Sequence[ClientRound] = ()
         self.memories: Sequence[Sequence[StateSection]] = ()
         self._a = self._b = torch.empty(0)
-        self._room: dict[str, Tensor] = {}  # for one cohort's after the other: new memory would cost more than the work
+        self._room: dict[
+            str, Tensor
+        ] = {}  # for one client group's after the other: new memory would cost more than the work
         self._n: list[int] = []
         self._warned: set[str] = set()
 
@@ -300,7 +303,7 @@ class RidgeTrainer:
         self._n = [int(self._begun(state, "readout.n")) for state in states]
         if self.module.gamma:  # what could not be sent holds it
             for row, state in zip(self._b, states, strict=True):
-                add_to_diagonal(row, self._a.shape[-1], -self.module.gamma * int(state["regularised"]))
+                add_to_diagonal(row, self._a.shape[-1], -self.module.gamma * int(state["num_regularized"]))
 
     def _begun(self, state: State, name: str) -> Tensor:
         """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
@@ -329,7 +332,7 @@ class RidgeTrainer:
     def finish(self) -> LocalResult:
         module = self.module
         for client_round, n in zip(self.client_rounds, self._n, strict=True):
-            if module.share != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
+            if module.upload != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
                 self._warned.add(client_round.client_id)
                 log.warning(
                     "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. "
@@ -350,7 +353,7 @@ class RidgeTrainer:
         if module.gamma:
             for row in self._b:
                 add_to_diagonal(row, self._a.shape[-1], module.gamma)
-            changed_state["regularised"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
+            changed_state["num_regularized"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
         return LocalResult(stack_client_rows(module, len(self.client_rounds)) | changed_state, self.memories)
 
 

@@ -12,12 +12,13 @@ from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.accumulators import Accumulator, GatheringAccumulator, State, nonzero_rows
 from lightning_fcl.federation.aggregation import ReductionRules
 from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading_rows
+from lightning_fcl.validation import at_least
 
 
 class OneHot:
@@ -27,7 +28,7 @@ class OneHot:
 
     def __init__(self, num_classes: int, signed: bool = False) -> None:
         at_least(1, num_classes=num_classes)
-        self.outputs = num_classes
+        self.num_outputs = num_classes
         self.signed = signed
 
     def encode(self, y: Tensor) -> Tensor:
@@ -39,15 +40,15 @@ class OneHot:
                 argument="y",
                 value=y.dtype,
             )
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.outputs:
-            wrong = int(y[(y < 0) | (y >= self.outputs)][0])
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_outputs:
+            wrong = int(y[(y < 0) | (y >= self.num_outputs)][0])
             raise InvalidValueError(
-                f"Expected labels between 0 and {self.outputs - 1} but got {wrong}.",
+                f"Expected labels between 0 and {self.num_outputs - 1} but got {wrong}.",
                 hint="Set `num_classes` to the data's number of classes.",
                 argument="num_classes",
                 value=wrong,
             )
-        targets = F.one_hot(y.long(), self.outputs).double()
+        targets = F.one_hot(y.long(), self.num_outputs).double()
         return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class OneHot:
         return right.double().flatten(0, -2).sum(dim=0)
 
     def metric(self) -> Metric:
-        return MulticlassAccuracy(self.outputs, average="micro")
+        return MulticlassAccuracy(self.num_outputs, average="micro")
 
     def to_predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
@@ -68,17 +69,17 @@ class RealTargets:
 
     quantity = "error"
 
-    def __init__(self, outputs: int) -> None:
-        at_least(1, outputs=outputs)
-        self.outputs = outputs
+    def __init__(self, num_outputs: int) -> None:
+        at_least(1, num_outputs=num_outputs)
+        self.num_outputs = num_outputs
 
     def encode(self, y: Tensor) -> Tensor:
-        if y.dim() not in (2, 3) or y.shape[-1] != self.outputs:
+        if y.dim() not in (2, 3) or y.shape[-1] != self.num_outputs:
             raise InvalidValueError(
-                f"Expected targets of shape (batch, {self.outputs}), or (batch, time, {self.outputs}), but got "
+                f"Expected targets of shape (batch, {self.num_outputs}), or (batch, time, {self.num_outputs}), but got "
                 f"{tuple(y.shape)}.",
-                hint="Set `outputs` to the target's size.",
-                argument="outputs",
+                hint="Set `num_outputs` to the target's size.",
+                argument="num_outputs",
                 value=tuple(y.shape),
             )
         if not torch.isfinite(y).all():
@@ -120,7 +121,7 @@ class ConcatReduction(Reduction):
 class ConcatRows(ConcatReduction):
     """The leading rows of the server's and of all uploads' rows, so many as ``rank`` says."""
 
-    name = "gathered rows"
+    name = "concat_rows"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -138,7 +139,7 @@ class ConcatGroups(ConcatReduction):
     A client has few of the classes in few of its groups: what is kept of it until the others have come is sparse.
     """
 
-    name = "gathered groups"
+    name = "concat_groups"
 
     def make_accumulator(self) -> Accumulator:
         return GatheringAccumulator(self._join_rows, lambda value: value.to_sparse(2))
@@ -176,7 +177,7 @@ class RidgeStatistics:
 
     def allocate_rows(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
         """With rows for all samples that the clients will see, so that none is cut off before the last."""
-        return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.samples for part in clients)))
+        return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.num_samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:
         """What clients send of it."""

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import get_reduction, get_reductions
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.io.atomic import TemporaryFolder
@@ -28,6 +28,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.runs.loaded_recipe import LoadedRecipe, load_into_recipe
 from lightning_fcl.runs.recipe import Setting
+from lightning_fcl.validation import at_least
 from lightning_fcl.zoo.model_entry import CONTINUE, ModelEntry, read_files, read_folder
 from lightning_fcl.zoo.registry import resolve_folder
 from lightning_fcl.zoo.verifying import recipe_parts
@@ -106,9 +107,10 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         )
     if classes is not None:
         at_least(1, classes=classes)
-        if entry.outputs not in ("0/1", "-1/1"):
+        if entry.output_kind not in ("0/1", "-1/1"):
             raise InvalidValueError(
-                f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
+                f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.output_kind}, but got "
+                f"{classes}: "
                 "only a readout that is solved for learns more than it was made for.",
                 hint="Leave `classes` out, or make a new head with `create_model(..., num_classes=...)`.",
                 argument="classes",

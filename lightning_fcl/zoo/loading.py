@@ -12,13 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_fcl.errors import InvalidValueError, UnknownNameError, at_least, check_arguments, did_you_mean
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.io.reading import REDOWNLOAD_HINT, regular_file
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import ReservoirReadout
 from lightning_fcl.models.serialization import Serializable, build_from_config
+from lightning_fcl.validation import at_least, check_arguments, did_you_mean
 from lightning_fcl.zoo.model_entry import CHECK, WEIGHTS, ModelEntry, read_folder
 from lightning_fcl.zoo.pretrained import PretrainedModel, embed_samples
 from lightning_fcl.zoo.registry import get_entry, list_models, resolve_folder

@@ -34,18 +34,18 @@ class ModelEntry:
     Args:
         name: Such as ``"har_cnn.ucihar.flwf2t_ft"``: lower case, digits, ``_``, ``-`` and dots.
         version: From 1.
-        about: What it is, in a sentence.
+        description: What it is, in a sentence.
         network: Its class and arguments, as `lightning_fcl.models.serialization.to_plain_config` gives them.
-        outputs: What it gives: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or ``"features"``,
+        output_kind: What it gives: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or ``"features"``,
             where it names no classes.
         classes: Their names, in the order of the outputs.
-        shape: Of a sample, as the network takes it.
+        input_shape: Of a sample, as the network takes it.
         measurement: How a device's own values become such a sample; None: the network takes those that it is given.
-        stored: The type of its 32-bit weights in the file.
-        licence: Of the ``weights`` and of the ``data``.
+        stored_dtype: The type of its 32-bit weights in the file.
+        license: Of the ``weights`` and of the ``data``.
         recipe: What trained it: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
         metrics: Its own numbers, and those of the paper by ``paper/`` before the name.
-        limits: What it does not do, a sentence each.
+        limitations: What it does not do, a sentence each.
         made_with: Versions of packages, and the machine.
 
     Raises:
@@ -54,29 +54,30 @@ class ModelEntry:
 
     name: str
     version: int
-    about: str
+    description: str
     network: Mapping[str, Any]
-    outputs: OutputKind
+    output_kind: OutputKind
     classes: list[str]
-    shape: list[int]
+    input_shape: list[int]
     measurement: Measurement | None = None
-    stored: StoredType = "float32"
-    licence: dict[str, str] = field(default_factory=dict)
+    stored_dtype: StoredType = "float32"
+    license: dict[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    limits: list[str] = field(default_factory=list)
+    limitations: list[str] = field(default_factory=list)
     made_with: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        if self.version < 1 or bool(self.classes) == (self.outputs == "features"):
+        if self.version < 1 or bool(self.classes) == (self.output_kind == "features"):
             raise InvalidValueError(
-                f"Expected a version from 1, and classes unless `outputs` are features, for {self.name} but got "
-                f"{self.version}, {len(self.classes)} classes and {self.outputs}."
+                f"Expected a version from 1, and classes unless `output_kind` are features, for {self.name} but got "
+                f"{self.version}, {len(self.classes)} classes and {self.output_kind}."
             )
-        if self.measurement is not None and list(self.measurement.shape) != list(self.shape):
+        if self.measurement is not None and list(self.measurement.shape) != list(self.input_shape):
             raise InvalidValueError(
-                f"Expected the measurement of {self.name} to be of shape {self.shape} but got {self.measurement.shape}."
+                f"Expected the measurement of {self.name} to be of shape {self.input_shape} but got "
+                f"{self.measurement.shape}."
             )
 
     @property

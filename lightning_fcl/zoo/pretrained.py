@@ -83,7 +83,7 @@ class PretrainedModel(nn.Module):
         if self.entry.measurement is not None:
             prepared = self.entry.measurement.preprocess(values, rate, units)
         else:
-            shape = tuple(self.entry.shape)
+            shape = tuple(self.entry.input_shape)
             prepared = values[np.newaxis] if values.shape == shape else values
             if prepared.shape[1:] != shape or not len(prepared):
                 raise InvalidValueError(
@@ -101,7 +101,9 @@ class PretrainedModel(nn.Module):
         return tensor.to(weight.dtype) if tensor.is_floating_point() else tensor
 
     @torch.no_grad()
-    def predict(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> list[Prediction]:
+    def predict(
+        self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None
+    ) -> list[Prediction]:
         """The class of each sample; arguments are those of `preprocess`.
 
         The probabilities of a readout that was solved for by least squares are its outputs, cut at 0 and divided by
@@ -118,7 +120,7 @@ class PretrainedModel(nn.Module):
                 argument="classes",
                 value=self.entry.name,
             )
-        rows = self.probabilities(self(self.preprocess(x, rate, units))).tolist()
+        rows = self.probabilities(self(self.preprocess(x, sampling_rate_hz, units))).tolist()
         predictions = []
         for row in rows:
             by_class = sorted(zip(self.classes, row, strict=True), key=lambda pair: -pair[1])
@@ -126,21 +128,21 @@ class PretrainedModel(nn.Module):
         return predictions
 
     @torch.no_grad()
-    def embed(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
+    def embed(self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
         """Features of raw samples.
 
         Raises:
             ValueError: As `preprocess` does, or if the network tells no features.
         """
-        return embed_samples(self.network, self.preprocess(x, rate, units))
+        return embed_samples(self.network, self.preprocess(x, sampling_rate_hz, units))
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Of each class, shape (n, classes), float64, by the network's outputs."""
         outputs = outputs.double()
         outputs = outputs.mean(dim=1) if outputs.dim() == 3 else outputs
-        if self.entry.outputs == "logits":
+        if self.entry.output_kind == "logits":
             return outputs.softmax(dim=-1)
-        shares = ((outputs + 1) / 2 if self.entry.outputs == "-1/1" else outputs).clamp(min=0)
+        shares = ((outputs + 1) / 2 if self.entry.output_kind == "-1/1" else outputs).clamp(min=0)
         total = shares.sum(dim=-1, keepdim=True)
         return torch.where(total > 0, shares / total.clamp(min=1e-300), 1 / outputs.shape[-1])
 
@@ -183,7 +185,7 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
             f"Expected {path} to hold numbers, as many in each line, but got: {first_line(error)}.",
             hint="Correct this line of the file.",
         ) from error
-    shape, axes, channels = tuple(entry.shape), tuple[str, ...](), tuple[str, ...]()
+    shape, axes, channels = tuple(entry.input_shape), tuple[str, ...](), tuple[str, ...]()
     if entry.measurement is not None and "time" in entry.measurement.axes:
         axes, channels = entry.measurement.axes, entry.measurement.channels
     if axes and table.shape[1] == len(channels):

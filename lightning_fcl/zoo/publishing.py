@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.edge.report import device_report
-from lightning_fcl.errors import InvalidValueError, require_package
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import get_reductions
@@ -32,6 +32,7 @@ from lightning_fcl.runs.loaded_recipe import LoadedRecipe, load_into_recipe, loa
 from lightning_fcl.runs.paper_rows import paper_folder, scale_folder
 from lightning_fcl.runs.recipe import Recipe
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.validation import require_package
 from lightning_fcl.zoo.continuation import continuation_bytes, make_continuation
 from lightning_fcl.zoo.loading import features_or_outputs, load_folder, load_weights, make_network
 from lightning_fcl.zoo.model_entry import (
@@ -53,7 +54,7 @@ from lightning_fcl.zoo.verifying import packaged_recipe, test_accuracy
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
 
 ENERGY_METRIC = "energy_mj/learnt sample"
-"""What learning a sample costs the device of `lightning-fcl device-report`, in mJ."""
+"""What learning a sample costs the device of `lightning-fcl edge-report`, in mJ."""
 
 LOST = 1e-3
 """The share of test samples that may be told otherwise where weights are stored in half precision."""
@@ -75,9 +76,9 @@ def publish(
     run: str | Path,
     name: str,
     destination: str | Path,
-    about: str = "",
-    licence: Mapping[str, str] | None = None,
-    limits: Sequence[str] = (),
+    description: str = "",
+    license: Mapping[str, str] | None = None,
+    limitations: Sequence[str] = (),
     numbered_classes: bool = False,
     features: bool = False,
     half_precision: bool | None = None,
@@ -92,9 +93,9 @@ def publish(
         name: Such as ``"har_cnn.mydata.flwf"``. Of a name that is there already, a new version is made.
         destination: The folder of the registry, or ``"hf:organisation/repository"``, which holds this network alone; it
             is made if it is not there.
-        about: What it is, in a sentence.
-        licence: Of the ``"weights"`` and of the ``"data"``.
-        limits: What it does not do, a sentence each.
+        description: What it is, in a sentence.
+        license: Of the ``"weights"`` and of the ``"data"``.
+        limitations: What it does not do, a sentence each.
         numbered_classes: Whether classes are numbered in place of named, as where they are persons.
         features: Whether it names no classes, but makes features.
         half_precision: Whether weights are stored in half precision; None: where the test samples come out alike, but
@@ -147,16 +148,16 @@ def publish(
     entry = ModelEntry(
         name=name,
         version=1,
-        about=about,
+        description=description,
         network=to_plain_config(network),
-        outputs=task.output_kind if classes else "features",
+        output_kind=task.output_kind if classes else "features",
         classes=[f"person {place + 1}" for place in range(len(classes))] if numbered_classes else classes,
-        shape=shape,
+        input_shape=shape,
         measurement=stream.samples.measurement,
-        licence=dict(licence or {}),
+        license=dict(license or {}),
         recipe=recipe | {"rounds_done": int(checkpoint["epoch"]) + 1},
         metrics=metrics | _energy(parts, shape) | {f"paper/{key}": value for key, value in results["expected"].items()},
-        limits=list(limits),
+        limitations=list(limitations),
         made_with={**results["versions"], "machine": results["machine"]},
     )
     model = PretrainedModel(network, entry)
@@ -169,7 +170,7 @@ def publish(
     if True in models:  # as it is loaded from a file that holds it in half precision
         models[True] = load_weights(make_network(entry), _tensors(network, half=True), entry)
     if backbone is not None:  # its features have been made for the run
-        stream.features = backbone
+        stream.backbone = backbone
         stream.set_samples(stream.samples)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half_precision = (
@@ -178,7 +179,7 @@ def publish(
         else half_precision
     )
     metrics = {"test_accuracy": accuracy[half_precision], **entry.metrics} if accuracy else entry.metrics
-    entry = replace(entry, metrics=metrics, stored="float16" if half_precision else "float32")
+    entry = replace(entry, metrics=metrics, stored_dtype="float16" if half_precision else "float32")
     temporary = None if head is None else TemporaryFolder("push")
     registry_folder = Path(destination) if temporary is None else temporary.path
     with disk_error_context(registry_folder):
@@ -189,7 +190,7 @@ def publish(
             continuation = make_continuation(checkpoint, parts, first=not versions)
             entry = replace(entry, version=max(versions, default=0) + 1)
             folder = _write(models[half_precision].network, entry, continuation, registry_folder)
-    return folder if head is None else upload(folder, head, about or name)
+    return folder if head is None else upload(folder, head, description or name)
 
 
 def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
@@ -228,8 +229,8 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    write_atomic(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
-    sample = example_input(network, entry.shape)
+    write_atomic(partial / WEIGHTS, save(_tensors(network, entry.stored_dtype == "float16")))
+    sample = example_input(network, entry.input_shape)
     with torch.no_grad():
         pair = {"input": sample, "output": features_or_outputs(PretrainedModel(network, entry), sample).contiguous()}
     write_atomic(partial / CHECK, save(pair))
@@ -275,7 +276,7 @@ def model_card(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]
     text: str = template.render(
         entry=entry,
         metadata=yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(),
-        shape=tuple(entry.shape),
+        shape=tuple(entry.input_shape),
         numbers=sum(value.numel() for value in state.values()),
         rows=_rows(entry, spread),
         energy=ENERGY_METRIC,
@@ -290,8 +291,8 @@ def _metadata(entry: ModelEntry) -> dict[str, Any]:
         "library_name": "lightning-fcl",
         "tags": ["federated-learning", "continual-learning", "pytorch"],
     }
-    if "weights" in entry.licence:
-        metadata |= {"license": "other", "license_name": entry.licence["weights"]}
+    if "weights" in entry.license:
+        metadata |= {"license": "other", "license_name": entry.license["weights"]}
     if "test_accuracy" in entry.metrics:
         data = entry.name.split(".")[1] if "." in entry.name else "own"
         result = {

@@ -23,14 +23,13 @@ from lightning_fcl.errors import (
     InvalidValueError,
     MissingFileError,
     UnknownNameError,
-    did_you_mean,
-    require_package,
 )
 from lightning_fcl.io.atomic import atomic_path, disk_error_context, file_lock
 from lightning_fcl.io.checksums import check_digest, read_checksums, sha256, write_checksums
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder, safe_join
 from lightning_fcl.io.reading import REDOWNLOAD_HINT
+from lightning_fcl.validation import did_you_mean, require_package
 from lightning_fcl.zoo.model_entry import (
     CHECKSUMS_FILE,
     CONFIG,

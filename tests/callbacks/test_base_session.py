@@ -26,7 +26,7 @@ from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm
 from lightning_fcl.rng import seed_all
 
 SMALL = {
-    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
+    "num_people": 6, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2, "train_per_class": 7, "test_per_class": 3,
     "rounds_per_session": 2,
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def part(state, prefix):
     return {name: value for name, value in state.items() if name.startswith(prefix)}
 
 
-HEAD = {"model.backbone.*": "fixed"}
+HEAD = {"model.backbone.*": "constant"}
 QUICK = {"pretrain_epochs": 1, "epochs": 1, "augment": False, "batch_size": 8, "backbone": "float"}
 
 
@@ -132,11 +132,11 @@ def test_classes_that_come_later_start_level(run):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
-    task, state = run({"backbone": backbone}, cohort_size=cohort_size)
-    assert (run.trainer.strategy.num_vectorized_clients > 1) == (cohort_size != 1)
+def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, max_vectorized_clients):
+    task, state = run({"backbone": backbone}, max_vectorized_clients=max_vectorized_clients)
+    assert (run.trainer.strategy.num_vectorized_clients > 1) == (max_vectorized_clients != 1)
     end = snapshot(task)
     same(part(end, "model.backbone."), part(state, "model.backbone."))
     assert isinstance(task.model.backbone, Int8Backbone) == (backbone == "int8")
@@ -151,7 +151,7 @@ def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_only_the_head_travels(run, backbone):
     metrics = ContinualMetrics("none")
-    stream = make_faces(faces(12), {**SMALL, "people": 10, "base": 4, "nodes": 3})
+    stream = make_faces(faces(12), {**SMALL, "num_people": 10, "num_base_people": 4, "num_nodes": 3})
     task, _ = run({"backbone": backbone}, [metrics], make_net(10), stream)
     trainable = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     assert 4 * trainable == 24_040
@@ -160,15 +160,20 @@ def test_only_the_head_travels(run, backbone):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_maps_that_are_computed_once_give_the_same(run, backbone, cohort_size):
+def test_maps_that_are_computed_once_give_the_same(run, backbone, max_vectorized_clients):
     """Int8 sums are exact in any batch; in floating point the size of a batch may change the rounding."""
     results = []
     for latents in (False, True):
-        metrics, stream = ContinualMetrics(start=True), make_faces()
-        others = [MeanOutputLoss(2.0), Replay(20, "class-balanced", "round", base=True), metrics]
-        task, state = run({"backbone": backbone, "latents": latents}, others, stream=stream, cohort_size=cohort_size)
+        metrics, stream = ContinualMetrics(evaluate_before_fit=True), make_faces()
+        others = [MeanOutputLoss(2.0), Replay(20, "class-balanced", "round", include_base=True), metrics]
+        task, state = run(
+            {"backbone": backbone, "precompute_latents": latents},
+            others,
+            stream=stream,
+            max_vectorized_clients=max_vectorized_clients,
+        )
         x = stream.get_samples(np.arange(80))[0]
         assert x.shape == ((80, 64, 1, 1) if latents else (80, 1, 16, 16))
         if latents:
@@ -188,28 +193,28 @@ def files(folder):
 @pytest.mark.seconds
 def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
     folder = tmp_path / "kept" / "here"
-    first, state = run({"cache": str(folder)})
+    first, state = run({"cache_dir": str(folder)})
     (path,) = folder.glob("*.safetensors")
     assert files(folder) == {path.name}
-    second, again = run({"cache": str(folder)})
+    second, again = run({"cache_dir": str(folder)})
     plain, without = run()
     assert files(folder) == {path.name}
     for other in (again, without):
         same(other, state)
     for task in (second, plain):
         same(snapshot(task), snapshot(first))
-    run({"cache": str(folder), "latents": True, "backbone": "int8"})  # only what follows is another
+    run({"cache_dir": str(folder), "precompute_latents": True, "backbone": "int8"})  # only what follows is another
     assert files(folder) == {path.name}
     kept = load_file(path)
     save_file({**kept, "head.classifier.bias": kept["head.classifier.bias"] + 1}, path)
-    _, changed = run({"cache": str(folder)})
+    _, changed = run({"cache_dir": str(folder)})
     same(changed["model.head.classifier.bias"], state["model.head.classifier.bias"] + 1)
     same(part(changed, "model.backbone"), part(state, "model.backbone"))
 
 
 def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full_disk):
     with full_disk(4096), pytest.raises(OSError, match=r"bytes for .*\.safetensors but the disk is full"):
-        run({"cache": str(tmp_path / "kept")})
+        run({"cache_dir": str(tmp_path / "kept")})
     assert not files(tmp_path / "kept")
 
 
@@ -229,7 +234,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full
     ],
 )
 def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
-    cached = {"cache": str(tmp_path)}
+    cached = {"cache_dir": str(tmp_path)}
     _, state = run(cached, max_epochs=1)
     stream, task = make_faces(**change.pop("stream", {})), make_net(**change.pop("task", {}))
     copied, same_stream = copy.deepcopy(task), copy.deepcopy(stream)
@@ -256,9 +261,13 @@ def test_what_was_drawn_before_does_not_matter(run):
 @pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=pytest.mark.long)])
 def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
     def parts():
-        return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0), ContinualMetrics(start=True)]
+        return [
+            Replay(20, "class-balanced", "round", include_base=True),
+            MeanOutputLoss(2.0),
+            ContinualMetrics(evaluate_before_fit=True),
+        ]
 
-    session, whole = {"backbone": backbone, "latents": latents}, parts()
+    session, whole = {"backbone": backbone, "precompute_latents": latents}, parts()
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     task, _ = run(session, [*whole, saver], trainer_args={"enable_checkpointing": True})
     for epoch in (0, 2):
@@ -272,11 +281,11 @@ def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
 @pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
-    session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
+    session = BaseSession(**{**QUICK, "backbone": backbone, "precompute_latents": True})
     task, _ = run(session)
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
     stream, again = make_faces(), make_net(seed=9)
-    session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
+    session = BaseSession(**{**QUICK, "backbone": backbone, "precompute_latents": True})
     trainer = L.Trainer(callbacks=[session], **quiet)
     (result,) = trainer.test(again, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
     same(snapshot(again), snapshot(task))
@@ -292,9 +301,9 @@ def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
 @pytest.mark.seconds
 def test_a_second_fit_goes_on(run):
     def parts():
-        return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0)]
+        return [Replay(20, "class-balanced", "round", include_base=True), MeanOutputLoss(2.0)]
 
-    session = {"latents": True}
+    session = {"precompute_latents": True}
     whole, _ = run(session, parts())
     stream = make_faces()
     task, _ = run(session, parts(), stream=stream, max_epochs=2)
@@ -306,7 +315,7 @@ def test_a_second_fit_goes_on(run):
 @pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_computed(run, backbone):
-    session, stream = {"latents": True, "backbone": backbone}, make_faces()
+    session, stream = {"precompute_latents": True, "backbone": backbone}, make_faces()
     run(session, stream=stream)
     task, state = run(session, task=make_net(seed=1), stream=stream)
     other, expected = run(session, task=make_net(seed=1))
@@ -316,8 +325,8 @@ def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_comp
 
 @pytest.mark.seconds
 def test_in_a_plain_trainer(run, fit):
-    arguments = {**SMALL, "nodes": 1}
-    federated, _ = run(stream=make_faces(scenario_args=arguments), cohort_size=1)
+    arguments = {**SMALL, "num_nodes": 1}
+    federated, _ = run(stream=make_faces(scenario_args=arguments), max_vectorized_clients=1)
     plain = make_net()
     fit(plain, make_faces(scenario_args=arguments), [BaseSession(**QUICK)], strategy="auto")
     same(snapshot(plain), snapshot(federated))
@@ -358,7 +367,11 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
                 labels.extend(batch[1].tolist())
 
     stream = make_faces()
-    run({"latents": True}, [Replay(6, "class-balanced", "experience", base=True), Look(), Batches()], stream=stream)
+    run(
+        {"precompute_latents": True},
+        [Replay(6, "class-balanced", "experience", include_base=True), Look(), Batches()],
+        stream=stream,
+    )
     # Node 1 learns class 2 and node 2 class 3, 7 samples each, beside 3 samples of each of the base session's classes.
     assert np.bincount(labels).tolist() == [6, 6, 7, 7]
     maps, theirs = stream.get_samples(stream.plan.base_samples)
@@ -373,18 +386,21 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 
 
 def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
-    for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 6)):
+    for replay, size in (
+        (Replay(0.5, "reservoir", include_base=True), 7),
+        (Replay(3, "refresh", include_base=True), 6),
+    ):
         run(others=[replay], max_epochs=1)
         memory = run.trainer.strategy.server.client_store["node1"]["Replay"]
         assert len(memory["y"]) == size
 
 
 def test_replay_needs_a_base_session(fit, make_stream, make_task):
-    with raises(InvalidValueError, "base"):
-        fit(make_task(), make_stream(), [Replay(9, base=True)])
-    stream = make_faces(scenario_args={**SMALL, "nodes": 1})
-    with raises(InvalidValueError, "base"):
-        fit(make_net(), stream, [Replay(9, base=True)], strategy="auto")
+    with raises(InvalidValueError, "include_base"):
+        fit(make_task(), make_stream(), [Replay(9, include_base=True)])
+    stream = make_faces(scenario_args={**SMALL, "num_nodes": 1})
+    with raises(InvalidValueError, "include_base"):
+        fit(make_net(), stream, [Replay(9, include_base=True)], strategy="auto")
 
 
 class Halves(nn.Module):
@@ -395,7 +411,7 @@ class Halves(nn.Module):
 
 SMALLER = partial(DSICNet, num_classes=3, image_size=(16, 16))
 HIGHER = partial(DSICNet, num_classes=6, image_size=(24, 16))
-LATENTS = BaseSession(**{**QUICK, "latents": True})
+LATENTS = BaseSession(**{**QUICK, "precompute_latents": True})
 
 
 @pytest.mark.parametrize(
@@ -411,7 +427,7 @@ LATENTS = BaseSession(**{**QUICK, "latents": True})
         (SMALLER, None, [], "num_classes"),
         (HIGHER, None, [], "image_size"),
         (HIGHER, "digits", [], "datamodule"),
-        (HIGHER, None, [Replay(9, base=True), LATENTS], "callbacks"),
+        (HIGHER, None, [Replay(9, include_base=True), LATENTS], "callbacks"),
     ],
 )
 def test_what_it_cannot_train_is_refused(fit, model, data, callbacks, argument):
@@ -437,14 +453,14 @@ def test_wrong_arguments(arguments, expected):
 
 def check_fix_of_cache(run, folder, damage):
     """Damage the cache, expect an error, delete the cache, and train the session again."""
-    _, state = run({"cache": str(folder)}, max_epochs=1)
+    _, state = run({"cache_dir": str(folder)}, max_epochs=1)
     (path,) = folder.glob("*.safetensors")
     damage(path)
     with raises(DamagedFileError, value=path) as caught:
-        run({"cache": str(folder)}, max_epochs=1)
+        run({"cache_dir": str(folder)}, max_epochs=1)
     assert caught.value.hint == "Delete the file. The next fit trains the session again."
     path.unlink()
-    same(run({"cache": str(folder)}, max_epochs=1)[1], state)
+    same(run({"cache_dir": str(folder)}, max_epochs=1)[1], state)
     assert path.is_file()
 
 

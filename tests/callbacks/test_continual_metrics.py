@@ -44,11 +44,11 @@ class ByHand(Callback):
         self.current = {}
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_counts_are_those_of_every_model(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_counts_are_those_of_every_model(fit, make_stream, make_task, max_vectorized_clients):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(), make_task()
     by_hand = ByHand(stream)
-    trainer = fit(task, stream, [metrics, by_hand], cohort_size=cohort_size)
+    trainer = fit(task, stream, [metrics, by_hand], max_vectorized_clients=max_vectorized_clients)
     rounds = metrics.record["rounds"]
     assert [entry["correct"] for entry in rounds] == by_hand.rounds
     assert rounds[-1]["correct"]["server"] == counts(task.eval(), stream, 4)
@@ -78,7 +78,7 @@ def test_record_says_what_the_stream_is(fit, make_stream, make_task):
     size = sum(value.nbytes for value in task.state_dict().values())
     for entry in record["rounds"]:
         assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", size)
-        assert entry["dropped"] == {} and entry["skipped"] == [] and entry["seconds"] > 0
+        assert entry["dropped"] == {} and entry["no_data"] == [] and entry["seconds"] > 0
 
 
 def test_groups_may_be_domains(fit, make_stream, make_task):
@@ -94,7 +94,7 @@ def test_groups_may_be_domains(fit, make_stream, make_task):
 def test_models_that_predict_every_step(
     fit, make_series_stream, make_reservoir, make_reservoir_task, readout, washout, steps
 ):
-    stream, metrics = make_series_stream(3, 2), ContinualMetrics(training=True)
+    stream, metrics = make_series_stream(3, 2), ContinualMetrics(evaluate_on_train=True)
     task = make_reservoir_task(make_reservoir(washout=washout), readout=readout)
     by_hand = []
 
@@ -122,15 +122,15 @@ def test_models_that_predict_every_step(
 def test_training_samples_are_counted_once(fit, make_stream, make_task, rounds_per_experience):
     stream, metrics, task = make_stream(rounds_per_experience=rounds_per_experience), ContinualMetrics(), make_task()
     fit(task, stream, [metrics])
-    assert "training" not in metrics.record and "training_accuracy/server" not in summarize(metrics.record)
-    metrics = ContinualMetrics(training=True)
+    assert "training" not in metrics.record and "train_accuracy/server" not in summarize(metrics.record)
+    metrics = ContinualMetrics(evaluate_on_train=True)
     fit(task, stream, [metrics])
     rows = sorted({int(i) for current in stream.plan.train for rows in current.values() for i in rows})
     assert len(rows) == 240 - len(stream.plan.test)
     x, y = stream.get_samples(np.array(rows))
     right = int((task.eval()(x).argmax(1) == y).sum())
     assert metrics.record["training"] == {"correct": right, "total": len(rows)}
-    assert summarize(metrics.record)["training_accuracy/server"] == right / len(rows)
+    assert summarize(metrics.record)["train_accuracy/server"] == right / len(rows)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_counts_add_up_over_batches(fit, make_stream, make_task):
     [
         ({"clients": "some"}, (InvalidValueError, "clients")),
         ({"clients": ["seven"]}, (UnknownNameError, "clients")),
-        ({"on": "train"}, (UnknownNameError, "on")),
-        ({"on": "validation"}, (MissingValueError, "on")),
+        ({"split": "train"}, (UnknownNameError, "split")),
+        ({"split": "validation"}, (MissingValueError, "split")),
         ({"when": "never"}, (UnknownNameError, "when")),
     ],
 )
@@ -179,9 +179,9 @@ def test_other_data(make_task, samples, train):
 
 @pytest.mark.parametrize("when", ["trained", "aggregated"])
 def test_a_plain_trainer_has_the_record_of_a_federation_of_one(fit, make_stream, make_task, when):
-    records, words = [], {"clients": 1, "rounds_per_experience": 2}
+    records, words = [], {"num_clients": 1, "rounds_per_experience": 2}
     for strategy in (None, "auto"):
-        metrics = ContinualMetrics(clients="none", when=when, start=True, training=True)
+        metrics = ContinualMetrics(clients="none", when=when, evaluate_before_fit=True, evaluate_on_train=True)
         trainer = fit(make_task(), make_stream(**words), [metrics], strategy=strategy, max_epochs=4)
         counts = metrics.record["rounds"][-1]["correct"]["server"]
         assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(sum(counts) / 48)
@@ -198,9 +198,9 @@ def test_a_plain_trainer_has_the_record_of_a_federation_of_one(fit, make_stream,
 @pytest.mark.parametrize("epoch", [1, 3])
 @pytest.mark.parametrize("make", [lambda: [Replay(12), EWC(2.0)], lambda: [GEM(12)], lambda: [ICaRL(12)], list])
 def test_a_sequence_of_tasks_in_a_plain_trainer_is_resumed(fit, make_stream, make_task, tmp_path, make, epoch):
-    words, options = {"clients": 1, "rounds_per_experience": 2}, {"strategy": "auto", "max_epochs": 4}
+    words, options = {"num_clients": 1, "rounds_per_experience": 2}, {"strategy": "auto", "max_epochs": 4}
     whole, parts = make_task(), make_task(seed=9)
-    records = [ContinualMetrics(training=True), ContinualMetrics(training=True)]
+    records = [ContinualMetrics(evaluate_on_train=True), ContinualMetrics(evaluate_on_train=True)]
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     saving = {"enable_checkpointing": True}
     fit(whole, make_stream(**words), [*make(), records[0], saver], trainer_args=saving, **options)
@@ -215,12 +215,12 @@ def test_a_sequence_of_tasks_in_a_plain_trainer_is_resumed(fit, make_stream, mak
 def test_what_predicts_by_a_rule_stands_before_it_in_a_plain_trainer(fit, make_stream, make_task):
     words = {"strategy": "auto", "max_epochs": 1}
     with raises(InvalidValueError, "callbacks", value="ICaRL"):
-        fit(make_task(), make_stream(clients=1), [ContinualMetrics(), ICaRL(12)], **words)
-    fit(make_task(), make_stream(clients=1), [ICaRL(12), ContinualMetrics()], **words)
+        fit(make_task(), make_stream(num_clients=1), [ContinualMetrics(), ICaRL(12)], **words)
+    fit(make_task(), make_stream(num_clients=1), [ICaRL(12), ContinualMetrics()], **words)
 
 
 def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task):
-    stream, metrics, task = make_stream(validation=0.5), ContinualMetrics(on="validation"), make_task()
+    stream, metrics, task = make_stream(validation=0.5), ContinualMetrics(split="validation"), make_task()
     fit(task, stream, [metrics])
     x, y = stream.get_samples(stream.plan.validation)
     with torch.no_grad():
@@ -241,14 +241,19 @@ class Start(Callback):
 
 
 def test_the_start_is_counted_before_the_first_round(fit, make_stream, make_task, tmp_path):
-    stream, metrics, plain, task = make_stream(), ContinualMetrics(start=True), ContinualMetrics(), make_task()
+    stream, metrics, plain, task = (
+        make_stream(),
+        ContinualMetrics(evaluate_before_fit=True),
+        ContinualMetrics(),
+        make_task(),
+    )
     start, by_hand = Start(stream), ByHand(stream)
     trainer = fit(task, stream, [metrics, start, by_hand], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "round.ckpt")
     assert metrics.record["start"] == start.counts != metrics.record["rounds"][0]["correct"]["server"]
     assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
     assert start.counts == counts(make_task().eval(), stream, 4)
-    continued = ContinualMetrics(start=True)
+    continued = ContinualMetrics(evaluate_before_fit=True)
     fit(make_task(seed=1), make_stream(), [continued], ckpt_path=tmp_path / "round.ckpt")
     assert continued.record["start"] == start.counts and len(continued.record["rounds"]) == 2
     fit(make_task(seed=1), stream, [metrics, start])
@@ -260,14 +265,15 @@ def test_the_start_is_counted_before_the_first_round(fit, make_stream, make_task
 def test_a_base_session_is_experience_0(fit, make_task):
     """Accuracy on the base session's classes before the rounds, and on all classes so far after each session."""
     arguments = {
-        "people": 4, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 20, "test_per_class": 10,
+        "num_people": 4, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2,
+        "train_per_class": 20, "test_per_class": 10,
         "rounds_per_session": 2,
     }  # fmt: skip
     rng = np.random.default_rng(0)
     y = np.arange(240) % 5
     x = (rng.normal(size=(240, 6)) + 2 * np.eye(5, 6)[y]).astype(np.float32)
     stream = FederatedStream.from_arrays(x, y, scenario=ODFCLScenario(**arguments), batch_size=4, seed=0)
-    metrics, start, by_hand = ContinualMetrics("none", start=True), Start(stream), ByHand(stream)
+    metrics, start, by_hand = ContinualMetrics("none", evaluate_before_fit=True), Start(stream), ByHand(stream)
     fit(make_task(), stream, [metrics, start, by_hand])
     summary, ends = summarize(metrics.record), [start.counts, by_hand.rounds[1]["server"], by_hand.rounds[3]["server"]]
     assert metrics.record["totals"] == [10] * 4
@@ -293,7 +299,14 @@ class Doubles(Method):
 def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated"), make_task()
     by_hand = ByHand(stream)
-    fit(task, stream, [metrics, by_hand], swarm=Swarm(missing={"1": [2, 3]}), cohort_size=1, local_epochs=3)
+    fit(
+        task,
+        stream,
+        [metrics, by_hand],
+        swarm=Swarm(missed_rounds={"1": [2, 3]}),
+        max_vectorized_clients=1,
+        local_epochs=3,
+    )
     correct = metrics.record["rounds"][-1]["correct"]
     assert correct["1"] == by_hand.rounds[-1]["1"] != correct["server"]
     assert correct["0"] == correct["2"] == correct["server"] == by_hand.rounds[-1]["server"]
@@ -303,7 +316,7 @@ def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fi
 def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_with(fit, make_stream, make_task):
     stream, metrics = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated")
     task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
-    trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "none"}, participation=2)
+    trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "local"}, participation=2)
     rounds, store = metrics.record["rounds"], trainer.strategy.server.client_store
     assert [set(entry["correct"]) for entry in rounds] == [set(), {"server", "0", "1", "2"}] * 2
     seen = sorted(stream.plan.tasks["0"][0])
@@ -341,10 +354,16 @@ class LastModels(Callback):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_own_models_are_tested_after_their_last_training_of_an_experience(
+    fit, make_stream, make_task, max_vectorized_clients
+):
     stream, both, last = make_stream(rounds_per_experience=4), ContinualMetrics(when="both"), LastModels()
-    options = {"reductions": {"model.2.bias": "none"}, "participation": 2, "cohort_size": cohort_size}
+    options = {
+        "reductions": {"model.2.bias": "local"},
+        "participation": 2,
+        "max_vectorized_clients": max_vectorized_clients,
+    }
 
     def run(*callbacks):
         task = make_task(model=net())
@@ -358,7 +377,7 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
     found = {
         (c, entry["experience"][c]): (entry["round"], n)
         for entry in both.record["rounds"]
-        for c, n in entry["own"].items()
+        for c, n in entry["local"].items()
     }
     assert found.keys() == last.models.keys() and {r % 4 for r, _ in found.values()} > {3}
     x, y = stream.get_samples(stream.plan.test)
@@ -376,13 +395,15 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
              for groups in stream.plan.tasks[client]]
             for row in rows
         ]  # fmt: skip
-        assert summary[f"average_accuracy_own/{client}"] == pytest.approx(sum(on[1]) / 2)
-        assert summary[f"forgetting_own/{client}"] == pytest.approx(on[0][0] - on[1][0])
-        assert summary[f"learning_accuracy_own/{client}"] == pytest.approx((on[0][0] + on[1][1]) / 2)
-    own = [summary[f"average_accuracy_own/{c}"] for c in "012"]
-    assert summary["average_accuracy_own/clients"] == pytest.approx(sum(own) / 3) != summary["average_accuracy/clients"]
-    assert not {"average_accuracy_own/server", "A_per_own/0", "A_2_own/0"} & set(summary)
-    assert {k: v for k, v in summary.items() if "_own" not in k} == summarize(plain.record)
+        assert summary[f"average_accuracy_local/{client}"] == pytest.approx(sum(on[1]) / 2)
+        assert summary[f"forgetting_local/{client}"] == pytest.approx(on[0][0] - on[1][0])
+        assert summary[f"learning_accuracy_local/{client}"] == pytest.approx((on[0][0] + on[1][1]) / 2)
+    own = [summary[f"average_accuracy_local/{c}"] for c in "012"]
+    assert (
+        summary["average_accuracy_local/clients"] == pytest.approx(sum(own) / 3) != summary["average_accuracy/clients"]
+    )
+    assert not {"average_accuracy_local/server", "personal_accuracy_local/0", "A_2_local/0"} & set(summary)
+    assert {k: v for k, v in summary.items() if "_local" not in k} == summarize(plain.record)
 
 
 def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
@@ -395,25 +416,25 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
             return {name: value * (float("nan") if wrong else 1) for name, value in trained_state.items()}
 
     metrics = ContinualMetrics(when="both")
-    swarm = Swarm(leaves={"2": 2}, missing={"0": [3]})
-    options = {"swarm": swarm, "cohort_size": 1, "on_unusable_round": "warn"}  # it is the only one
+    swarm = Swarm(leaves_at={"2": 2}, missed_rounds={"0": [3]})
+    options = {"swarm": swarm, "max_vectorized_clients": 1, "on_empty_round": "warn"}  # it is the only one
     fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], **options)
     rounds = metrics.record["rounds"]
     assert "1" in rounds[3]["dropped"]
-    assert [set(entry["own"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]
+    assert [set(entry["local"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]
     summary = summarize(metrics.record)
-    assert "average_accuracy_own/1" in summary and "average_accuracy_own/2" not in summary  # it had one experience
+    assert "average_accuracy_local/1" in summary and "average_accuracy_local/2" not in summary  # it had one experience
     metrics = ContinualMetrics(["0"], when="both")
     fit(make_task(), make_stream(rounds_per_experience=2), [metrics], participation=1)
     drawn = [[c for c in "012" if c in entry["upload_bytes"]] for entry in metrics.record["rounds"]]
     expected = [{"0"} & {*now} - ({*drawn[r + 1]} if r % 2 == 0 else set()) for r, now in enumerate(drawn)]
-    assert [set(entry["own"]) for entry in metrics.record["rounds"]] == expected
+    assert [set(entry["local"]) for entry in metrics.record["rounds"]] == expected
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
 def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, make_task, tmp_path, cut):
-    records, options = [], {"participation": 2, "reductions": {"model.2.bias": "none"}}
+    records, options = [], {"participation": 2, "reductions": {"model.2.bias": "local"}}
     for path in (None, tmp_path / "round.ckpt"):
         metrics, words = ContinualMetrics(when="both"), {"rounds_per_experience": 3}
         task = make_task(model=net())
@@ -422,26 +443,26 @@ def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, mak
             fit(task, make_stream(**words), first, max_epochs=cut, **options).save_checkpoint(path)
         fit(task, make_stream(**words), [metrics, Replay(12)], ckpt_path=path, **options)
         records.append(metrics.record)
-    left, right = ([(e["own"], e["correct"]) for e in record["rounds"]] for record in records)
+    left, right = ([(e["local"], e["correct"]) for e in record["rounds"]] for record in records)
     assert left == right and any(own for own, _ in left)
-    assert records[0]["kept_bytes"] == records[1]["kept_bytes"]
+    assert records[0]["client_state_bytes"] == records[1]["client_state_bytes"]
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_stream, make_task, store):
     metrics, stream = ContinualMetrics(clients="none"), make_stream(rounds_per_experience=1)
-    options = {"reductions": {"model.2.bias": "none"}, "client_store": store}
+    options = {"reductions": {"model.2.bias": "local"}, "client_store": store}
     task = make_task(model=net())
     trainer = fit(task, stream, [metrics, Replay(12)], **options)
     kept = {client: trainer.strategy.server.client_store[client] for client in "012"}
     assert {"model", "Replay", "progress"} == set(kept["0"])
     expected = {c: sum(v.nbytes for memory in of.values() for v in memory.values()) for c, of in kept.items()}
-    assert metrics.record["kept_bytes"] == expected and expected["0"] >= 4 * 4 + 12 * (6 * 4 + 8)
-    assert summarize(metrics.record)["kept_bytes/clients"] == pytest.approx(sum(expected.values()) / 3)
+    assert metrics.record["client_state_bytes"] == expected and expected["0"] >= 4 * 4 + 12 * (6 * 4 + 8)
+    assert summarize(metrics.record)["client_state_bytes/clients"] == pytest.approx(sum(expected.values()) / 3)
     fit(make_task(), stream, [metrics])
-    assert summarize(metrics.record)["kept_bytes/clients"] == 0
-    fit(make_task(), make_stream(clients=1), [metrics], strategy="auto", max_epochs=2)
-    assert "kept_bytes" not in metrics.record and "kept_bytes/clients" not in summarize(metrics.record)
+    assert summarize(metrics.record)["client_state_bytes/clients"] == 0
+    fit(make_task(), make_stream(num_clients=1), [metrics], strategy="auto", max_epochs=2)
+    assert "client_state_bytes" not in metrics.record and "client_state_bytes/clients" not in summarize(metrics.record)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

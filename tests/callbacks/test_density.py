@@ -47,7 +47,7 @@ def task():
     """Makes reservoirs of two layers with a washout."""
 
     def make():
-        network = EchoStateNetwork(3, units=7, layers=2, leaking_rate=0.6, washout=4, seed=1)
+        network = EchoStateNetwork(3, units=7, num_layers=2, leaking_rate=0.6, washout=4, seed=1)
         return ReservoirClassifier(network, 4, beta=1e-2)
 
     return make

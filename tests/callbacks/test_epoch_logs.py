@@ -70,9 +70,9 @@ class Rounds(Callback):
 def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(fit, make_stream):
     found = []
     for number in (1, 2, 3):
-        stream = make_stream(partition="dirichlet", clients=3, experiences=2, rounds_per_experience=3)
+        stream = make_stream(partition="dirichlet", num_clients=3, num_experiences=2, rounds_per_experience=3)
         seen, stop = Rounds(), EarlyStopping("loss", min_delta=0.2, patience=1, check_on_train_epoch_end=True)
-        strategy = FederatedStrategy(start_method="fork", cohort_size=1, seed=0)
+        strategy = FederatedStrategy(start_method="fork", max_vectorized_clients=1, seed=0)
         module = Chatty()
         trainer = fit(module, stream, [FedProx(0.1), seen, stop], strategy, trainer_args={"devices": number})
         last = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss_step"}

@@ -186,7 +186,7 @@ CASES = {
 def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
     make, make_stream, by_hand, higher = CASES[case]
     stream, module = make_stream(), make()
-    metrics = ContinualMetrics(training=True, lower_is_better=["badness"] if case == "regression" else None)
+    metrics = ContinualMetrics(evaluate_on_train=True, lower_is_better=["badness"] if case == "regression" else None)
     if strategy == "auto":
         stream.partition = IID(1)
     trainer = fit(module, stream, [metrics], strategy=strategy)
@@ -202,7 +202,7 @@ def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
     for name, value in found.items():
         assert summary[f"final_{name}/server"] == value and f"forgetting_{name}/server" in summary
         assert trainer.callback_metrics[f"server/{name}"].item() == pytest.approx(value)
-        assert f"training_{name}/server" in summary
+        assert f"train_{name}/server" in summary
 
 
 class Traces(OneLogit):
@@ -234,7 +234,7 @@ class Traces(OneLogit):
 @pytest.mark.parametrize("strategy", [None, "auto"])
 def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
     found = []
-    for callbacks in ([], [ContinualMetrics(start=True)]):
+    for callbacks in ([], [ContinualMetrics(evaluate_before_fit=True)]):
         module, stream = Traces(), stream_of(X, PAIR)
         stream.partition = IID(1 if strategy else 2)
         words = {"logger": L.loggers.CSVLogger(tmp_path / str(len(callbacks)))}

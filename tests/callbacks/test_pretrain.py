@@ -10,7 +10,7 @@ from lightning_fcl.callbacks import Pretrain
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.rng import derive_seed
 
-SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
+SCENARIO = {"num_rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert (out / "config.yaml").read_text().splitlines()[1] in page
     assert list(out.glob("events.out.tfevents.*"))
     config = yaml.safe_load((out / "config.yaml").read_text())
-    assert config["data"]["partition"]["init_args"]["clients"] == 3
+    assert config["data"]["partition"]["init_args"]["num_clients"] == 3
     # The resolved recipe runs as it is, to the same result.
     main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
     again = json.loads((tmp_path / "again" / "results.json").read_text())
@@ -102,8 +102,8 @@ def test_participation_is_a_number_or_a_share(tiny, given):
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
         ({"trainer": {"val_check_interval": "x"}}, "that Lightning accepts but got: Invalid time format"),
         (
-            {"data": {"scenario": {"init_args": {"experiences": 0.001}}}},
-            "`experiences` to be a whole number or a list of whole numbers, but got 0.001. Leave it out",
+            {"data": {"scenario": {"init_args": {"num_experiences": 0.001}}}},
+            "`num_experiences` to be a whole number or a list of whole numbers, but got 0.001. Leave it out",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_
 def test_missing_data_are_named_with_the_command_that_brings_them(tmp_path, error_of, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
-    assert "lightning-fcl data fetch ucihar" in error_of(words)
+    assert "lightning-fcl data download ucihar" in error_of(words)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_every_search_file_is_understood(search):
     row = "GEM own head no margin" if "scale" in content else None  # a row's recipe comes before its configs
     for name, entry in expand_grids(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
         row = name if entry.search == search.name else row
-    for case in content.get("cases", [None]):
+    for case in content.get("variants", [None]):
         validate_space(Search.read(search, case=case, row=row))
 
 
@@ -232,7 +232,14 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     assert (table.paper, table.scale, table.seeds) == ("flwf", "smoke", [0, 1])
     assert table.command == f"lightning-fcl reproduce flwf --rows '{words[3]}' --scale smoke --seeds 2"
     assert set(table.rows) == {"FCL-FT", "FLwF-2T/FT + ex"}
-    names = {"A_gen/client1", "A_gen/generalized", "A_gen/server", "A_per/client1", "A_2/client1", "F_2/client1"}
+    names = {
+        "general_accuracy/client1",
+        "general_accuracy/generalized",
+        "general_accuracy/server",
+        "personal_accuracy/client1",
+        "A_2/client1",
+        "F_2/client1",
+    }
     assert set(table.rows["FCL-FT"]) == names
     assert table.rows["FCL-FT"]["A_2/client1"].n == 2
     assert table.rows["FCL-FT"]["A_2/client1"].paper == 0.5
@@ -263,8 +270,8 @@ trainer:
   logger: false
 data:
   data: rows
-  scenario: {class_path: ClassIncremental, init_args: {experiences: 2}}
-  partition: {class_path: IID, init_args: {clients: 2}}
+  scenario: {class_path: ClassIncremental, init_args: {num_experiences: 2}}
+  partition: {class_path: IID, init_args: {num_clients: 2}}
 recipe: {paper: toy, row: one}
 """
 FIGURES = """
@@ -286,7 +293,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     folder, out = tmp_path / "toy", tmp_path / "out"
     folder.mkdir()
     (folder / "base.yaml").write_text(RESERVOIR)
-    (folder / "one.yaml").write_text("recipe: {expected: {stream_accuracy/server: 1.0}}")
+    (folder / "one.yaml").write_text("recipe: {expected_metrics: {stream_accuracy/server: 1.0}}")
     (folder / "rows.yaml").write_text(FIGURES)
     main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
     said = capsys.readouterr()
@@ -299,13 +306,13 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
 
 
 def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
-    main(["data", "list"])
+    main(["data", "ls"])
     assert "ucihar" in capsys.readouterr().out
-    main(["data", "check", "digits"])
+    main(["data", "verify", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
-    assert f"cannot be used: {names}" in error_of(["data", "check"])
+    assert f"cannot be used: {names}" in error_of(["data", "verify"])
 
 
 @pytest.mark.seconds
@@ -317,7 +324,7 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     words = [*tiny, "--config", str(path), "--out", str(tmp_path / "out")]
     cli = run_cli("fit", Recipe.of_words(words), FederatedCLI)
     rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
-    assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
+    assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.num_rounds))
 
 
 @pytest.mark.seconds
@@ -331,7 +338,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
     rows = {
         f"{clients} clients": {
             "configs": ["small.yaml"],
-            "set": {"data.partition.clients": clients, "trainer.max_epochs": 1},
+            "overrides": {"data.partition.num_clients": clients, "trainer.max_epochs": 1},
             "expected": {"final_accuracy/server": 0.25 * clients},
         }
         for clients in (2, 3)
@@ -389,9 +396,9 @@ def short(tmp_path):
         for callback in recipe.get("trainer", {}).get("callbacks", []):
             if callback["class_path"].endswith("BaseSession"):
                 arguments = callback["init_args"]
-                assert arguments["cache"] == "runs/base-sessions"
+                assert arguments["cache_dir"] == "runs/base-sessions"
                 epochs = min(1, arguments.get("pretrain_epochs", 1))
-                arguments.update(epochs=1, pretrain_epochs=epochs, cache=str(tmp_path / "base-sessions"))
+                arguments.update(epochs=1, pretrain_epochs=epochs, cache_dir=str(tmp_path / "base-sessions"))
         (tmp_path / path.name).write_text(yaml.safe_dump(recipe, sort_keys=False))
         return ["--config", str(tmp_path / path.name)]
 
@@ -417,7 +424,7 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
     )
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     record, settings = results["record"], {setting.name: setting.value for setting in recipe.settings}
-    nodes = int(settings.get("data.scenario.init_args.nodes", 3))
+    nodes = int(settings.get("data.scenario.init_args.num_nodes", 3))
     assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
     assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert sum(record["start"][4:]) == 0  # nobody has taught them yet
@@ -432,16 +439,16 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
             assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {
                 c: size for c in entry[way] if c != entry["master"]
             }
-            assert entry["missed"] or len(entry[way]) == nodes or "missed" in row
+            assert entry["missed_sync"] or len(entry[way]) == nodes or "missed" in row
     assert {f"stream_accuracy_{i}/server" for i in range(3)} <= results["metrics"].keys()
     assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1
 
 
 def test_grids_make_rows():
-    grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "set": {"y": 2}}}, "scales": ["paper"]}
-    content = {"rows": {"A": {"configs": ["a.yaml"], "set": {"x": 1}}}, "grids": [grid]}
+    grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "overrides": {"y": 2}}}, "scales": ["paper"]}
+    content = {"rows": {"A": {"configs": ["a.yaml"], "overrides": {"x": 1}}}, "grids": [grid]}
     assert expand_grids(content)["more A"] == RowEntry(
-        ["a.yaml", "b.yaml"], set={"x": 1, "y": 2}, expected={}, scales=["paper"]
+        ["a.yaml", "b.yaml"], overrides={"x": 1, "y": 2}, expected={}, scales=["paper"]
     )
     with raises(InvalidValueError, "rows", value="B"):
         expand_grids({**content, "grids": [{**grid, "rows": ["B"]}]})
@@ -453,7 +460,7 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
     rows = {"A": "a.yaml", "B": {"configs": ["b.yaml"], "scales": ["paper"]}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
-    rows["A"] = {"configs": ["a.yaml"], "set": {"x": 1}, "scaled": {"small": {"x": 2, "y": [3]}}}
+    rows["A"] = {"configs": ["a.yaml"], "overrides": {"x": 1}, "scale_overrides": {"small": {"x": 2, "y": [3]}}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     assert paper_rows(tmp_path, None)["A"].settings == (Setting("x", "1"),)
     assert paper_rows(tmp_path, None, "small")["A"].settings == (Setting("x", "2"), Setting("y", "[3]"))

@@ -79,7 +79,7 @@ FILES = {
         ["validate", "FILE"],
         ["cp", "FILE", "copy.yaml"],
         ["tune", "FILE"],
-        ["device-report", "quickstart", "--profile", "FILE"],
+        ["edge-report", "quickstart", "--profile", "FILE"],
         ["report", "FILE"],
         ["test", "run"],
         ["export", "run"],

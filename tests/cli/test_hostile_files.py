@@ -9,7 +9,7 @@ import yaml
 from lightning_fcl.cli.main import main
 
 
-@pytest.mark.parametrize("command", ["fit", "test", "tune", "device-report"])
+@pytest.mark.parametrize("command", ["fit", "test", "tune", "edge-report"])
 def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, error_of, command):
     path = tmp_path / "evil.yaml"
     path.write_text("trainer: &t {max_epochs: 1, callbacks: *t}")
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, cap
 
 
 @pytest.mark.parametrize("named", ["os.system", "os.popen", "no.such.thing"])
-@pytest.mark.parametrize("command", ["fit", "device-report"])
+@pytest.mark.parametrize("command", ["fit", "edge-report"])
 @pytest.mark.parametrize("part", ["an optimizer", "a callback", "data"])
 def test_a_recipe_cannot_pass_a_command_for_a_part(tiny, tmp_path, error_of, named, command, part):
     path, marker = tmp_path / "evil.yaml", tmp_path / "marker"

@@ -34,7 +34,7 @@ def reproduce(out, *more, seeds=1):
 
 @pytest.mark.seconds
 def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
-    reproduce(tmp_path / "first", "--keep")
+    reproduce(tmp_path / "first", "--commit-runs")
     kept = toy / "smoke" / "a-row" / "seed-0"
     assert f"Kept: {kept}" in capsys.readouterr().out
     assert {path.name for path in kept.iterdir()} == {"results.json", "fingerprint"}
@@ -50,7 +50,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     assert is_complete(tmp_path / "second" / "a-row" / "seed-0")
     first, second = (read_table(tmp_path / name / "table.json") for name in ("first", "second"))
     assert first == second
-    reproduce(tmp_path / "second", "--finished", seeds=3)
+    reproduce(tmp_path / "second", "--finished-only", seeds=3)
     said = capsys.readouterr().err
     assert "taken from" not in said and read_table(tmp_path / "second" / "table.json").rows == first.rows
 
@@ -70,7 +70,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, monkeypatch, capsys, damage, said):
-    reproduce(tmp_path / "first", "--keep")
+    reproduce(tmp_path / "first", "--commit-runs")
     damage(toy / "smoke" / "a-row" / "seed-0")
     ran = []
     true = jobs.run_job
@@ -86,7 +86,7 @@ def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, mon
 
 @pytest.mark.seconds
 def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
-    reproduce(tmp_path / "first", "--keep")
+    reproduce(tmp_path / "first", "--commit-runs")
     scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
     scale["trainer"]["max_epochs"] = 2
     (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
@@ -102,7 +102,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
     scale["trainer"]["max_epochs"] = None
     (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
-    reproduce(tmp_path / "whole", "--keep")
+    reproduce(tmp_path / "whole", "--commit-runs")
     whole = read_results(tmp_path / "whole" / "a-row" / "seed-0")
     (toy / "smoke").rename(toy / "elsewhere")
     ran, plain = [], fit.run_cli
@@ -115,7 +115,7 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
         return found, [{**entry, "seconds": 0} for entry in found["record"]["rounds"]]
 
     rounds = [{**entry, "seconds": 0} for entry in whole["record"]["rounds"]]
-    reproduce(tmp_path / "out", "--tasks", "1", "--keep")
+    reproduce(tmp_path / "out", "--tasks", "1", "--commit-runs")
     found, own = results()
     assert own == rounds[:1] and found["tasks"] == 1 and found["finished"] and len(rounds) == 2
     assert all(len(tasks) == 1 for tasks in found["record"]["tasks"].values()) and is_complete(
@@ -142,5 +142,5 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
 
 def test_the_table_of_finished_runs_needs_one(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        reproduce(tmp_path / "out", "--finished")
+        reproduce(tmp_path / "out", "--finished-only")
     assert f"Expected finished runs in {tmp_path / 'out'} or {toy / 'smoke'}" in capsys.readouterr().err

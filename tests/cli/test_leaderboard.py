@@ -27,7 +27,7 @@ def boards(tmp_path, monkeypatch, small_recipe):
     (folder / "prox.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [prox]}}))
     space = {"trainer.callbacks.FedProx.mu": [0.1, 1.0]}
     search = {"configs": [], "objective": "final_accuracy/server", "sampler": "grid", "space": space}
-    search["measure_on"] = "test"
+    search["eval_split"] = "test"
     (folder / "search.yaml").write_text(yaml.safe_dump(search))
     (folder / "best" / "with-prox.yaml").write_text("{}")
     rows = {
@@ -40,7 +40,10 @@ def boards(tmp_path, monkeypatch, small_recipe):
         },
     }
     grids = [
-        {"with": {"P1 two": {}, "P2 three": {"set": {"data.partition.init_args.clients": 3}}}, "rows": ["plain"]},
+        {
+            "with": {"P1 two": {}, "P2 three": {"overrides": {"data.partition.init_args.num_clients": 3}}},
+            "rows": ["plain"],
+        },
         {"with": {"P1 two": {"configs": ["best/{row}.yaml"]}}, "rows": ["with prox"]},
     ]
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows, "grids": grids}))
@@ -69,7 +72,7 @@ def test_each_protocol_has_its_table_and_its_picture_and_what_is_finished_is_not
         read_table(out / "table.json").rows["P1 two plain"]["last_accuracy"]
         == table.rows["P1 two plain"]["last_accuracy"]
     )
-    leaderboard(out, "--seeds", "2", "--finished")
+    leaderboard(out, "--seeds", "2", "--finished-only")
     assert [*read_table(out / "table.json").rows] == ["P1 two plain", "P1 two with prox", "P2 three plain"]
 
 

@@ -12,7 +12,8 @@ FILES = {
     "section.yaml": "modle: {class_path: lightning_fcl.Classifier}",
     "callback.yaml": "trainer: {callbacks: [{class_path: lightning_fcl.callbacks.FedVit}]}",
     "path.yaml": "trainer: {callbacks: [{class_path: Replays}]}",
-    "argument.yaml": "trainer: {callbacks: [{class_path: lightning_fcl.callbacks.Replay, init_args: {max_sizes: 3}}]}",
+    "argument.yaml": "trainer: {callbacks: "
+    "[{class_path: lightning_fcl.callbacks.Replay, init_args: {memory_sizes: 3}}]}",
     "task.yaml": "model: {class_path: lightning_fcl.Clasifier}",
     "function.yaml": "trainer: {callbacks: [{class_path: os.system, init_args: {command: 'touch called'}}]}",
     "data.yaml": "data: {batch_sise: 3}",
@@ -20,7 +21,8 @@ FILES = {
     "module.yaml": "trainer: {callbacks: [{class_path: lightning_fc.callbacks.Replay}]}",
     "empty.yaml": "",
     "list.yaml": "- 1\n- 2",
-    "nested.yaml": "data: {scenario: {class_path: Online, init_args: {of: {class_path: Blurry, init_args: {blur: 1}}}}"
+    "nested.yaml": "data: "
+    "{scenario: {class_path: Online, init_args: {scenario: {class_path: Blurry, init_args: {blurry_ratio: 1}}}}"
     "}",
     "tab.yaml": "trainer:\n\tmax_epochs: 3",
     "ambiguous.yaml": "model: {class_path: Classifier, init_args: {model: {class_path: MLP, init_args: {}}}}",
@@ -43,7 +45,7 @@ FIT = [
     ),
     (
         "argument.yaml",
-        "Expected arguments of lightning_fcl.callbacks.Replay but got `max_sizes`. Did you mean max_size?",
+        "Expected arguments of lightning_fcl.callbacks.Replay but got `memory_sizes`. Did you mean memory_size?",
     ),
     ("task.yaml", "Expected a class of lightning_fcl but it has no Clasifier. Did you mean Classifier?"),
     ("function.yaml", "Expected a class but got os.system, a builtin_function_or_method. Name a class"),
@@ -51,7 +53,7 @@ FIT = [
     ("rate.yaml", "Expected arguments of torch.optim.SGD but got `lrr`. Did you mean lr?"),
     ("module.yaml", "No module named 'lightning_fc'"),
     ("tab.yaml", "Expected tab.yaml to be YAML but got"),
-    ("--data.clents 3", "got `data.clents`. Did you mean data.partition.clients?"),
+    ("--data.clents 3", "got `data.clents`. Did you mean data.partition.num_clients?"),
     ("--data.partition.clents 3", "clients?"),
     ("--data.batchsize 3", "got `data.batchsize`. Did you mean data.batch_size?"),
     ("--trainer.accelerator gpus", "invalid accelerator name: `accelerator='gpus'`"),
@@ -96,8 +98,9 @@ FIT = [
     ("--model.num_classes ten", 'Expected `num_classes` to be a whole number, but got "ten". Pass a whole number.'),
     ("--trainer.accelerator tpu", "Use `--trainer.accelerator cpu`"),
     (
-        "--trainer.strategy.cohort_size none",
-        'Expected `cohort_size` to be a whole number or "auto", but got "none". Leave it out for the default, "auto".',
+        "--trainer.strategy.max_vectorized_clients none",
+        'Expected `max_vectorized_clients` to be a whole number or "auto", but got "none". Leave it out for the '
+        'default, "auto".',
     ),
     ("--trainer.strategy.server_optimizer SGDD", "but got SGDD. Did you mean SGD?"),
     ("--trainer.strategy.compression TopKK", "but got TopKK. Did you mean TopK?"),
@@ -150,9 +153,9 @@ OTHERS = [
     ("reproduce flwf --seeds 0", "Expected `seeds` to be at least 1 but got 0"),
     ("reproduce flwf --workers 0", "`workers` to be at least 1 but got 0"),
     ("reproduce flwf --scale tiny", "invalid choice: 'tiny'"),
-    ("data check uchar", "cannot be used: uchar"),
-    ("data list --foo", "Expected a value behind `--foo` but got none. Did you mean --root?"),
-    ("data list --foo=1", "Expected no arguments of a recipe for `data list` but got --foo 1. Leave them out"),
+    ("data verify uchar", "cannot be used: uchar"),
+    ("data ls --foo", "Expected a value behind `--foo` but got none. Did you mean --root?"),
+    ("data ls --foo=1", "Expected no arguments of a recipe for `data ls` but got --foo 1. Leave them out"),
     ("data show", "Expected at least one recipe but got none"),
     ("data show quickstart --out stream.jpg", "Expected `--out` to be a file that ends in .png but got stream.jpg"),
     ("data show quickstart --out nowhere/stream.png", "Expected to write nowhere/stream.png but got: "),
@@ -160,7 +163,7 @@ OTHERS = [
     ("zoo info mlp.digit", "Expected the name of a published model but got 'mlp.digit'"),
     ("zoo predict mlp.digits.flwf2t_replay nothing.csv", "Expected a CSV file at nothing.csv but found none"),
     ("zoo push nothing --name x --to z", "Pass the folder of a finished run"),
-    ("device-report nothing.yaml", "Expected a recipe at nothing.yaml but there is no such file"),
+    ("edge-report nothing.yaml", "Expected a recipe at nothing.yaml but there is no such file"),
 ]
 
 

@@ -51,15 +51,15 @@ RECIPE = {
     "model": {"class_path": "my_model.MyNet", "init_args": {"width": 5}},
     "data": {
         "data": {"class_path": "my_data.MyData"},
-        "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 1}},
-        "partition": {"class_path": "IID", "init_args": {"clients": 2}},
+        "scenario": {"class_path": "ClassIncremental", "init_args": {"num_experiences": 1}},
+        "partition": {"class_path": "IID", "init_args": {"num_clients": 2}},
     },
 }
 SEARCH = {
     "configs": ["my.yaml"],
     "objective": "final_accuracy/server",
     "trials": 2,
-    "measure_on": "test",
+    "eval_split": "test",
     "space": {"model.init_args.width": [4, 5]},
 }
 

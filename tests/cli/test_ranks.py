@@ -15,7 +15,7 @@ from lightning_fcl.cli.main import main
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 FIT = [sys.executable, "-m", "lightning_fcl", "fit", "quickstart", "--trainer.enable_progress_bar", "false"]
-SMALL = ["--trainer.strategy.cohort_size", "2", "--trainer.accelerator", "cpu"]
+SMALL = ["--trainer.strategy.max_vectorized_clients", "2", "--trainer.accelerator", "cpu"]
 
 
 def words(out, devices, *more):
@@ -100,7 +100,9 @@ def test_ctrl_c_ends_after_the_round(tmp_path):
 
 
 def test_too_many_processes(tmp_path):
-    run = subprocess.run(words(tmp_path, 3, "--trainer.strategy.cohort_size", "5"), capture_output=True, text=True)
+    run = subprocess.run(
+        words(tmp_path, 3, "--trainer.strategy.max_vectorized_clients", "5"), capture_output=True, text=True
+    )
     assert run.returncode == 2
     assert "as a round has cohorts, 2 of up to 5 clients, but got 3" in run.stderr
 

@@ -30,7 +30,7 @@ FILES = {
     "data: {partition: {class_path: Dirichlet, init_args: {alpha: 0.3}}, scenario: DomainIncremental}",
     "plus.yaml": "trainer: {callbacks+: [{class_path: lightning_fcl.callbacks.FedProx}]}",
     "adam.yaml": "model: {init_args: {optimizer: {class_path: torch.optim.Adam}}}",
-    "short.yaml": "data: {partition: {clients: 7}, scenario: {experiences: 2}}\n"
+    "short.yaml": "data: {partition: {num_clients: 7}, scenario: {num_experiences: 2}}\n"
     "model: {init_args: {optimizer: {lr: 0.3}}}",
     "net.yaml": "{class_path: lightning_fcl.Classifier, init_args: {num_classes: 10, model: {class_path: "
     "lightning_fcl.models.MLP, init_args: {sizes: [64, 10]}}}}",
@@ -53,7 +53,7 @@ FILES = {
     "folder/deeper/first.yaml": "{class_path: third_party.Net, init_args: {size: 3, inner: second.yaml}}",
     "folder/deeper/second.yaml": "{class_path: third_party.Net, init_args: {size: 4}}",
     "folder/trainer.yaml": "trainer: deeper/trainer.yaml",
-    "folder/deeper/trainer.yaml": "{max_epochs: 7, callbacks: {class_path: Replay, init_args: {max_size: 3}}}",
+    "folder/deeper/trainer.yaml": "{max_epochs: 7, callbacks: {class_path: Replay, init_args: {memory_size: 3}}}",
 }
 NO_RECIPES = ("net.yaml", "more-limits.yaml", "third_party.py", "folder/deeper/")
 SAME = [
@@ -67,13 +67,13 @@ SAME = [
     "--model third_party.Open --model.dict_kwargs '{a: {b: 3}}' --model.dict_kwargs.a.c 4 --model.dict_kwargs.d e",
     "--trainer.max_epochs 3 --config adam.yaml --model.optimizer.lr 0.7 --config short.yaml",
     "--data.partition Dirichlet --data.partition.alpha .5",
-    "--data.partition.clients 3 --data.partition.init_args.clients=4",
+    "--data.partition.num_clients 3 --data.partition.init_args.num_clients=4",
     "--model.optimizer Adam --model.optimizer.betas [0.8,0.9]",
     "--model.init_args.optimizer.init_args.lr 1e-3",
     "--trainer.callbacks [] --trainer.callbacks+ Replay",
     "--trainer.callbacks+=FedProx --trainer.callbacks.mu .3",
-    "--trainer.callbacks.max_size 7",
-    "--trainer.callbacks '[{class_path: Replay}]' --trainer.callbacks.max_size 9",
+    "--trainer.callbacks.memory_size 7",
+    "--trainer.callbacks '[{class_path: Replay}]' --trainer.callbacks.memory_size 9",
     "--trainer.strategy.participation 0.5",
     "--trainer.strategy auto",
     "--trainer.strategy.compression TopK --trainer.strategy.compression.fraction .1",
@@ -81,7 +81,7 @@ SAME = [
     "--data.scenario null --data.data '{name: digits}'",
     "--data '{batch_size: 3}' --trainer '{max_epochs: 2}'",
     "--recipe.row 3 --out 12 --seed_everything false",
-    "--recipe.row 'a: b' --recipe.expected '{final_accuracy/server: 0.5}'",
+    "--recipe.row 'a: b' --recipe.expected_metrics '{final_accuracy/server: 0.5}'",
     "--data.split.test 0.3 --data.split.train_clients [a,b]",
     "--trainer.logger CSVLogger --trainer.logger.save_dir 'a folder'",
     "--model lightning_fcl.RidgeClassifier",
@@ -165,13 +165,13 @@ def test_values_over_values(here, more, expected):
 
 def test_an_entry_that_a_list_lacks_is_an_error():
     with pytest.raises(UnknownNameError) as raised:
-        merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"max_size": 1}}})
+        merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"memory_size": 1}}})
     assert raised.value.hint == "Did you mean Replay?"
     with pytest.raises(UnknownNameError):  # which of the two is meant?
-        merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"max_size": 1}}})
+        merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"memory_size": 1}}})
 
 
-@pytest.mark.parametrize("name", ["max_size", "Replay.max_size"])
+@pytest.mark.parametrize("name", ["memory_size", "Replay.memory_size"])
 def test_an_entry_of_an_empty_list_is_an_error(name):
     with pytest.raises(UnknownNameError, match="the list is empty"):
         merge({"callbacks": []}, {f"callbacks.{name}": 1})
@@ -276,9 +276,14 @@ def test_files_that_are_no_recipes(tmp_path):
 WRONG = [
     ("--modle.num_classes 3", UnknownNameError, "modle", "Did you mean model?"),
     ("--trainer.max_epoch 3", UnknownNameError, "trainer.max_epoch", "Did you mean trainer.max_epochs?"),
-    ("--data.clents 3", UnknownNameError, "data.clents", "Did you mean data.partition.clients?"),
+    ("--data.clents 3", UnknownNameError, "data.clents", "Did you mean data.partition.num_clients?"),
     ("--model.optimizer.lrr 3", UnknownNameError, "model.optimizer.lrr", "Did you mean lr?"),
-    ("--trainer.callbacks.Replay.max_sze 3", UnknownNameError, "trainer.callbacks.max_sze", "Did you mean max_size?"),
+    (
+        "--trainer.callbacks.Replay.memory_sze 3",
+        UnknownNameError,
+        "trainer.callbacks.memory_sze",
+        "Did you mean memory_size?",
+    ),
     ("--model.optimizer.lr 1e-3x", InvalidTypeError, "model.optimizer.lr", "Leave it out for the default, 0.001."),
     ("--model lightning_fcl.Clasifier", UnknownNameError, "model", "Did you mean Classifier?"),
     ("--trainer.max_epochs many", InvalidTypeError, "trainer.max_epochs", "Leave it out."),
@@ -351,7 +356,7 @@ def test_printed_commands_can_be_pasted(tmp_path):
         ("same.yaml", "--model.optimizer torch.optim.AdamW"),
         (
             "other.yaml",
-            "--data.scenario '{class_path: ClassIncremental, init_args: {experiences: 5}}' --data.batch_size 8",
+            "--data.scenario '{class_path: ClassIncremental, init_args: {num_experiences: 5}}' --data.batch_size 8",
         ),
         ("adam.yaml", "--trainer.callbacks+ FedProx --trainer.callbacks.mu 1e-3"),
         ("short.yaml", "--recipe.row on --trainer.max_time 12:30:45:00 --trainer.strategy auto"),
@@ -374,7 +379,7 @@ trainer:
   callbacks:
   # first
   - class_path: Replay
-    init_args: {max_size: 0x10}  # sixteen
+    init_args: {memory_size: 0x10}  # sixteen
 """
     more = """# another head
 trainer:

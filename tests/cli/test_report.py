@@ -11,7 +11,14 @@ def runs(tmp_path_factory, request):
     """Two small runs, in folders beside each other."""
     folder = tmp_path_factory.mktemp("runs")
     for name, words in {"one": ["--trainer.max_epochs", "1"], "two": ["--seed_everything", "1"]}.items():
-        small = ["--trainer.max_epochs", "1", "--data.partition.clients", "3", "--trainer.enable_progress_bar", "false"]
+        small = [
+            "--trainer.max_epochs",
+            "1",
+            "--data.partition.num_clients",
+            "3",
+            "--trainer.enable_progress_bar",
+            "false",
+        ]
         main(["fit", "quickstart", *small, *words, "--out", str(folder / name)])
     return folder
 

@@ -89,7 +89,7 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     recipe = tmp_path / "out" / "best.yaml"
     assert f"--config {recipe}\n" in recipe.read_text()
     words = ["fit", *(w for name in SEARCH["configs"] for w in ("--config", str(tmp_path / name)))]
-    words += ["--config", str(recipe), "--recipe.measure_on", "validation"]
+    words += ["--config", str(recipe), "--recipe.eval_split", "validation"]
     values = []
     for seed in "01":
         main([*words, "--seed_everything", seed, "--out", str(tmp_path / f"fit-{seed}")])
@@ -106,7 +106,7 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     callbacks = config["trainer"]["callbacks"]
     assert [callback["class_path"].split(".")[-1] for callback in callbacks] == ["FLwF2T", "Replay"]
     assert callbacks[0]["init_args"]["alpha"] == float(best[ALPHA])
-    assert callbacks[0]["init_args"]["beta"] == 0.2 and callbacks[1]["init_args"]["max_size"] == 50
+    assert callbacks[0]["init_args"]["beta"] == 0.2 and callbacks[1]["init_args"]["memory_size"] == 50
     assert config["model"]["init_args"]["optimizer"]["init_args"]["momentum"] == 0.5
     assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
     assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
@@ -120,8 +120,11 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
     jobs, run_job = [], module.run_job
     monkeypatch.setattr(module, "run_job", lambda job: jobs.append(job) or run_job(job))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    given = {"configs": ["tiny.yaml"], "set": {"data.batch_size": 7, "trainer.strategy.init_args.local_epochs": 3}}
-    given["scaled"] = {"small": {LR: 0.5}}
+    given = {
+        "configs": ["tiny.yaml"],
+        "overrides": {"data.batch_size": 7, "trainer.strategy.init_args.local_epochs": 3},
+    }
+    given["scale_overrides"] = {"small": {LR: 0.5}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "quickstart.yaml", "rows": {"One row": given}}))
     (tmp_path / "more.yaml").write_text("trainer: {max_epochs: 1}")
     main([*search(configs=["more.yaml"], scale="small", seeds=2, first_seed=40, trials=1), "--row", "One row"])
@@ -219,14 +222,14 @@ def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_pa
     table = str(tmp_path / "out" / "trials.csv")
     pretend()
     for trials in (2, 3):  # it can be made longer
-        main([*search(out="among", trials=8), "--among", table, "--trials", str(trials)])
+        main([*search(out="among", trials=8), "--trials-from", table, "--trials", str(trials)])
         tried = rows(tmp_path / "among")
         assert [[row[key] for key in SEARCH["space"]] for row in tried] == [
             [row[key] for key in SEARCH["space"]] for row in others[:trials]
         ]
-    main([*search(out="all", trials=8), "--among", table])
+    main([*search(out="all", trials=8), "--trials-from", table])
     assert len(rows(tmp_path / "all")) == sum(row["state"] == "complete" for row in others) < 8
-    assert f"search.yaml --among {table}, trial" in (tmp_path / "all" / "best.yaml").read_text()
+    assert f"search.yaml --trials-from {table}, trial" in (tmp_path / "all" / "best.yaml").read_text()
 
 
 def ending(recipe):
@@ -244,7 +247,7 @@ def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pret
 
     def refused(file, message, **changes):
         with pytest.raises(SystemExit):
-            main([*search(out="other", **changes), "--among", str(file)])
+            main([*search(out="other", **changes), "--trials-from", str(file)])
         assert message in capsys.readouterr().err
 
     refused(table, "it has no column data.shuffle", space={**space, "data.shuffle": [True, False]})
@@ -264,12 +267,13 @@ def test_the_grid_is_covered_once(search, tmp_path, pretend):
     pretend()
     space = {
         LR: {"low": 0.1, "high": 0.3, "step": 0.1},
-        "data.partition.init_args.clients": {"low": 2, "high": 3},
+        "data.partition.init_args.num_clients": {"low": 2, "high": 3},
         "data.shuffle": [True, False],
     }
     main(search(sampler="grid", trials=None, space=space))
     points = [
-        (float(t[LR]), int(t["data.partition.init_args.clients"]), t["data.shuffle"]) for t in rows(tmp_path / "out")
+        (float(t[LR]), int(t["data.partition.init_args.num_clients"]), t["data.shuffle"])
+        for t in rows(tmp_path / "out")
     ]
     assert points == [(lr, clients, s) for lr in (0.1, 0.2, 0.3) for clients in (2, 3) for s in ("True", "False")]
 
@@ -284,13 +288,13 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
 
     pretend(objective)
     space, cases = {LR: [0.1, 0.2]}, {"8 at once": {"data.batch_size": 8}, 16: {"data.batch_size": 16}}
-    words = search(sampler="grid", trials=None, space=space, cases=cases)
+    words = search(sampler="grid", trials=None, space=space, variants=cases)
     main([*words, "--case", "8 at once"])
     assert sizes == [8, 8]
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
     assert best["data"]["batch_size"] == 8 and best["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.2
     assert "search.yaml --case '8 at once', trial 1" in (tmp_path / "out" / "best.yaml").read_text()
-    search(sampler="grid", trials=None, space=space, cases={**cases, 32: {"data.batch_size": 32}})
+    search(sampler="grid", trials=None, space=space, variants={**cases, 32: {"data.batch_size": 32}})
     main([*words, "--case", "8 at once"])  # another case more leaves this search as it is
     assert len(sizes) == 2
     assert "Expected the search of which" in error_of([*words, "--case", "16"])
@@ -302,7 +306,7 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
 def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatch):
     pretend()
     monkeypatch.chdir(tmp_path)
-    words = search(sampler="grid", trials=None, space={LR: [0.1]}, cases={"25 %": {"data.batch_size": 8}})
+    words = search(sampler="grid", trials=None, space={LR: [0.1]}, variants={"25 %": {"data.batch_size": 8}})
     main([*words[:2], "--case", "25 %"])
     assert (tmp_path / "runs" / "tune-search-25" / "best.yaml").is_file()
 
@@ -331,12 +335,12 @@ def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
 
 @pytest.mark.seconds
 def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, capsys, monkeypatch):
-    words = search(sampler="grid", trials=None, space={"data.scenario.init_args.experiences": [2, 3], ALPHA: [0.5]})
+    words = search(sampler="grid", trials=None, space={"data.scenario.init_args.num_experiences": [2, 3], ALPHA: [0.5]})
     main(words)
     assert "1 trials, and 1 that failed" in capsys.readouterr().out
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
-    assert "`experiences` to divide, or to add up to, the number of classes, 10, but got 3" in bad["failure"]
+    assert "`num_experiences` to divide, or to add up to, the number of classes, 10, but got 3" in bad["failure"]
     monkeypatch.setattr(module, "run_job", pytest.fail)  # neither of them is run again
     main(words)
     assert rows(tmp_path / "out") == [good, bad]
@@ -345,7 +349,7 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
 @pytest.mark.seconds
 def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
     (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
+        yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"num_clients": 2}}}})
     )
     error = error_of(search(trials=2))
     assert "All 2 trials failed" in error and "no validation samples to measure on" in error
@@ -417,9 +421,9 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"seeds": 0}, "`seeds` to be at least 1"),
         ({"sampler": "gird"}, "\"sampler\": Expected a typing.Literal['random', 'grid', 'tpe']. Got value: gird"),
         ({"space": {}}, "`space` to have a line for each setting"),
-        ({"cases": [1]}, "Expected `space`, and each of `cases`, in"),
-        ({"space": [1]}, "Expected `space`, and each of `cases`, in"),
-        ({"cases": {"a": {LR: 0.1}}}, 'Expected `case` to be "a" but got None'),
+        ({"variants": [1]}, "Expected `space`, and each of `variants`, in"),
+        ({"space": [1]}, "Expected `space`, and each of `variants`, in"),
+        ({"variants": {"a": {LR: 0.1}}}, 'Expected `case` to be "a" but got None'),
         ({"space": {LR: 0.1}}, f"the space of `{LR}` to be a list of choices, or {{low: ..., high: ...}}"),
         ({"space": {LR: []}}, "to be a list of choices"),
         ({"space": {LR: [1, 1]}}, "List each choice once."),
@@ -431,8 +435,8 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"space": {"data.batch_sise": [8]}}, "but got `data.batch_sise`. Did you mean data.batch_size?"),
         ({"space": {"data.batch_size": ["many"]}}, "Expected `fit` to take many for data.batch_size but"),
         ({"space": {"trainer.callbacks.Repaly.max_size": [5]}}, "are FLwF2T, Replay. Did you mean Replay?"),
-        ({"space": {"trainer.callbacks.Replay.max_sise": [5]}}, "but got `max_sise`. Did you mean max_size?"),
-        ({"objective": "accuracy", "direction": "maximize"}, "`objective` to be one of A_gen/server"),
+        ({"space": {"trainer.callbacks.Replay.memory_sise": [5]}}, "but got `memory_sise`. Did you mean memory_size?"),
+        ({"objective": "accuracy", "direction": "maximize"}, "`objective` to be one of general_accuracy/server"),
     ],
 )
 def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, message):
@@ -477,7 +481,7 @@ def test_bad_words(search, tmp_path, error_of):
 
 def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
     search()
-    text = "configs: tiny.yaml\nobjective: late/total\ntrials: 1\n"
+    text = "configs: tiny.yaml\nobjective: late_uploads/total\ntrials: 1\n"
     text += "space: {a: {low: 1e-3, high: 1E2, log: true}, b: [1e-3, 1e-2]}"
     (tmp_path / "search.yaml").write_text(text)
     space = module.Search.read(tmp_path / "search.yaml").space

@@ -138,14 +138,14 @@ class Notes(L.Callback):
 """
 SMALL = """
 data:
-  scenario: {init_args: {experiences: 2, rounds_per_experience: 1}}
-  partition: {init_args: {clients: 3}}
+  scenario: {init_args: {num_experiences: 2, rounds_per_experience: 1}}
+  partition: {init_args: {num_clients: 3}}
   batch_size: 128
 trainer: {max_epochs: 2, enable_progress_bar: false, strategy: {init_args: {local_epochs: 1}}}
 """
 DEADLINE = (
-    "{class_path: lightning_fcl.federation.synchronization.Deadline, init_args: {seconds: 30, "
-    "speeds: {class_path: lightning_fcl.federation.client_speeds.Speeds, init_args: {seconds_per_sample: 0.01}}}}"
+    "{class_path: lightning_fcl.federation.synchronization.Deadline, init_args: {timeout: 30, "
+    "speeds: {class_path: lightning_fcl.federation.client_speeds.ClientSpeeds, init_args: {seconds_per_sample: 0.01}}}}"
 )
 
 
@@ -176,8 +176,8 @@ REFUSED = [
     (trainer("devices: -3"), "Expected `trainer.devices` to be 1 in a federation but got another number"),
     (trainer("strategy: auto"), 'Expected a Trainer with `strategy="federated"` for a stream of 3 clients'),
     (
-        trainer(f"callbacks: [], limit_train_batches: 1, strategy: {{init_args: {{schedule: {DEADLINE}}}}}"),
-        "Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got 1",
+        trainer(f"callbacks: [], limit_train_batches: 1, strategy: {{init_args: {{synchronization: {DEADLINE}}}}}"),
+        "Expected `limit_train_batches=1.0` and no `overfit_batches` beside `synchronization` but got 1",
     ),
     (callback("BatchSizeFinder"), "Expected no `BatchSizeFinder` among"),
     (callback("LearningRateFinder"), "Expected no `LearningRateFinder` among"),
@@ -198,7 +198,7 @@ REFUSED = [
     (callback("lightning_fcl.callbacks.ActivationDensity"), "whose `reservoir` is an `EchoStateNetwork`"),
     (callback("lightning_fcl.callbacks.BaseSession"), "Expected the task's `model` to have a `backbone` and a `head`"),
     (callback("lightning_fcl.callbacks.Pretrain"), "Expected a scenario with samples for pre-training"),
-    (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `Decomposed` network for `FedWEIT`"),
+    (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `FedWEITNet` network for `FedWEIT`"),
     (
         callback("own_parts.Keeps"),
         "Expected checkpoints to contain tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",
@@ -208,7 +208,7 @@ REFUSED = [
         "Expected batches of tensors with a row for each sample for `GEM`, which works on single samples, but `x` is a",
     ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
-    ("recipe: {measure_on: validation}", "Expected the stream's `validation` to be above 0 but got no validation"),
+    ("recipe: {eval_split: validation}", "Expected the stream's `validation` to be above 0 but got no validation"),
     ("ckpt_path: nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
     (model("own_parts.Plateau"), "Expected validation samples for `ReduceLROnPlateau`, which monitors `val/loss`"),
     (model("own_parts.Infinite"), "Expected a server state of finite numbers but `model.1.weight` is not finite"),
@@ -282,7 +282,8 @@ def test_validate_describes_outputs_of_any_structure(settings, described, tmp_pa
 @pytest.mark.seconds
 def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_path, capsys):
     (tmp_path / "own.yaml").write_text(
-        "data: {partition: {class_path: Dirichlet, init_args: {clients: 8, alpha: 0.1, min_size: 5}}, batch_size: 7}\n"
+        "data:\n  batch_size: 7\n"
+        "  partition: {class_path: Dirichlet, init_args: {num_clients: 8, alpha: 0.1, min_partition_size: 5}}\n"
         "model: {init_args: {model: {class_path: own_parts.Normalized}}}\ntrainer: {callbacks: []}"
     )
     words = ["quickstart", "small.yaml", "own.yaml"]
@@ -294,7 +295,7 @@ def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_p
     sizes = {
         (client, number): len(stream.plan.train[number].get(client, ()))
         for client in stream.plan.clients
-        for number in range(stream.plan.rounds)
+        for number in range(stream.plan.num_rounds)
     }
     few = {client for (client, _), size in sizes.items() if size < 5}
     assert f"{len(few)} of 8 clients" in said
@@ -311,10 +312,11 @@ def resolve_stream(words):
 @pytest.mark.seconds
 def test_it_starts_no_processes(error_of, monkeypatch, capsys):
     monkeypatch.setattr("subprocess.Popen", None)
-    words = ["quickstart", "small.yaml", "--trainer.strategy.cohort_size", "1", "--trainer.devices"]
+    words = ["quickstart", "small.yaml", "--trainer.strategy.max_vectorized_clients", "1", "--trainer.devices"]
     main(["validate", *words, "3"])
     assert capsys.readouterr().out.count("All of it fits.") == 1
     told = error_of(["validate", *words, "8"])
     assert (
-        "Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, 3 of up to 1" in told
+        "Expected at most as many processes (`devices` times `num_nodes`) as a round has client groups, "
+        "3 of up to 1" in told
     )

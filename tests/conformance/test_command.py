@@ -11,7 +11,7 @@ RIGHT = """
 from lightning_fcl.methods import Method, flatten
 
 class Prox(Method):
-    claims = "FedProx"
+    implements = "FedProx"
 
     def __init__(self, mu=0.1, clients="all"):
         super().__init__(clients)
@@ -74,7 +74,7 @@ def test_wrong_ones_fail_where_they_are_wrong(way, failing, tmp_path, monkeypatc
     [
         (["nothing.py"], "Expected a Python file at nothing.py but there is none."),
         (["FedProxx"], "Expected a method, or a file with one, but got FedProxx. Did you mean FedProx?"),
-        (["FedProx", "--claims", "FedProxx"], "but got 'FedProxx'. Did you mean FedProx?"),
+        (["FedProx", "--method", "FedProxx"], "but got 'FedProxx'. Did you mean FedProx?"),
         (["lightning_fcl.models.MLP"], "Expected a method, or a file with one, but got lightning_fcl.models.MLP"),
     ],
 )

@@ -163,7 +163,7 @@ def says_more(kind):
 def distils_at_once(kind):
     class DistilsAtOnce(kind):
         def penalty(self, client, step):
-            return super().penalty(client, step) * (1.1 if self.proxy else 1.0)
+            return super().penalty(client, step) * (1.1 if self.proxy_server else 1.0)
 
     return DistilsAtOnce
 
@@ -240,4 +240,4 @@ def test_what_holds_of_every_method_holds_of_the_librarys(name):
                 or "side by side" in str(reason)
                 or "cannot be made" in str(reason)
             )
-    assert tried or name in ("DyToxTraining", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "Unlearning")
+    assert tried or name in ("DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "Unlearning")

@@ -94,7 +94,7 @@ def test_batches_equal_those_of_a_plain_loader(quiet, wrap, make, workers):
     stream = FederatedStream(
         {"a": data}, Stationary(1), split=Split(test=0.0), batch_size=8, shuffle=False, num_workers=workers
     )
-    trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), callbacks=[seen], max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), callbacks=[seen], max_epochs=1, **quiet)
     trainer.fit(Sums(), datamodule=stream)
     plain = [batch["x"] for batch in DataLoader(WRAPPED[wrap](make), 8)]
     assert len(plain) == len(seen.batches)
@@ -109,7 +109,7 @@ def test_items_of_several_clients_are_read_in_batches(quiet):
     assert sum(len(own.batches) for own in data.values()) <= 4  # targets are found in batches, too
     for own in data.values():
         own.batches.clear()
-    trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
     trainer.fit(Sums(), datamodule=stream)
     for own in data.values():
         assert sum(size == 6 for size in own.batches) >= 2
@@ -157,7 +157,7 @@ def test_worker_init_fn_sees_the_dataset_of_its_loader(quiet, case):
     stream = FederatedStream(data, Stationary(1), split=Split(test=0.0), shuffle=False)
     if not isinstance(data, dict):
         stream.partition = IID(1)
-    trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), callbacks=[seen], max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), callbacks=[seen], max_epochs=1, **quiet)
     trainer.fit(Sums(), datamodule=stream)
     found = torch.cat(seen.batches)[:, 0].sort().values
     rows = torch.arange(8, 40) if case == "sampler" else torch.arange(SIZE)
@@ -218,7 +218,7 @@ def test_targets_beside_the_data_decide_classes(quiet, kind):
         options.pop("partition")
     stream = FederatedStream(data, ClassIncremental(2), y=targets, seed=0, **options)
     seen = Seen()
-    trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), callbacks=[seen], max_epochs=2, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), callbacks=[seen], max_epochs=2, **quiet)
     trainer.fit(Sums(), datamodule=stream)
     assert stream.num_classes == 4 and len(seen.batches) > 2
     for number, current in enumerate(stream.plan.train):

@@ -85,7 +85,7 @@ def test_a_client_without_a_name_is_rejected(name):
     with raises(InvalidValueError, "client"):
         stream.setup("fit")
     arrays = ArrayDataset(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
-    rejected(arrays, "client", partition="natural")
+    rejected(arrays, "client", partition="by-client-id")
     assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")  # which needs no owners
 
 

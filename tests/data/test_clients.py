@@ -21,9 +21,9 @@ def site(number, samples):
 def test_each_client_has_its_own_samples(names):
     sets = site(1, 6), site(2, 9)
     data = sets if names is None else dict(zip(names, sets, strict=True))
-    stream = FederatedStream(data, Stationary(rounds=3), split=Split(1 / 3))
+    stream = FederatedStream(data, Stationary(num_rounds=3), split=Split(1 / 3))
     stream.setup("fit")
-    assert stream.plan.rounds == 3 and len(stream.plan.test) == 5
+    assert stream.plan.num_rounds == 3 and len(stream.plan.test) == 5
     assert sorted(stream.plan.clients) == sorted(names or ("0", "1"))
     for number, client in enumerate(names or ("0", "1"), start=1):
         for round_idx in range(3):
@@ -76,7 +76,7 @@ def kinds():
 
 @pytest.mark.parametrize("data", kinds())
 def test_each_client_may_have_tests_of_its_own(data):
-    stream = FederatedStream(data, Stationary(rounds=2))
+    stream = FederatedStream(data, Stationary(num_rounds=2))
     stream.setup("fit")
     for number, client in enumerate("ab", start=1):
         assert stream.client_samples(client, 1, 0)[0].unique().tolist() == [number]

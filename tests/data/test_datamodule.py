@@ -397,14 +397,14 @@ def test_pretraining_goes_through_the_hooks(quiet):
 
 def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):
     def fit(module, size):
-        trainer = trainer_of(quiet, strategy=FederatedStrategy(seed=0, cohort_size=size))
+        trainer = trainer_of(quiet, strategy=FederatedStrategy(seed=0, max_vectorized_clients=size))
         trainer.fit(classifier(), datamodule=stream_of(module, partition=IID(2)))
         return trainer.strategy.federation.local_trainer
 
     loaders = [DataLoader(Subset(WHOLE, part), 8) for part in (range(40), range(40, 64))]
     assert isinstance(fit(Loaders(*loaders), "auto"), VectorizedTrainer)
     assert not isinstance(fit(Scales(), "auto"), VectorizedTrainer)
-    with raises(InvalidValueError, "cohort_size"):
+    with raises(InvalidValueError, "max_vectorized_clients"):
         fit(Scales(), 2)
 
 

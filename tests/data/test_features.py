@@ -17,7 +17,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.data.adapters import to_samples
 from lightning_fcl.data.feature_cache import compute_features
 from lightning_fcl.data.partition import IID, Dirichlet
-from lightning_fcl.data.samples import PublicData
+from lightning_fcl.data.samples import DatasetSpec
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -59,7 +59,7 @@ def images():
 
 def prepared(x, y, features, **kwargs):
     kwargs = {"scenario": ClassIncremental(2), "seed": 0} | kwargs
-    stream = FederatedStream.from_arrays(x, y, features=features, **kwargs)
+    stream = FederatedStream.from_arrays(x, y, backbone=features, **kwargs)
     stream.setup("fit")
     return stream
 
@@ -180,7 +180,7 @@ def test_what_a_data_set_draws_is_drawn_once(images):
     streams = []
     for backbone in (Counted(), Counted()):
         torch.manual_seed(backbone.count)
-        streams.append(FederatedStream(clients, ClassIncremental(2), features=backbone, seed=len(streams)))
+        streams.append(FederatedStream(clients, ClassIncremental(2), backbone=backbone, seed=len(streams)))
         streams[-1].setup("fit")
         assert backbone.count == (FIRST + 100 if len(streams) == 1 else FIRST)
     assert torch.equal(streams[0].samples.x, streams[1].samples.x)
@@ -205,7 +205,7 @@ class Photographs(L.LightningDataModule):
 
 
 def test_a_data_module_s_loaders_read_images_and_give_features(images):
-    stream = FederatedStream(Photographs(*images), ClassIncremental(2), features=Counted(), num_workers=0)
+    stream = FederatedStream(Photographs(*images), ClassIncremental(2), backbone=Counted(), num_workers=0)
     stream.setup("fit")
     assert stream.batch_size == 10 and len(stream.plan.test) == 50
     assert [tuple(x.shape) for x, _ in stream.test_dataloader()] == [(10, 6)] * 5
@@ -216,7 +216,7 @@ def test_a_data_module_that_changes_batches_is_refused(images):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [(batch[0] - 0.5) / 0.2, batch[1]]
 
-    stream = FederatedStream(Normalises(*images), ClassIncremental(2), features=Counted())
+    stream = FederatedStream(Normalises(*images), ClassIncremental(2), backbone=Counted())
     with raises(InvalidValueError, "datamodule"):
         stream.setup("fit")
 
@@ -227,7 +227,7 @@ def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients, fi
     solved = []
     for features in (None, Counted()):
         torch.manual_seed(0)
-        stream = FederatedStream("digits", ClassIncremental(2), IID(clients), seed=0, features=features)
+        stream = FederatedStream("digits", ClassIncremental(2), IID(clients), seed=0, backbone=features)
         fit(task := RidgeClassifier(Counted(), 10, beta=0.1), stream)
         solved.append(task.readout)
     assert solved[0].n == solved[1].n
@@ -237,12 +237,12 @@ def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients, fi
 
 def test_what_has_no_images_or_no_backbone_is_refused(images):
     x, y = images
-    with raises(InvalidValueError, "features"):
+    with raises(InvalidValueError, "backbone"):
         prepared(x, y, nn.Linear(2, 2))
     without = FederatedStream(
-        TensorDataset(torch.rand(9, 3, 8, 8)), Stationary(1), IID(1), classes=(), features=Counted()
+        TensorDataset(torch.rand(9, 3, 8, 8)), Stationary(1), IID(1), classes=(), backbone=Counted()
     )
-    with raises(InvalidValueError, "features"):
+    with raises(InvalidValueError, "backbone"):
         without.setup("fit")
     with raises(InvalidValueError, "x"):
         prepared((x / 255 - 0.5).astype(np.float32), y, Counted())
@@ -253,15 +253,15 @@ def test_what_has_no_images_or_no_backbone_is_refused(images):
 @pytest.mark.parametrize(
     ("data", "samples"),
     [
-        (PublicData("lfw", options={"normalize": "none"}), 2053),
-        (PublicData("orl", options={"normalize": "none", "size": None}), 400),
+        (DatasetSpec("lfw", options={"normalize": "none"}), 2053),
+        (DatasetSpec("orl", options={"normalize": "none", "size": None}), 400),
         ("tinyimagenet", 17000),
         ("digits", 1797),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_images_of_loaders_become_features(data, samples, data_folder):
-    stream, backbone = FederatedStream(data, ClassIncremental(1), features=Counted()), Counted()
+    stream, backbone = FederatedStream(data, ClassIncremental(1), backbone=Counted()), Counted()
     stream.setup("fit")
     assert stream.samples.x.shape == (samples, 6)
     raw = to_samples(data)
@@ -275,8 +275,8 @@ def write_recipe(folder):
     (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"
         f"model: {{class_path: RidgeClassifier, init_args: {{num_classes: 10, model: {backbone}}}}}\n"
-        f"data: {{data: digits, scenario: {{class_path: ClassIncremental, init_args: {{experiences: 2}}}}, "
-        f"features: {backbone}}}\n"
+        f"data: {{data: digits, scenario: {{class_path: ClassIncremental, init_args: {{num_experiences: 2}}}}, "
+        f"backbone: {backbone}}}\n"
     )
     return str(folder / "recipe.yaml")
 
@@ -285,7 +285,7 @@ def write_recipe(folder):
 def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
     recipe = write_recipe(tmp_path)
     main(["data", "show", recipe])
-    main(["device-report", recipe])
+    main(["edge-report", recipe])
     assert "A sample is 1 x 8 x 8;" in capsys.readouterr().out
     assert not cache.exists()
 

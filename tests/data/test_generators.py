@@ -228,12 +228,12 @@ class Keeper(L.LightningModule):
 
 
 def train(data, quiet, workers=0, callbacks=(), validate=False, **options):
-    words = dict(scenario=Stationary(rounds=ROUNDS), batch_size=BATCH, seed=0, num_workers=workers, **options)
+    words = dict(scenario=Stationary(num_rounds=ROUNDS), batch_size=BATCH, seed=0, num_workers=workers, **options)
     if not (isinstance(data, dict) and any(isinstance(part, dict) for part in data.values())):
         words["split"] = Split(test=0.0)
     task = Keeper()
     trainer = L.Trainer(
-        strategy=FederatedStrategy(seed=0, cohort_size=1, local_epochs=2),
+        strategy=FederatedStrategy(seed=0, max_vectorized_clients=1, local_epochs=2),
         max_epochs=ROUNDS,
         callbacks=list(callbacks),
         **quiet | {"limit_val_batches": 1.0 if validate else 0, "num_sanity_val_steps": 2 if validate else 0},
@@ -440,7 +440,9 @@ def test_plain_trainer_reads_the_same_for_any_num_workers(quiet):
             return self(batch[0]).square().mean()
 
     def fit(workers):
-        words = dict(scenario=Stationary(rounds=ROUNDS), split=Split(test=0.0), batch_size=BATCH, num_workers=workers)
+        words = dict(
+            scenario=Stationary(num_rounds=ROUNDS), split=Split(test=0.0), batch_size=BATCH, num_workers=workers
+        )
         task, stream = Plain(), FederatedStream({"0": NumPyItems(1)}, seed=0, **words)
         L.Trainer(max_epochs=ROUNDS, **quiet).fit(task, datamodule=stream)
         return task
@@ -455,9 +457,9 @@ def test_cohort_reads_as_single_clients(quiet):
     def weights(size):
         task = Keeper()
         task.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(task(batch[0]), batch[1])
-        words = dict(scenario=Stationary(rounds=1), split=Split(test=0.0), batch_size=BATCH, seed=0)
+        words = dict(scenario=Stationary(num_rounds=1), split=Split(test=0.0), batch_size=BATCH, seed=0)
         stream = FederatedStream(two_clients(NumPyItems), **words)
-        strategy = FederatedStrategy(seed=0, cohort_size=size)
+        strategy = FederatedStrategy(seed=0, max_vectorized_clients=size)
         L.Trainer(strategy=strategy, max_epochs=1, **quiet).fit(task, datamodule=stream)
         return [p.detach() for p in task.parameters()]
 
@@ -492,8 +494,8 @@ class Tested(Keeper):
 def test_own_test_step_does_not_change_training(quiet, name):
     def fit(callbacks):
         task = Tested()
-        words = dict(scenario=Stationary(rounds=ROUNDS), batch_size=BATCH, seed=0)
-        strategy = FederatedStrategy(seed=0, cohort_size=1)
+        words = dict(scenario=Stationary(num_rounds=ROUNDS), batch_size=BATCH, seed=0)
+        strategy = FederatedStrategy(seed=0, max_vectorized_clients=1)
         trainer = L.Trainer(strategy=strategy, max_epochs=ROUNDS, callbacks=callbacks, **quiet)
         trainer.fit(task, datamodule=FederatedStream(with_tests(DATA[name], shared=True), **words))
         return task, trainer.test(task, datamodule=trainer.datamodule, verbose=False)
@@ -524,7 +526,7 @@ def test_pretraining_does_not_depend_on_earlier_draws(quiet, name):
             for index in range(draws):
                 data[index]
         stream = FederatedStream(
-            data, WithPretraining(rounds=1), IID(1), Split(test=0.0), batch_size=BATCH, seed=0, **words
+            data, WithPretraining(num_rounds=1), IID(1), Split(test=0.0), batch_size=BATCH, seed=0, **words
         )
         task = Keeper()
         task.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(task(batch[0]), batch[1])

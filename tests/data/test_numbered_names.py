@@ -17,7 +17,8 @@ from lightning_fcl.data.scenarios import (
     FLwFScenario,
     GrowingClasses,
 )
-from lightning_fcl.errors import InvalidValueError, check_clients, did_you_mean, one_of
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import check_clients, did_you_mean, one_of
 
 TWELVE = [str(number) for number in range(12)]
 SORTED = sorted(TWELVE)  # 0, 1, 10, 11, 2, ...

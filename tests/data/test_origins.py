@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.origins import origins_of
-from lightning_fcl.data.partition import IID, Natural
+from lightning_fcl.data.partition import IID, ByClientId
 from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
@@ -174,7 +174,7 @@ def test_equal_content_in_training_and_test_warns_once(of, caplog):
         stream = FederatedStream.from_arrays(x, y, scenario=Stationary(3), partition=IID(4), seed=0)
     else:
         parts = [TensorDataset(torch.tensor(x[rows]), torch.tensor(y[rows])) for rows in (slice(30), slice(30, None))]
-        stream = FederatedStream(parts, Stationary(3), Natural(), seed=0)
+        stream = FederatedStream(parts, Stationary(3), ByClientId(), seed=0)
     stream.setup("fit")
     stream.setup("test")
     trained = {*map(tuple, x[np.concatenate([*stream.plan.train[0].values()])].tolist())}

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.plan_summary import describe_plan, plot_plan
-from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario, SamplePool, Staggered
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed, DomainIncremental, FedViTScenario, SamplePool
 
 Y = np.random.default_rng(0).integers(6, size=600)
 POOL = SamplePool(
@@ -14,7 +14,7 @@ POOL = SamplePool(
 SCENARIOS = [
     ClassIncremental(3, 2),
     DomainIncremental(),
-    Staggered(ClassIncremental(3, 2), 2),
+    Delayed(ClassIncremental(3, 2), 2),
     FedViTScenario(2, 3, [2, 3]),
 ]
 
@@ -51,11 +51,11 @@ def test_a_line_for_each_change():
 
 def test_a_long_plan_is_cut_short():
     pool = SamplePool(Y, clients={str(n): np.arange(n, 600, 100) for n in range(100)}, classes=POOL.classes)
-    plan = Staggered(ClassIncremental(6, 50), delay=90).plan(pool)
+    plan = Delayed(ClassIncremental(6, 50), max_delay=90).plan(pool)
     assert len(describe_plan(plan, POOL.classes).splitlines()) == 33
     data = plot_plan(plan, POOL.classes)["datasets"]
     rounds = {row["round"] for row in data["by_round"]}
-    assert len(rounds) == 120 and max(rounds) == plan.rounds and len({row["client"] for row in data["tasks"]}) == 60
+    assert len(rounds) == 120 and max(rounds) == plan.num_rounds and len({row["client"] for row in data["tasks"]}) == 60
 
 
 def test_the_command_prints_and_draws_it(tmp_path, monkeypatch, capsys):

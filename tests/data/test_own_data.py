@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, evaluator
-from lightning_fcl.data.batching import concat_nested
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
@@ -183,7 +183,7 @@ def test_targets_that_are_none_are_not_read():
         def __getitem__(self, index):
             raise AssertionError("nothing asks for items")
 
-    assert stream_of(Unread(X), Stationary(), classes=()).plan.rounds == 1
+    assert stream_of(Unread(X), Stationary(), classes=()).plan.num_rounds == 1
 
 
 @pytest.mark.parametrize("remedy", ["pass other targets as `y`", "`classes=\\(\\)` if the values are not targets"])

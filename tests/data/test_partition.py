@@ -5,17 +5,17 @@ import pytest
 from raising import raises
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
+from lightning_fcl.data.partition import IID, ByClientId, ClassSubsets, Dirichlet, Shards
 from lightning_fcl.data.scenarios import (
     Blurry,
     ClassIncremental,
+    Delayed,
     DomainIncremental,
     FedViTScenario,
     FLwFScenario,
     GrowingClasses,
     ODFCLScenario,
     Online,
-    Staggered,
     Stationary,
 )
 from lightning_fcl.errors import InvalidValueError
@@ -65,10 +65,10 @@ def test_the_global_generator_is_left_alone(name):
 
 
 def test_by_client_gives_each_owner_all_of_its_samples():
-    parts = divide(Natural(), np.zeros(5, int), np.array([10, 2, 10, 30, 2]))
+    parts = divide(ByClientId(), np.zeros(5, int), np.array([10, 2, 10, 30, 2]))
     assert {name: index.tolist() for name, index in parts.items()} == {"2": [1, 4], "10": [0, 2], "30": [3]}
     assert list(parts) == ["2", "10", "30"]
-    named = divide(Natural(), np.zeros(3, int), np.array(["S3", "S2", "S3"]))
+    named = divide(ByClientId(), np.zeros(3, int), np.array(["S3", "S2", "S3"]))
     assert {name: index.tolist() for name, index in named.items()} == {"S2": [1], "S3": [0, 2]}
 
 
@@ -83,7 +83,7 @@ def counts(parts, y=Y):
 
 
 def test_dirichlet_follows_the_proportions_of_its_generator():
-    parts = divide(Dirichlet(4, 0.7, min_size=0), seed=9)
+    parts = divide(Dirichlet(4, 0.7, min_partition_size=0), seed=9)
     # The same draws by hand: for each class one permutation of its members, then one Dirichlet vector.
     rng = np.random.default_rng(9)
     for label in range(6):
@@ -97,19 +97,19 @@ def test_dirichlet_becomes_even_with_large_alpha_and_skewed_with_small():
     totals = np.bincount(Y)
     even = counts(divide(Dirichlet(4, 1e6)))
     assert np.abs(even - totals / 4).max() <= 2
-    skewed = counts(divide(Dirichlet(4, 1e-3, min_size=0)))
+    skewed = counts(divide(Dirichlet(4, 1e-3, min_partition_size=0)))
     assert (skewed.max(axis=0) == totals).all()
 
 
 def test_dirichlet_draws_again_until_everybody_has_enough():
-    once = divide(Dirichlet(6, 0.3, min_size=0), seed=1)
-    again = divide(Dirichlet(6, 0.3, min_size=40), seed=1)
+    once = divide(Dirichlet(6, 0.3, min_partition_size=0), seed=1)
+    again = divide(Dirichlet(6, 0.3, min_partition_size=40), seed=1)
     assert min(len(index) for index in once.values()) < 40 <= min(len(index) for index in again.values())
     assert sum(len(index) for index in again.values()) == len(Y)
 
 
 def test_just_enough_is_enough():
-    parts = divide(Dirichlet(2, 1e6, min_size=5), [0] * 10)
+    parts = divide(Dirichlet(2, 1e6, min_partition_size=5), [0] * 10)
     assert [len(index) for index in parts.values()] == [5, 5]
 
 
@@ -193,10 +193,10 @@ def test_class_subsets_give_one_sample_to_whoever_asks_for_one():
 
 
 ERRORS = {
-    "no clients": (IID(0), [0] * 5, "clients"),
-    "more clients than samples": (IID(6), [0] * 5, "clients"),
-    "min_size too large": (Dirichlet(7, 1.0, min_size=86), Y, "min_size"),
-    "min_size never reached": (Dirichlet(2, 1e-4, min_size=2), [0] * 4, "min_size"),
+    "no clients": (IID(0), [0] * 5, "num_clients"),
+    "more clients than samples": (IID(6), [0] * 5, "num_clients"),
+    "min_size too large": (Dirichlet(7, 1.0, min_partition_size=86), Y, "min_partition_size"),
+    "min_size never reached": (Dirichlet(2, 1e-4, min_partition_size=2), [0] * 4, "min_partition_size"),
     "no shards": (Shards(7, 0), Y, "shards_per_client"),
     "too many shards": (Shards(7, 86), Y, "shards_per_client"),
     "too many classes": (ClassSubsets(5, 7), Y, "classes_per_client"),
@@ -230,9 +230,9 @@ def test_impossible_arguments(make, argument):
         make()
 
 
-@pytest.mark.parametrize("name", [*SEEDED, "natural"])
+@pytest.mark.parametrize("name", [*SEEDED, "by-client-id"])
 def test_partition_that_depends_on_labels_declares_that_it_needs_classes(name):
-    partition = SEEDED.get(name, Natural())
+    partition = SEEDED.get(name, ByClientId())
     parts = [divide(partition, y, np.arange(600) % 7) for y in (Y, Y[::-1])]
     differs = any(not np.array_equal(one, other) for one, other in zip(*(p.values() for p in parts), strict=True))
     assert partition.needs_classes == differs
@@ -249,22 +249,22 @@ REGRESSION = {
     "ODFCLScenario": (ODFCLScenario(), None),
     "FedViTScenario": (FedViTScenario(), None),
     "Online of Blurry": (Online(Blurry(1)), None),
-    "Staggered of GrowingClasses": (Staggered(GrowingClasses(1)), None),
+    "Delayed of GrowingClasses": (Delayed(GrowingClasses(1)), None),
 }
 ANY_TARGETS = [
     (Stationary(), IID(3)),
     (ClassIncremental(1), IID(3)),
     (DomainIncremental(), IID(3)),
     (Online(Stationary()), IID(3)),
-    (Staggered(DomainIncremental()), IID(3)),
-    (Stationary(), Natural()),
+    (Delayed(DomainIncremental()), IID(3)),
+    (Stationary(), ByClientId()),
 ]
 
 
 def regression(scenario, partition, **kwargs):
     """Return a stream of floating-point targets, prepared."""
     x, number = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60)
-    owners = {"client_ids": number % 3} if isinstance(partition, Natural) else {}
+    owners = {"client_ids": number % 3} if isinstance(partition, ByClientId) else {}
     stream = FederatedStream.from_arrays(
         x, x[:, 0], group=number % 2, scenario=scenario, partition=partition, **owners, **kwargs
     )
@@ -278,7 +278,7 @@ def test_stream_of_floating_targets_rejects_what_needs_classes(name):
     with raises(InvalidValueError, "y"):
         regression(scenario, partition)
     remedy = {"scenario": Stationary()} if partition is None else {"partition": IID()}
-    assert regression(**{"scenario": scenario, "partition": partition, **remedy}).plan.rounds
+    assert regression(**{"scenario": scenario, "partition": partition, **remedy}).plan.num_rounds
 
 
 @pytest.mark.parametrize(("scenario", "partition"), ANY_TARGETS)

@@ -68,14 +68,14 @@ METHODS = {
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("methods", METHODS)
-def test_they_train_as_floats_do(fit, methods, cohort_size):
+def test_they_train_as_floats_do(fit, methods, max_vectorized_clients):
     states, records, evaluated = [], [], []
-    size = 1 if methods == "GEM" else cohort_size
+    size = 1 if methods == "GEM" else max_vectorized_clients
     for stored in (True, False):
-        module, metrics = task(), ContinualMetrics(training=True)
-        words = {"cohort_size": size, "local_epochs": 2, "seed": 0}
+        module, metrics = task(), ContinualMetrics(evaluate_on_train=True)
+        words = {"max_vectorized_clients": size, "local_epochs": 2, "seed": 0}
         trainer = fit(module, make(stored), [*copy.deepcopy(METHODS[methods]), metrics], **words)
         states.append(dict(module.state_dict()))
         records.append((metrics.record["training"], [entry["correct"] for entry in metrics.record["rounds"]]))

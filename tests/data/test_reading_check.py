@@ -247,11 +247,11 @@ class Keeper(L.LightningModule):
 def warnings_of(data, quiet, caplog, workers=0, plain=False):
     caplog.clear()
     words = dict(split=Split(test=0.0), batch_size=4, num_workers=workers, seed=0)
-    options = {} if plain else {"strategy": FederatedStrategy(seed=0, cohort_size=1)}
+    options = {} if plain else {"strategy": FederatedStrategy(seed=0, max_vectorized_clients=1)}
     task = Keeper()
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
         trainer = L.Trainer(max_epochs=ROUNDS, **options, **quiet)
-        trainer.fit(task, datamodule=FederatedStream(data, Stationary(rounds=ROUNDS), **words))
+        trainer.fit(task, datamodule=FederatedStream(data, Stationary(num_rounds=ROUNDS), **words))
     found = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Reading a sample")]
     return found, task.batches
 
@@ -289,7 +289,7 @@ def test_collate_fn_is_named(quiet, caplog):
 
 def given_targets(data):
     """A stream that reads no item before the fit."""
-    words = dict(scenario=Stationary(rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
+    words = dict(scenario=Stationary(num_rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
     return FederatedStream.from_arrays(data, data.targets, client_ids=["a"] * SIZE, **words)
 
 
@@ -297,7 +297,7 @@ def given_targets(data):
 def test_the_check_leaves_the_data_set_as_it_was(quiet, kind):
     """The first batch is that of a data set that has not been read before."""
     task, stream = Keeper(), given_targets(kind())
-    trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), max_epochs=1, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
     trainer.fit(task, datamodule=stream)
     fresh = kind()
     expected = torch.stack([fresh[row][0] for row in stream.plan.train[0]["a"]])
@@ -306,7 +306,7 @@ def test_the_check_leaves_the_data_set_as_it_was(quiet, kind):
 
 def test_a_generator_made_by_a_read_is_named(quiet, caplog):
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
-        trainer = L.Trainer(strategy=FederatedStrategy(cohort_size=1), max_epochs=1, **quiet)
+        trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
         trainer.fit(Keeper(), datamodule=given_targets(LateGenerator()))
     assert sum("changes `rng`" in record.getMessage() for record in caplog.records) == 1
 
@@ -318,5 +318,5 @@ def test_a_collate_fn_that_cannot_take_one_sample_is_no_error(quiet):
 
     task, stream = Keeper(), given_targets(Items())
     stream.collate_fn = pairs
-    L.Trainer(strategy=FederatedStrategy(cohort_size=1), max_epochs=1, **quiet).fit(task, datamodule=stream)
+    L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet).fit(task, datamodule=stream)
     assert len(task.batches[0]) == 2

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_fcl import FederatedStrategy, FederatedStream
-from lightning_fcl.data.batching import BatchRequest, LoaderConfig, concat_nested, read_batches
+from lightning_fcl.data.batching import BatchRequest, LoaderConfig, read_batches
+from lightning_fcl.data.collation import concat_nested
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
@@ -73,7 +74,7 @@ class Keeper(L.LightningModule):
 def seen(stream, quiet, **options):
     stream.setup("fit")
     task = Keeper()
-    trainer = L.Trainer(strategy=FederatedStrategy(seed=0, **options), max_epochs=stream.plan.rounds, **quiet)
+    trainer = L.Trainer(strategy=FederatedStrategy(seed=0, **options), max_epochs=stream.plan.num_rounds, **quiet)
     trainer.fit(task, datamodule=stream)
     return task.batches
 
@@ -127,7 +128,7 @@ def test_targets_that_are_no_classes(quiet, shape):
     for scenario, group in ((ClassIncremental(1, 2), None), (DomainIncremental(), np.arange(48) % 2)):
         stream = FederatedStream.from_arrays(x, y, group=group, scenario=scenario, partition=IID(2), seed=0)
         batches = seen(stream, quiet)
-        assert stream.num_classes == 0 and len(stream.y) == 0 and stream.plan.rounds == 2
+        assert stream.num_classes == 0 and len(stream.y) == 0 and stream.plan.num_rounds == 2
         client, round_idx, (inputs, targets) = batches[0]
         assert targets.dtype == torch.float32 and targets.shape[1:] == shape[1:]
         assert stream.client_round(client, round_idx).labels.numel() == 0
@@ -180,7 +181,7 @@ def test_a_data_set_in_a_cohort_is_as_one_by_one(fit, make_task):
     states = []
     for size in (1, 3):
         task = make_task()
-        fit(task, stream_of(Noisy(50), partition=IID(3)), cohort_size=size, seed=0, local_epochs=2)
+        fit(task, stream_of(Noisy(50), partition=IID(3)), max_vectorized_clients=size, seed=0, local_epochs=2)
         states.append(task.state_dict())
     torch.testing.assert_close(states[0], states[1])
 
@@ -202,7 +203,9 @@ def test_only_a_batch_is_read_at_a_time(quiet):
     task.read = []
     stream.setup("fit")
     Counting.held = 0  # the setup has compared some items with `.targets`
-    L.Trainer(strategy=FederatedStrategy(cohort_size=1, seed=0), max_epochs=1, **quiet).fit(task, datamodule=stream)
+    L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1, seed=0), max_epochs=1, **quiet).fit(
+        task, datamodule=stream
+    )
     # Between two steps one batch is read. A trial before the first round reads a few batches.
     read = [later - earlier for earlier, later in itertools.pairwise(task.read)]
     assert max(read) <= 2 * 4 < sum(read) and task.read[0] <= 8 * 4
@@ -235,7 +238,7 @@ def test_avalanche_benchmarks(quiet):
     instances = ni_benchmark(train, test, n_experiences=2, task_labels=False, seed=1)
     stream = FederatedStream.from_avalanche(instances, partition=IID(3), seed=0)
     stream.setup("fit")
-    assert isinstance(stream.scenario, DomainIncremental) and stream.plan.rounds == 2 and everything(stream) == 60
+    assert isinstance(stream.scenario, DomainIncremental) and stream.plan.num_rounds == 2 and everything(stream) == 60
     parts = [as_classification_dataset(data(n)) for n in (12, 18)]
     stream = FederatedStream.from_avalanche(parts, split=Split(0.0), partition=IID(2), seed=0)
     stream.setup("fit")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.partition import Natural
+from lightning_fcl.data.partition import ByClientId
 from lightning_fcl.data.scenarios import ClassIncremental, SamplePool
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.synchronization import Participation
@@ -41,7 +41,7 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
     rng = np.random.default_rng(1)
     y = rng.integers(0, 6, size=500)
     owner = rng.integers(0, 40, size=500)
-    clients = Natural().partition(y, owner, rng)
+    clients = ByClientId().partition(y, owner, rng)
     assert {name: rows.tolist() for name, rows in clients.items()} == {
         str(name): np.flatnonzero(owner == name).tolist() for name in np.unique(owner)
     }
@@ -54,7 +54,7 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
 
 @pytest.mark.parametrize("number", [1, 7, 299, 5000])
 def test_the_lowest_lots_are_drawn(plan, number):
-    for round_idx in range(plan.rounds):
+    for round_idx in range(plan.num_rounds):
         lots = make_client_keys(5, plan.clients, round_idx, "participation")
         drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
         training, skipped = Participation(number, seed=5).sample_clients(plan, round_idx)

@@ -10,7 +10,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 from lightning_fcl.data.datasets import ArrayDataset
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
-from lightning_fcl.data.samples import PublicData, data_name
+from lightning_fcl.data.samples import DatasetSpec, data_name
 from lightning_fcl.data.scenarios import (
     ClassIncremental,
     DomainIncremental,
@@ -43,7 +43,7 @@ class Pairs(Dataset):
 
 def prepared(*args, scenario=None, **kwargs):
     own = {name: kwargs.pop(name) for name in list(kwargs) if name in ClassIncremental.__dataclass_fields__}
-    scenario = scenario or ClassIncremental(**{"experiences": 2, **own})
+    scenario = scenario or ClassIncremental(**{"num_experiences": 2, **own})
     stream = FederatedStream.from_arrays(*args, **{"scenario": scenario, "seed": 0, **kwargs})
     stream.setup("fit")
     return stream
@@ -204,7 +204,7 @@ def test_turn():
     for client_round in client_rounds:
         indices = stream.plan.train[client_round.round_idx]["1"]
         assert client_round.labels.tolist() == y[indices].tolist()
-        assert client_round.samples == len(indices) and client_round.num_classes == 4
+        assert client_round.num_samples == len(indices) and client_round.num_classes == 4
         assert client_round.num_stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
 
 
@@ -212,7 +212,7 @@ def test_turn_of_a_client_without_data():
     x, y = arrays()
     stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])  # each owner has the classes of one experience
     client_round = stream.client_round("0", 1)
-    assert client_round.samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]
+    assert client_round.num_samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]
 
 
 def test_domains_get_numbers():
@@ -242,7 +242,7 @@ WRONG = [
     ({"batch_size": 0}, InvalidValueError, "batch_size"),
     ({"num_workers": -1}, InvalidValueError, "num_workers"),
     ({"partition": "fair"}, UnknownNameError, "partition"),
-    ({"partition": "natural"}, InvalidValueError, "partition"),
+    ({"partition": "by-client-id"}, InvalidValueError, "partition"),
     ({"scenario": "class-incrementall"}, UnknownNameError, "scenario"),
     ({"scenario": ClassIncremental(class_order=[*range(10), 10])}, UnknownNameError, "class_order"),
     ({"scenario": ClassIncremental(class_order=[1.5])}, UnknownNameError, "class_order"),
@@ -282,7 +282,7 @@ def test_wrong_arguments_of_parts(kind, options, expected):
         kind(**options)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(ClassIncremental, "rounds_per_experience"), (Stationary, "rounds")])
+@pytest.mark.parametrize(("kind", "name"), [(ClassIncremental, "rounds_per_experience"), (Stationary, "num_rounds")])
 def test_wrong_numbers_of_rounds(kind, name):
     with raises(InvalidValueError, name, value=0):
         kind(**{name: 0})
@@ -296,7 +296,7 @@ def test_arguments_are_found_by_their_short_names():
         assert name in ("scenario", "partition") or getattr(stream, name) == value
     for name in ("class-incremental", "domain-incremental", "flwf", "odfcl", "fedvit"):
         assert type(FederatedStream(scenario=name).scenario).__name__.lower().startswith(name.replace("-", ""))
-    for name in ("iid", "natural", "dirichlet", "shards", "class-subsets"):
+    for name in ("iid", "by-client-id", "dirichlet", "shards", "class-subsets"):
         assert type(FederatedStream(partition=name).partition).__name__.lower() == name.replace("-", "")
     assert FederatedStream(scenario="domain-incremental").scenario.history == "round"
     with pytest.raises(TypeError, match="batchsize"):
@@ -351,7 +351,7 @@ def faces(people=8, images=12, size=16, seed=0):
 
 
 SMALL = {
-    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 6, "test_per_class": 3,
+    "num_people": 6, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2, "train_per_class": 6, "test_per_class": 3,
     "validation_per_class": 2, "rounds_per_session": 2,
 }  # fmt: skip
 
@@ -376,7 +376,7 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
             assert client_round.experience_idx == 1 + round_idx // 2 and client_round.is_last_round == (
                 round_idx % 2 == 1
             )
-            assert client_round.samples == 4 and client_round.num_stream_samples == 8
+            assert client_round.num_samples == 4 and client_round.num_stream_samples == 8
     for loader, number in ((stream.test_dataloader(), 3), (stream.val_dataloader(), 2)):
         assert torch.cat([y for _, y in loader]).bincount().tolist() == [number] * 6
     assert set(torch.cat([y for _, y in stream.pretrain_dataloader()]).tolist()) == {6, 7}
@@ -410,7 +410,7 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
 
 def test_a_stream_in_words():
     assert str(FederatedStream("digits")) == "FederatedStream of digits, scenario ClassIncremental"
-    assert str(FederatedStream(PublicData("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
+    assert str(FederatedStream(DatasetSpec("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
     assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
     own = ArrayDataset(np.zeros((4, 1), np.float32), np.arange(4) % 2, None, ("a", "b"), None, None)
     assert data_name(own) == "ArrayDataset"

@@ -40,8 +40,8 @@ BASE = {
     },
     "data": {
         "data": "digits",
-        "scenario": classes(experiences=2, rounds_per_experience=2),
-        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+        "scenario": classes(num_experiences=2, rounds_per_experience=2),
+        "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
         "batch_size": 64,
     },
 }
@@ -138,7 +138,7 @@ class Rehearsal:
     def config(self, client):
         """The node config of a client."""
         data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories"
-        return f'client="{client}" data="{data}" memories="{memories}"'
+        return f'client="{client}" data="{data}" state-dir="{memories}"'
 
     def weights(self):
         """What the server's newest checkpoint holds."""

@@ -29,11 +29,11 @@ def read_upload(message, sent, client, server, limits):
     """The upload of a client as a server reads it, and its decoded state."""
     upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
-    if upload.samples:
-        part = ClientRounds.from_rounds([ClientRound(client, 0, samples=upload.samples)])
+    if upload.num_samples:
+        part = ClientRounds.from_rounds([ClientRound(client, 0, num_samples=upload.num_samples)])
         state = {n: value[0] for n, value in decode_upload(upload, server, part, limits).values.items()}
     return SimpleNamespace(
-        samples=upload.samples, rehearsed=upload.num_replay_samples, diverged=upload.has_diverged, state=state
+        samples=upload.num_samples, rehearsed=upload.num_replay_samples, diverged=upload.has_diverged, state=state
     )
 
 

@@ -3,7 +3,7 @@
 
 def strategy(**arguments):
     """One client at a time, as nodes train."""
-    return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, **arguments}}
+    return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"max_vectorized_clients": 1, **arguments}}
 
 
 def method(name, **arguments):
@@ -15,4 +15,4 @@ def classes(**arguments):
     return {"class_path": "ClassIncremental", "init_args": arguments}
 
 
-REPLAY = {"trainer": {"callbacks": [method("Replay", max_size=30), method("FLwF2T", alpha=0.2, beta=0.3)]}}
+REPLAY = {"trainer": {"callbacks": [method("Replay", memory_size=30), method("FLwF2T", alpha=0.2, beta=0.3)]}}

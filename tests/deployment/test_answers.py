@@ -99,10 +99,10 @@ def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
     """Where not even one number more fits, whoever sends it is refused, and not the round."""
     largest = float(torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max)
     honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
-    read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, clients=3))
+    read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, num_clients=3))
     third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
     with pytest.raises(RejectedMessageError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
-        read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, clients=3))
+        read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, num_clients=3))
 
 
 def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client():

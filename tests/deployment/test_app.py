@@ -69,7 +69,7 @@ def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     start = state_tensors(made.module)
     assert all(torch.equal(value, start[name]) for name, value in state_tensors(parsed.model).items())
     assert [type(callback).__name__ for callback in made.callbacks] == ["FLwF2T"]
-    assert made.callbacks[0].hparams() == parsed.callbacks[0].hparams()
+    assert made.callbacks[0].fingerprint() == parsed.callbacks[0].fingerprint()
     assert made.stream.batch_size == parsed.datamodule.batch_size
     assert made.strategy.settings.local_epochs == parsed.strategy.settings.local_epochs
 
@@ -99,8 +99,8 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
             plan = client_plan(outline, stream.plan.groups[own], None, 5)
             for here, there in zip(plan.train, stream.plan.train, strict=True):
                 assert np.array_equal(own[here.get(client, [])], there.get(client, []))
-            assert [plan.class_split(round_idx) for round_idx in range(plan.rounds)] == [
-                stream.plan.class_split(round_idx) for round_idx in range(plan.rounds)
+            assert [plan.class_split(round_idx) for round_idx in range(plan.num_rounds)] == [
+                stream.plan.class_split(round_idx) for round_idx in range(plan.num_rounds)
             ]
 
 

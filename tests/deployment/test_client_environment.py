@@ -35,7 +35,7 @@ import torch
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as Flower sets them in its process
 
 app = client_app(Path(HERE))
-config = {"client": "1", "data": DATA, "memories": HERE + "/device"}
+config = {"client": "1", "data": DATA, "state-dir": HERE + "/device"}
 for file in sorted(Path(HERE).glob("sent-*")):
     head, state = torch.load(file, weights_only=True)
     parcel = Parcel(head, state)
@@ -52,7 +52,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 @pytest.mark.long
 def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, install, tmp_path):
     """To the same upload as where everything is."""
-    one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", max_size=20)]}})
+    one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", memory_size=20)]}})
     one.simulate()
     link = wire(one.nodes())
     one.serve(link, min_clients=3)

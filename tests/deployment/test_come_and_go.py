@@ -130,18 +130,18 @@ def gather(air, members):
 
 def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_are_named(air, members, caplog):
     air.there = {7: client("a")}
-    assert members.wait_for_nodes(["a"], 1) == {"a": 7} and members.claims == {}
+    assert members.wait_for_nodes(["a"], 1) == {"a": 7} and members.duplicate_claims == {}
     air.there[8] = client("a")
     for _ in range(20):
         assert members.wait_for_nodes(["a"], 1) == {"a": 7}
         air.clock.sleep(1)
-    assert members.claims == {"a": ["7", "8"]}
+    assert members.duplicate_claims == {"a": ["7", "8"]}
     assert "got two for a: node 7 has it, and node 8 says that it is a, too" in caplog.text
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
     del air.there[7]
     since = air.clock.now
     assert members.wait_for_nodes(["a"], 1) == {"a": 8} and air.clock.now - since <= RETRY_INTERVAL_S + 1
-    assert members.claims == {}
+    assert members.duplicate_claims == {}
 
 
 def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, members, caplog):

@@ -15,7 +15,7 @@ from .recipes import REPLAY, classes
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROUNDS = 8
-RECIPE = {**REPLAY, "data": {"scenario": classes(experiences=2, rounds_per_experience=ROUNDS // 2)}}
+RECIPE = {**REPLAY, "data": {"scenario": classes(num_experiences=2, rounds_per_experience=ROUNDS // 2)}}
 BEAT = 5  # seconds; who has not been heard of for twice as long is gone
 
 
@@ -116,7 +116,7 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     assert any(there[there.index(False) :])
     assert all(len(round_idx["upload_bytes"]) >= 2 for round_idx in rounds)
     claimed = [
-        round_idx["claims"] for round_idx in rounds if "claims" in round_idx
+        round_idx["duplicate_claims"] for round_idx in rounds if "duplicate_claims" in round_idx
     ]  # none where it took so long to start
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
     assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]

@@ -152,7 +152,7 @@ def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire
     rounds = prepared.rounds()
     (prepared.folder / "deployed").rename(prepared.folder / "first")
     sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
-    assert rounds[0]["limits"] == {"most_samples": max(sizes), "largest_update": 1000.0}
+    assert rounds[0]["upload_limits"] == {"max_samples": max(sizes), "max_update_norm": 1000.0}
     report = (prepared.folder / "first" / "report.html").read_text()
     assert "limits of an update" in report and f"{max(sizes):,}" in report
     short = {"min_clients": 3, "round_timeout": 0, "join_timeout": 0.1}
@@ -242,7 +242,7 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
 def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, wire):
     """What the server makes of two honest uploads and a large one lies between the honest ones; a mean does not."""
     where = "lightning_fcl.federation.robust"
-    kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"byzantine": 1}}
+    kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"num_malicious_clients": 1}}
     chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule
     one = rehearsal({"trainer": {"max_epochs": 1, "strategy": strategy(reductions={"*": chosen})}})
     one.simulate()

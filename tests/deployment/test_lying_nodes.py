@@ -57,8 +57,8 @@ def train(message, context):
 MANY_ROUNDS = {
     "trainer": {"max_epochs": ROUNDS},
     "data": {
-        "scenario": classes(experiences=1, rounds_per_experience=ROUNDS),
-        "partition": {"class_path": "IID", "init_args": {"clients": 7}},
+        "scenario": classes(num_experiences=1, rounds_per_experience=ROUNDS),
+        "partition": {"class_path": "IID", "init_args": {"num_clients": 7}},
     },
 }
 

@@ -23,7 +23,7 @@ def linked(rehearsal, machines):
     at.connect()
     for client, name in NAMES.items():
         data = one.folder / "data" / f"{client}.npz"
-        at.node(name, f'client="{name}" data="{data}" memories="{one.folder / "memories"}"')
+        at.node(name, f'client="{name}" data="{data}" state-dir="{one.folder / "memories"}"')
     return one, at
 
 

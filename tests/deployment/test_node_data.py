@@ -115,7 +115,7 @@ def node_of(stream, client, source):
 
 def rounds_of(stream, client):
     """The samples of each round of a client, in their order."""
-    there = [number for number in range(stream.plan.rounds) if client in stream.plan.train[number]]
+    there = [number for number in range(stream.plan.num_rounds) if client in stream.plan.train[number]]
     return {number: stream.client_samples(client, number, 0) for number in there}
 
 
@@ -185,7 +185,7 @@ def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(s
 def test_server_with_a_data_module_needs_test_samples():
     server = FederatedStream(scenario=Stationary(2))
     set_server_data(server, read_data("sensors:Tests", for_server=True), ["a"])
-    assert len(server.plan.test) == 20 and server.plan.rounds == 2
+    assert len(server.plan.test) == 20 and server.plan.num_rounds == 2
     with pytest.raises(RejectedMessageError, match=r"Define `test_dataloader` in Trains"):
         read_data("sensors:Trains", for_server=True)
     with pytest.raises(RejectedMessageError, match="Define `train_dataloader` in Tests"):
@@ -269,7 +269,7 @@ def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
     check_equal(node_of(simulated, "0", DataSource(str(path))), simulated, "0")
     server = FederatedStream(scenario=scenario)
     set_server_data(server, read_data(path, for_server=True), ["0"])
-    assert server.plan.rounds == 2
+    assert server.plan.num_rounds == 2
     for source in (write_npz(tmp_path, x, y), write_csv(tmp_path, x, y)):
         with pytest.raises(ValueError, match=r"data of client 0 .*\.npz file with `group`"):
             node_of(simulated, "0", source)
@@ -361,7 +361,7 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
     }
     data = {
         "data": write_sites(tmp_path, targets[kind]),
-        "scenario": {"class_path": "Stationary", "init_args": {"rounds": 2}},
+        "scenario": {"class_path": "Stationary", "init_args": {"num_rounds": 2}},
         "partition": None,
         "split": {"test": ["3"]},
         "batch_size": 8,

@@ -21,7 +21,7 @@ def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
     one, at = rehearsal(REPLAY), machines()
     simulated = one.simulate()
     at.link("--simulation")
-    more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "min_clients": 3}
+    more = {"data_folder": str(one.folder / "data"), "state_dir": str(one.folder / "memories"), "min_clients": 3}
     at.run(one.app(), "options.num-supernodes = 3", **one.settings(), **more)
     at.wait_for(one.ended)
     assert one.holds(simulated.model)

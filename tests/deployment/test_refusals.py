@@ -82,7 +82,7 @@ def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
     deployed.serve(wire(nodes), min_clients=2)
     (round_idx,) = deployed.rounds()
-    found, claims = round_idx["dropped"], round_idx["claims"]
+    found, claims = round_idx["dropped"], round_idx["duplicate_claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "got the error `unusable-data`" in found["1"]
     assert "nowhere" not in found["1"] and "there is no file" in caplog.text  # in the log of the node

@@ -36,7 +36,7 @@ RESERVOIR = {
     "class_path": "lightning_fcl.ReservoirClassifier",
     "init_args": {
         "num_classes": 4,
-        "share": "statistics",
+        "upload": "statistics",
         "beta": 0.1,
         "reservoir": {
             "class_path": "lightning_fcl.models.EchoStateNetwork",
@@ -50,7 +50,7 @@ LORA = {
     "init_args": {
         "net": {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}},
         "rank": 2,
-        "head": "3.*",
+        "head_pattern": "3.*",
     },
 }
 
@@ -58,20 +58,20 @@ OF_WAVES = {
     "data": {"class_path": "waves.Waves"},
     "shuffle": True,
     "drop_last": False,
-    "scenario": classes(experiences=2),
+    "scenario": classes(num_experiences=2),
 }
 
 CASES = {
     "averaging": {},
     "distillation and replay": REPLAY,
     "replay with a transform": {
-        "trainer": {"callbacks": [method("Replay", max_size=30, transform={"class_path": "torch.nn.Dropout"})]}
+        "trainer": {"callbacks": [method("Replay", memory_size=30, transform={"class_path": "torch.nn.Dropout"})]}
     },
     "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
     "own head": {
         "trainer": {
-            "strategy": strategy(reductions={"model.3.*": "none"}, keep_optimizer=True),
-            "callbacks": [method("FedRep", head_epochs=1, body_epochs=2, head="model.3.*")],
+            "strategy": strategy(reductions={"model.3.*": "local"}, keep_optimizer_state=True),
+            "callbacks": [method("FedRep", head_epochs=1, body_epochs=2, head_pattern="model.3.*")],
         }
     },
     "server optimizer": {
@@ -97,14 +97,14 @@ CASES = {
             "strategy": strategy(participation=2),
             "callbacks": [method("LwF", teacher="server"), method("FedProx")],
         },
-        "data": {"scenario": classes(experiences=2, rounds_per_experience=3)},
+        "data": {"scenario": classes(num_experiences=2, rounds_per_experience=3)},
     },
     "variates and gradients of one experience": {
         "trainer": {
             "strategy": strategy(client_weights="uniform", participation=2),
             "callbacks": [method("SCAFFOLD"), method("FedDyn")],
         },
-        "data": {"scenario": classes(experiences=2, rounds_per_experience=2)},
+        "data": {"scenario": classes(num_experiences=2, rounds_per_experience=2)},
     },
     "moved by the server": {
         "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
@@ -112,35 +112,42 @@ CASES = {
     "steps of all alike": {"trainer": {"callbacks": [method("FedNova")]}},
     "updates in subspaces": {"trainer": {"callbacks": [method("FOT", eps=0.8)]}},
     "layers by least squares": {"trainer": {"callbacks": [method("RegMean", alpha=0.5)]}},
-    "a head on drawn features": {"trainer": {"callbacks": [method("CCVR", samples=20)]}},
+    "a head on drawn features": {"trainer": {"callbacks": [method("CCVR", num_samples=20)]}},
     "a head by ridge regression": {"trainer": {"callbacks": [method("Fed3R")]}},
     "factors in turn": {
         "model": {"init_args": {"model": LORA}},
         "trainer": {"callbacks": [method("LoRM", alpha=0.5)]},
     },
     "projection, accumulation and clipping": {
-        "trainer": {"callbacks": [method("GEM", max_size=20)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        "trainer": {
+            "callbacks": [method("GEM", memory_size=20)],
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+        }
     },
     "uneven clients": {
-        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"clients": 4, "alpha": 0.3}}},
+        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 0.3}}},
         "trainer": {"callbacks": [method("FedProx", mu=0.1)]},
     },
     "batch normalization and single samples": {
         "model": {"init_args": {"model": {"class_path": "waves.Normalized"}}},
-        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"clients": 8, "alpha": 0.1}}, "batch_size": 5},
-        "trainer": {"callbacks": [method("Replay", max_size=30)]},
+        "data": {
+            "partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 8, "alpha": 0.1}},
+            "batch_size": 5,
+        },
+        "trainer": {"callbacks": [method("Replay", memory_size=30)]},
     },
     "new samples in each round": {
-        "data": {"scenario": classes(experiences=2, rounds_per_experience=2, samples_per_round=60)}
+        "data": {"scenario": classes(num_experiences=2, rounds_per_experience=2, samples_per_round=60)}
     },
     "sums of a reservoir": {"model": RESERVOIR, "data": OF_WAVES},
     "plasticity of a reservoir": {
         "model": RESERVOIR,
         "trainer": {"callbacks": [method("IntrinsicPlasticity", eta=0.05, min_gain=0.99)]},
-        "data": {**OF_WAVES, "scenario": classes(experiences=2, rounds_per_experience=2)},
+        "data": {**OF_WAVES, "scenario": classes(num_experiences=2, rounds_per_experience=2)},
     },
     "weights of a reservoir": {
-        "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
+        "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "upload": "weights"}},
         "data": OF_WAVES,
     },
 }
@@ -185,11 +192,11 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     kept, also = (fit.trainer.strategy.server.extra_tensors for fit in (simulated, deployed))
     assert kept.keys() == also.keys() and all(torch.equal(value, also[name]) for name, value in kept.items())
     there, here = one.rounds("simulated"), one.rounds()
-    assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
+    assert [one["no_data"] for one in there] == [one["no_data"] for one in here]
     assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
     if case == "batch normalization and single samples":
-        assert any(one["skipped"] for one in there)
+        assert any(one["no_data"] for one in there)
     if case == "an earlier model of the server":
         assert [one["download_bytes"] for one in there] == [one["download_bytes"] for one in here]
     assert [one["upload_bytes"] for one in there] == [one["upload_bytes"] for one in here]
@@ -210,7 +217,7 @@ def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_agai
     one = rehearsal(
         {
             "trainer": {"callbacks": [method("LwF", teacher="server")]},
-            "data": {"scenario": classes(experiences=2, rounds_per_experience=4)},
+            "data": {"scenario": classes(num_experiences=2, rounds_per_experience=4)},
         }
     )
     one.simulate()

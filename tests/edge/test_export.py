@@ -169,7 +169,7 @@ def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
 @pytest.mark.seconds
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
 def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
-    reservoir = EchoStateNetwork(3, units=10, layers=2, leaking_rate=0.4, bias_scaling=0.2, washout=5, seed=0)
+    reservoir = EchoStateNetwork(3, units=10, num_layers=2, leaking_rate=0.4, bias_scaling=0.2, washout=5, seed=0)
     with torch.no_grad():
         reservoir.gain += 0.3 * torch.randn(20)
         reservoir.bias += 0.3 * torch.randn(20)

@@ -17,7 +17,7 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 RECIPES = recipes_folder()
 IMAGE = (1, 64, 48)
-FROZEN = {"model.backbone.*": "fixed"}
+FROZEN = {"model.backbone.*": "constant"}
 RECIPE = {
     "trainer": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"reductions": FROZEN}}},
     "model": {
@@ -115,7 +115,7 @@ def test_the_paper_of_memory(report):
 def test_the_profiles_hold_what_is_counted_for_dsicnet(report, name):
     device, macs = read_device(name), report["macs"]
     assert (device.int8_macs, device.fp32_macs) == (macs["frozen_forward"], macs["trained_forward"] + macs["learning"])
-    assert read_link("uwb-loco").bytes == report["synchronisation"]["upload_bytes"]
+    assert read_link("uwb-loco").payload_nbytes == report["synchronisation"]["upload_bytes"]
     assert device.memory == {"tcdm": 128 * 1024, "ram": 1536 * 1024, "flash": 2048 * 1024}
 
 
@@ -145,7 +145,7 @@ def test_dsicnet_sends_what_it_trains(report):
 def test_the_unfolded_bytes_are_those_of_the_simulation(fit, make_stream):
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
     task = Classifier(model, 4)
-    rules = {"model.0.*": "none", "model.3.*": "download"}
+    rules = {"model.0.*": "local", "model.3.*": "download_only"}
     trainer = fit(task, make_stream(drop_last=True), max_epochs=1, reductions=rules)  # a norm cannot learn from one
     log = trainer.strategy.server.record
     sync = device_report(task, (6,), reductions=rules)["synchronisation"]
@@ -167,7 +167,7 @@ def test_a_whole_mlp_travels_in_federated_averaging():
 
 def test_what_stays_at_home_is_trained_but_does_not_travel():
     task = Classifier(MLP([6, 5, 4]), 4)
-    report = device_report(task, (6,), reductions={"model.3.*": "none", "model.1.*": "download"})
+    report = device_report(task, (6,), reductions={"model.3.*": "local", "model.1.*": "download_only"})
     assert report["parameters"]["trained"] == 5 * 4 + 4
     assert report["synchronisation"]["upload_bytes"] == 0
     assert report["synchronisation"]["download_bytes"] == 4 * (6 * 5 + 5)
@@ -186,7 +186,7 @@ def test_a_norm_folds_only_where_it_can():
     between = measure_footprint(nn.Sequential(convolution, nn.ReLU(inplace=True), nn.BatchNorm2d(4)), (1, 5, 5))
     assert between.folded == 0
     assert [layer.name for layer in between.layers] == ["0", "2"]
-    alone = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5), {"0.*": "fixed"})
+    alone = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5), {"0.*": "constant"})
     assert alone.folded == 0
     assert alone.num_elements(trained=True) == 8
 
@@ -202,7 +202,7 @@ def test_a_layer_that_is_int8_already_is_left_as_it_is():
         def forward(self, x):
             return nn.functional.linear(x, self.weight.to(x.dtype)) * self.weight_scale
 
-    footprint = measure_footprint(nn.Sequential(Quantised(), nn.Linear(5, 2)), (6,), {"0.*": "fixed"})
+    footprint = measure_footprint(nn.Sequential(Quantised(), nn.Linear(5, 2)), (6,), {"0.*": "constant"})
     assert (footprint.num_elements(trained=False), footprint.nbytes(trained=False)) == (30, 30 + 4 * 5 + 4)
     assert footprint.frozen_forward == 30
 
@@ -285,7 +285,7 @@ def test_peak_memory_of_a_toy_net_by_hand():
         nn.Flatten(),
         nn.Linear(32, 2),
     )
-    report = device_report(net, (2, 8), reductions={"0.*": "fixed"})
+    report = device_report(net, (2, 8), reductions={"0.*": "constant"})
     memory = report["memory"]
     assert memory["inference"] == {"bytes": 4 * (24 + 32), "layer": "2"}
     assert memory["learning"] == {
@@ -313,7 +313,7 @@ def test_nothing_is_left_behind_in_the_module(dsicnet):
     dsicnet.model.backbone.requires_grad_(False)
     dsicnet.model.head.classifier.bias.grad = torch.ones(10)
     before = {name: value.clone() for name, value in dsicnet.state_dict().items()}
-    device_report(dsicnet, IMAGE, reductions={"model.head.pointwise.*": "fixed"})
+    device_report(dsicnet, IMAGE, reductions={"model.head.pointwise.*": "constant"})
     assert dsicnet.training and dsicnet.model.backbone.training and not dsicnet.model.head.training
     assert {name for name, p in dsicnet.named_parameters() if p.requires_grad} == {
         name for name, _ in dsicnet.named_parameters() if "head" in name
@@ -329,7 +329,7 @@ def test_nothing_is_left_behind_in_the_module(dsicnet):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_reservoir_sends_its_statistics(symmetric):
-    task = ReservoirClassifier(EchoStateNetwork(3, units=20, layers=2, washout=10), 4, symmetric=symmetric)
+    task = ReservoirClassifier(EchoStateNetwork(3, units=20, num_layers=2, washout=10), 4, symmetric=symmetric)
     report = device_report(task, (50, 3), samples=7)
     units, steps = 40, 40
     packed = units * (units + 1) // 2 if symmetric else units**2
@@ -351,7 +351,7 @@ def test_a_reservoir_sends_its_statistics(symmetric):
 
 
 def test_a_reservoir_that_shares_weights_sends_these():
-    task = ReservoirClassifier(EchoStateNetwork(3, units=20), 4, share="weights")
+    task = ReservoirClassifier(EchoStateNetwork(3, units=20), 4, upload="weights")
     sync = device_report(task, (50, 3))["synchronisation"]
     assert sync["upload_bytes"] == sync["download_bytes"] == 8 * 4 * 20
 
@@ -368,7 +368,7 @@ def test_the_bytes_of_a_reservoir_are_those_of_the_simulation(fit, make_reservoi
 
 
 def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
-    main(["device-report", recipe, "--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)])
+    main(["edge-report", recipe, "--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     written = (tmp_path / "device.md").read_text()
     assert written in shown and str(tmp_path / "device.json") in shown
@@ -387,16 +387,16 @@ def test_recipes_lie_over_each_other_as_in_fit(recipe, tmp_path, capsys):
     more = tmp_path / "more.yaml"
     more.write_text("model: {init_args: {model: {init_args: {num_classes: 4}}}}\ndata: {data: digits}\n")
     words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)]
-    main(["device-report", "--config", recipe, "--config", str(more), *words])
+    main(["edge-report", "--config", recipe, "--config", str(more), *words])
     first = json.loads((tmp_path / "device.json").read_text())
-    main(["device-report", recipe, str(more), *words])
+    main(["edge-report", recipe, str(more), *words])
     assert json.loads((tmp_path / "device.json").read_text()) == first
     assert first["parameters"]["trained"] == 64 * 80 + 80 + 80 * 4 + 4
     capsys.readouterr()
 
 
 def report_recipe(folder, *words):
-    main(["device-report", *map(str, words), "--out", str(folder)])
+    main(["edge-report", *map(str, words), "--out", str(folder)])
     return json.loads((folder / "device.json").read_text())
 
 
@@ -424,8 +424,8 @@ def test_a_reservoirs_recipe(capsys, tmp_path):
 def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, error_of):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     files = [str(RECIPES / "flwf" / name) for name in ("base.yaml", "flwf-2t.yaml")]
-    assert "Pass the shape with `--input`, as in `--input 1,64,48`." in error_of(["device-report", *files])
-    main(["device-report", *files, "--input", "6,128", "--out", str(tmp_path)])
+    assert "Pass the shape with `--input`, as in `--input 1,64,48`." in error_of(["edge-report", *files])
+    main(["edge-report", *files, "--input", "6,128", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "device.json").read_text())
     assert (report["samples"], report["nodes"]) == (28, 3)
 
@@ -443,7 +443,7 @@ def own_profile(tmp_path, **changes):
 def test_a_profile_of_ones_own(dsicnet, tmp_path):
     path = own_profile(tmp_path, latency_ms=356.8, memory={"ram": 100_000}, source=None, frequency_mhz=None)
     link = tmp_path / "link.yml"
-    link.write_text("bytes: 1000\nseconds: 0.5\n")
+    link.write_text("payload_nbytes: 1000\ntransfer_s: 0.5\n")
     report = device_report(dsicnet, IMAGE, reductions=FROZEN, profile=path, link=str(link))
     assert report["device"]["name"] == "mine"
     assert report["time"]["local_epoch_s"] == pytest.approx(0.3568)
@@ -465,7 +465,7 @@ def test_int8_is_as_much_faster_as_the_profile_says(tmp_path):
         ({"power_mw": None}, "mine.yaml .* arguments are required: power_mw"),
         ({"powr_mw": 3}, "but got powr_mw. Did you mean power_mw?"),
         ({"latency_ms": -1}, r"In .*mine\.yaml: Expected `latency_ms` to be above 0 but got -1"),
-        ({"samples": True}, r'mine.yaml .* "samples":\s.*True'),
+        ({"samples_per_run": True}, r'mine.yaml .* "samples_per_run":\s.*True'),
         ({"fp32_macs": "many"}, r'mine.yaml .* "fp32_macs":\s.*many'),
         ({"power_mw": float("nan")}, "Expected `power_mw` to be a number, but got nan. Use a finite number"),
         ({"memory": {"flsh": 3}}, "Expected `memory` to be .* but got .*flsh"),
@@ -502,15 +502,15 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
 def test_wrong_words_are_refused(recipe, error_of, words, message):
     # What comes last counts.
     words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", *words]
-    assert message in error_of(["device-report", recipe, *words])
+    assert message in error_of(["edge-report", recipe, *words])
 
 
 def test_a_recipe_is_needed(error_of, tmp_path):
-    assert "Expected at least one recipe but got none." in error_of(["device-report"])
+    assert "Expected at least one recipe but got none." in error_of(["edge-report"])
     (tmp_path / "empty.yaml").write_text("data: {data: digits}\n")
-    assert "a `model` but got none" in error_of(["device-report", str(tmp_path / "empty.yaml")])
+    assert "a `model` but got none" in error_of(["edge-report", str(tmp_path / "empty.yaml")])
 
 
 def test_reductions_that_match_nothing_are_refused(dsicnet):
     with raises(InvalidValueError, "reductions"):
-        device_report(dsicnet, IMAGE, reductions={"backbone.*": "fixed"})
+        device_report(dsicnet, IMAGE, reductions={"backbone.*": "constant"})

@@ -7,7 +7,7 @@ from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.models import MLP, DSICNet
 
 
-@pytest.mark.parametrize("reductions", [{}, {"backbone.*": "fixed"}])
+@pytest.mark.parametrize("reductions", [{}, {"backbone.*": "constant"}])
 def test_a_client_takes_the_time_that_the_device_is_estimated_to_take(reductions):
     """An epoch and both ways of a synchronisation, of the node on its own."""
     model, shape = DSICNet(num_classes=10), (1, 64, 48)

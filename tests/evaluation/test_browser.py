@@ -14,7 +14,14 @@ def pages(tmp_path_factory):
     """The page of a run, and that of two."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("one", "two"):
-        small = ["--trainer.max_epochs", "6", "--data.partition.clients", "4", "--trainer.enable_progress_bar", "false"]
+        small = [
+            "--trainer.max_epochs",
+            "6",
+            "--data.partition.num_clients",
+            "4",
+            "--trainer.enable_progress_bar",
+            "false",
+        ]
         main(["fit", "quickstart", *small, "--trainer.strategy.local_epochs", "1", "--out", str(folder / name)])
     main(["report", str(folder)])
     return {"run": folder / "one" / "report.html", "runs": folder / "report.html"}

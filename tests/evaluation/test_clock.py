@@ -26,7 +26,7 @@ def record_of(correct, seconds=None, tasks=1):
             "download_bytes": {"a": 20, "b": 20},
         }
         if seconds is not None:
-            entry |= {"simulated_seconds": seconds[number], "late": ["b"], "staleness": {}}
+            entry |= {"simulated_seconds": seconds[number], "late_clients": ["b"], "staleness": {}}
         rounds.append(entry)
     return {"groups": ["x", "y"][:tasks], "totals": [10] * tasks, "tasks": {"server": [[t] for t in range(tasks)]}} | {
         "rounds": rounds
@@ -37,16 +37,16 @@ def test_times_add_up_and_total():
     record = record_of([1, 5, 4, 9], [2.0, 0.5, 3.0, 1.0])
     assert simulated_times(record).tolist() == [2.0, 2.5, 5.5, 6.5]
     summary = summarize(record)
-    assert (summary["simulated_seconds/total"], summary["late/total"]) == (6.5, 4)
+    assert (summary["simulated_seconds/total"], summary["late_uploads/total"]) == (6.5, 4)
     assert (summary["upload_bytes/total"], summary["download_bytes/total"]) == (40, 160)
-    assert not {"simulated_seconds/total", "late/total"} & summarize(record_of([1, 5])).keys()
+    assert not {"simulated_seconds/total", "late_uploads/total"} & summarize(record_of([1, 5])).keys()
 
 
 def test_time_to_accuracy_is_that_of_the_first_round_that_was_so_good():
     record = record_of([1, 5, 4, 9], [2.0, 0.5, 3.0, 1.0])
     assert [time_to(record, value) for value in (0.1, 0.5, 0.51, 0.9, 0.91)] == [2.0, 2.5, 6.5, 6.5, math.inf]
     assert time_to(record, 0.1, "nobody") == math.inf
-    with raises(InvalidValueError, "schedule"):
+    with raises(InvalidValueError, "synchronization"):
         time_to(record_of([1, 5]), 0.1)
 
 

@@ -21,7 +21,15 @@ def run(tasks=2):
     ]
     groups = {model: [[0], [1]][:tasks] for model in ("server", "a", "b")}
     kept = {"a": 8, "b": 16}
-    return {"record": {"groups": ["x", "y"], "totals": [10, 10], "tasks": groups, "rounds": rounds, "kept_bytes": kept}}
+    return {
+        "record": {
+            "groups": ["x", "y"],
+            "totals": [10, 10],
+            "tasks": groups,
+            "rounds": rounds,
+            "client_state_bytes": kept,
+        }
+    }
 
 
 def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_task():
@@ -34,7 +42,7 @@ def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_
         "rounds": 2.0,
         "upload_bytes": 40.0,
         "download_bytes": 10.0,
-        "kept_bytes": 12.0,
+        "client_state_bytes": 12.0,
         "seconds": 3.0,
     }
 

@@ -90,14 +90,14 @@ def slow_summary(record):
         entries = [e for e in record["rounds"] if model in e["correct"]]
         if not entries:
             continue
-        result[f"A_gen/{model}"] = mean([accuracy_on(record, e, model, everything) for e in entries])
+        result[f"general_accuracy/{model}"] = mean([accuracy_on(record, e, model, everything) for e in entries])
         result[f"final_accuracy/{model}"] = accuracy_on(record, entries[-1], model, everything)
         if model != "server":
             personal = []
             for position in range(len(entries)):
                 seen = [g for e in entries[: position + 1] for g in tasks[e["experience"][model]]]
                 personal.append(accuracy_on(record, entries[position], model, seen))
-            result[f"A_per/{model}"] = mean(personal)
+            result[f"personal_accuracy/{model}"] = mean(personal)
         seen = [g for i in range(entries[-1]["experience"][model] + 1) for g in tasks[i]]
         result[f"stream_accuracy/{model}"] = accuracy_on(record, entries[-1], model, seen)
         if len(tasks) > 1:
@@ -139,7 +139,7 @@ def slow_task_metrics(record, model, tasks, entries):
         f"average_accuracy/{model}": mean([a(number, d, True) for d in range(1, number + 1)]),
         f"forgetting/{model}": mean([lost(d, True) for d in range(1, number)]),
         f"learning_accuracy/{model}": mean([a(d, d, True) for d in range(1, number + 1)]),
-        f"BWT/{model}": mean([transferred(d) for d in range(1, number)]),
+        f"backward_transfer/{model}": mean([transferred(d) for d in range(1, number)]),
     }
 
 
@@ -158,9 +158,9 @@ def test_fine_tuning_forgets_everything_as_in_the_paper():
     summary = summarize(fine_tuning_record())
     assert summary["A_2/client1"] == 0.5
     assert summary["F_2/client1"] == 1.0
-    assert summary["A_per/client1"] == 0.75
-    assert summary["A_gen/client1"] == pytest.approx(1 / 3)
-    assert summary["BWT/client1"] == -1.0
+    assert summary["personal_accuracy/client1"] == 0.75
+    assert summary["general_accuracy/client1"] == pytest.approx(1 / 3)
+    assert summary["backward_transfer/client1"] == -1.0
     assert summary["stream_accuracy/client1"] == 0.5
 
 
@@ -179,8 +179,8 @@ def test_matrix_by_hand():
     np.testing.assert_allclose(matrices(record)["a"], [[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(matrices(record, rounds="last")["a"], [[0.75, 0.0], [0.5, 0.5]])
     np.testing.assert_allclose(stream_accuracies(record, "a"), [0.75, 0.5])
-    assert summarize(record)["A_gen/a"] == pytest.approx(0.5)
-    assert summarize(record)["A_per/a"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
+    assert summarize(record)["general_accuracy/a"] == pytest.approx(0.5)
+    assert summarize(record)["personal_accuracy/a"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
 
 
 def test_the_start_is_experience_0_of_the_server_alone():
@@ -196,7 +196,9 @@ def test_the_start_is_experience_0_of_the_server_alone():
     expected = {"stream_accuracy_0": 8 / 10, "stream_accuracy_1": 10 / 15, "stream_accuracy_2": 9 / 20}
     for name, value in {**expected, "stream_accuracy": 9 / 20, "final_accuracy": 9 / 20}.items():
         assert summary[f"{name}/server"] == pytest.approx(value), name
-    assert summary["A_gen/server"] == summary["A_gen/node"] == pytest.approx((9 + 10 + 6 + 9) / 80)  # of rounds
+    assert (
+        summary["general_accuracy/server"] == summary["general_accuracy/node"] == pytest.approx((9 + 10 + 6 + 9) / 80)
+    )  # of rounds
     assert summary["average_accuracy/server"] == pytest.approx((3 / 10 + 1 / 5 + 5 / 5) / 3)
     assert summary["forgetting/server"] == pytest.approx((8 / 10 - 3 / 10 + 4 / 5 - 1 / 5) / 2)
     assert "stream_accuracy_0/node" not in summary and "forgetting/node" in summary
@@ -296,21 +298,21 @@ def test_own_models_of_a_task_with_measures():
             "round": r,
             "experience": {"a": r},
             "values": {"a": {"MSE": {"0": 4.0 + r, "1": 2.0, "0+1": 3.0}}},
-            "own": {"a": {"MSE": {"0": 1.0 + 2 * r, "1": 5.0 * r, "0+1": 3.0 * r}}},
+            "local": {"a": {"MSE": {"0": 1.0 + 2 * r, "1": 5.0 * r, "0+1": 3.0 * r}}},
         }
         for r in range(2)
     ]
     measures = [{"name": "MSE", "higher_is_better": False}]
     record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"server": [[0], [1]], "a": [[0], [1]]}}
     summary = summarize({**record, "measures": measures, "rounds": rounds})
-    own = {name: value for name, value in summary.items() if name.endswith("_own/a")}
+    own = {name: value for name, value in summary.items() if name.endswith("_local/a")}
     assert own == {
-        "average_MSE_own/a": 4.0,
-        "learning_MSE_own/a": 3.0,
-        "forgetting_MSE_own/a": 2.0,
-        "BWT_MSE_own/a": -2.0,
+        "average_MSE_local/a": 4.0,
+        "learning_MSE_local/a": 3.0,
+        "forgetting_MSE_local/a": 2.0,
+        "backward_transfer_MSE_local/a": -2.0,
     }
-    assert summary["average_MSE/a"] == 3.5 and summary["average_MSE_own/clients"] == 4.0
-    before = [{name: value for name, value in entry.items() if name != "own"} for entry in rounds]
+    assert summary["average_MSE/a"] == 3.5 and summary["average_MSE_local/clients"] == 4.0
+    before = [{name: value for name, value in entry.items() if name != "local"} for entry in rounds]
     plain = summarize({**record, "measures": measures, "rounds": before})
-    assert plain == {name: value for name, value in summary.items() if "_own" not in name}
+    assert plain == {name: value for name, value in summary.items() if "_local" not in name}

@@ -82,16 +82,16 @@ def run_of(quantity, is_good):
                 "round": number,
                 "experience": dict.fromkeys(MODELS, number // 2),
                 **results_of("values" if quantity != ACCURACY else "correct", MODELS, quantity, share),
-                **{"own": next(iter(results_of("own", MODELS[1:], quantity, local).values()))},
+                **{"local": next(iter(results_of("own", MODELS[1:], quantity, local).values()))},
                 "upload_bytes": {"a": size, "b": size},
                 "download_bytes": {"a": 2 * size, "b": size},
                 "simulated_seconds": size / 10,
-                "late": [] if is_good else ["a"],
+                "late_clients": [] if is_good else ["a"],
                 "seconds": size / 100,
             }
         )
     record = {"groups": names, "totals": [100] * 3, "tasks": tasks, "rounds": rounds}
-    record["kept_bytes"] = {"a": 5, "b": 7} if is_good else {"a": 50, "b": 70}
+    record["client_state_bytes"] = {"a": 5, "b": 7} if is_good else {"a": 50, "b": 70}
     if quantity == ACCURACY:
         return record | {"training": {"correct": 9 if is_good else 2, "total": 10}}
     record["measures"] = [{"name": quantity.name, "higher_is_better": quantity.higher_is_better}]
@@ -138,8 +138,8 @@ def test_units_are_those_of_the_record():
     before = summarize(record)
     for unit, names in {"B": ("upload_bytes", "download_bytes"), "s": ("simulated_seconds",)}.items():
         rounds = [{**entry, **{name: times_three(entry[name]) for name in names}} for entry in record["rounds"]]
-        kept = times_three(record["kept_bytes"]) if unit == "B" else record["kept_bytes"]
-        after = summarize(record | {"rounds": rounds, "kept_bytes": kept})
+        kept = times_three(record["client_state_bytes"]) if unit == "B" else record["client_state_bytes"]
+        after = summarize(record | {"rounds": rounds, "client_state_bytes": kept})
         for key, value in before.items():
             factor = 3 if known(key).unit == unit else 1
             assert after[key] == pytest.approx(factor * value), key

@@ -20,7 +20,7 @@ from lightning_fcl.evaluation.results import is_complete, read_results, write_fi
 from lightning_fcl.evaluation.summary import summary_metrics
 from lightning_fcl.evaluation.table import Table
 
-EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
+EXPECTED = {"general_accuracy/client1": 0.753, "F_2/client1": 0.212, "general_accuracy/other": 0.5}
 
 
 def record(groups=6, tasks=2, rounds_per_task=3, seed=0):
@@ -130,13 +130,13 @@ def test_a_page_tells_what_ran_and_compares_with_the_paper():
         "6 rounds, 2 clients",
     ):
         assert part in said
-    ours = content["metrics"]["A_gen/client1"]
+    ours = content["metrics"]["general_accuracy/client1"]
     lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Against the paper"]}
     assert lines["A_gen client1"] == [f"{ours:.3f}", "0.753", f"{ours - 0.753:+.3f}"]
     assert lines["A_gen other"] == ["-", "0.500", "-"]
     head, server, *_ = reader.tables["Every metric"]
     assert server[0][0] == "server"
-    assert server[head.index(("A_gen", ""))][0] == f"{content['metrics']['A_gen/server']:.3f}"
+    assert server[head.index(("A_gen", ""))][0] == f"{content['metrics']['general_accuracy/server']:.3f}"
     _, left_out = reader.tables["On the wire and inside"]
     assert [text for text, _ in left_out] == [
         "round 5",
@@ -353,7 +353,7 @@ def test_many_rows_have_one_in_front():
 
 
 def test_a_paper_stands_beside_its_table():
-    runs = [results(seed=seed, expected={"A_gen/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
+    runs = [results(seed=seed, expected={"general_accuracy/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
     page = Reader(
         compare_page({"FLwF-2T/FT": runs}, Table.from_results(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
     )

@@ -10,7 +10,7 @@ from raising import raises
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.table import Cell, Table, cells, read_table, write_table
 
-EXPECTED = {"A_gen/client1": 0.753, "A_gen/other": 0.5}
+EXPECTED = {"general_accuracy/client1": 0.753, "general_accuracy/other": 0.5}
 
 
 def results(row="FLwF-2T/FT", seed=0, expected=None):
@@ -18,7 +18,11 @@ def results(row="FLwF-2T/FT", seed=0, expected=None):
     return {
         "recipe": {"paper": "flwf", "row": row} if row else None,
         "seed": seed,
-        "metrics": {"A_gen/client1": 0.7 + 0.01 * seed**2, "F_2/client1": 0.2 - 0.03 * seed, "A_gen/server": 0.6},
+        "metrics": {
+            "general_accuracy/client1": 0.7 + 0.01 * seed**2,
+            "F_2/client1": 0.2 - 0.03 * seed,
+            "general_accuracy/server": 0.6,
+        },
         "expected": expected or {},
         "versions": {"lightning-fcl": "0.1.0", "torch": "2.13.0"},
         "machine": "a small computer",
@@ -36,13 +40,13 @@ def test_a_table_is_what_each_seed_gave():
     runs = [results("A", seed, EXPECTED) for seed in range(3)] + [results("B", 0), results(None, 0)]
     ours = cells(runs)
     assert list(ours) == ["A", "B", "lightning-fcl fit --config flwf.yaml"]
-    values = [run["metrics"]["A_gen/client1"] for run in runs[:3]]
-    cell = ours["A"]["A_gen/client1"]
+    values = [run["metrics"]["general_accuracy/client1"] for run in runs[:3]]
+    cell = ours["A"]["general_accuracy/client1"]
     assert dict(cell.values) == dict(enumerate(values)) and cell.n == 3 and cell.paper == 0.753
     assert cell.mean == pytest.approx(sum(values) / 3)
     assert cell.std == pytest.approx(statistics.stdev(values))
-    assert (single := ours["B"]["A_gen/client1"]).std == 0.0 and single.n == 1 and single.paper is None
-    missing = ours["A"]["A_gen/other"]
+    assert (single := ours["B"]["general_accuracy/client1"]).std == 0.0 and single.n == 1 and single.paper is None
+    missing = ours["A"]["general_accuracy/other"]
     assert (missing.mean, missing.std, missing.n, missing.paper) == (None, None, 0, 0.5)
 
 
@@ -62,8 +66,8 @@ def test_a_table_tells_what_made_it():
     table = Table.from_results([results("A", 0), other], "flwf", "small", "lightning-fcl reproduce flwf")
     assert table.versions == {"lightning-fcl": "0.1.0", "torch": "2.13.0"} and table.seeds == [0, 1]
     assert table.machine == "a small computer; a large computer" and table.seconds == 24.7
-    few = table.select_metrics(["F_2/client1", "A_gen/server"])
-    assert few.metrics == ["F_2/client1", "A_gen/server"] and few.seconds == 24.7
+    few = table.select_metrics(["F_2/client1", "general_accuracy/server"])
+    assert few.metrics == ["F_2/client1", "general_accuracy/server"] and few.seconds == 24.7
     with raises(InvalidValueError, "metrics"):
         table.select_metrics(["speed"])
 

@@ -17,7 +17,7 @@ def record(*after, done=2):
 
 
 def test_the_first_tasks_are_those_of_a_run_that_was_stopped_behind_them():
-    whole = {**record([9, 0], [5, 7]), "kept_bytes": {"a": 40}}
+    whole = {**record([9, 0], [5, 7]), "client_state_bytes": {"a": 40}}
     cut = truncate_record(whole, 1)
     assert cut == truncate_record(record([9, 0], [5, 7], done=1), 1) and cut["tasks"] == {"a": [[0]]}
     assert truncate_record(whole, 2) == whole

@@ -11,7 +11,7 @@ from lightning_fcl.federation.robust import Krum, TrimmedMean, krum, median, tri
 
 pytestmark = pytest.mark.rounding
 
-REDUCTIONS = ("mean", "sparse_mean", "sum", "none", "download", "fixed", "median", "trimmed_mean", "krum")
+REDUCTIONS = ("mean", "sparse_mean", "sum", "local", "download_only", "constant", "median", "trimmed_mean", "krum")
 
 
 def random_uploads(clients, shape=(3, 4), seed=0):
@@ -63,7 +63,7 @@ def test_sum_adds_the_pooled_uploads_to_the_servers_value():
     torch.testing.assert_close(aggregate("sum", uploads, server=result), server + 2 * x.T @ x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["none", "download", "fixed"])
+@pytest.mark.parametrize("reduction", ["local", "download_only", "constant"])
 def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
     aggregator = aggregator_of(head=reduction, w="mean")
     add(aggregator, {"w": torch.ones(1)}, weight=1)
@@ -113,7 +113,7 @@ def krum_by_hand(uploads, byzantine):
 def test_krum_is_the_papers_score(seed):
     uploads = random_uploads(8, seed=seed)
     chosen = krum_by_hand(uploads, 2)
-    assert krum(torch.stack(uploads).flatten(1), byzantine=2) == chosen
+    assert krum(torch.stack(uploads).flatten(1), num_malicious_clients=2) == chosen
     assert torch.equal(aggregate(Krum(2), uploads), uploads[chosen])
 
 
@@ -121,7 +121,7 @@ def test_krum_takes_all_its_entries_from_one_client():
     uploads = [
         {"a": a, "b": b} for a, b in zip(random_uploads(6, seed=1), random_uploads(6, (2,), seed=2), strict=True)
     ]
-    aggregator = Aggregator(dict.fromkeys("ab", Krum(byzantine=1)))
+    aggregator = Aggregator(dict.fromkeys("ab", Krum(num_malicious_clients=1)))
     for upload in uploads:
         add(aggregator, upload, 1.0)
     chosen = krum_by_hand([torch.cat([u["a"].flatten(), u["b"]]) for u in uploads], 1)
@@ -174,9 +174,9 @@ def test_where_clients_start():
     assert tuple(known) == REDUCTIONS == tuple(map(repr, known.values()))
     down, up = ([name for name in REDUCTIONS if getattr(known[name], way)] for way in ("is_downloaded", "is_uploaded"))
     robust = ["median", "trimmed_mean", "krum"]
-    assert down == ["mean", "sparse_mean", "download", *robust]
+    assert down == ["mean", "sparse_mean", "download_only", *robust]
     assert up == ["mean", "sparse_mean", "sum", *robust]
-    assert [name for name in REDUCTIONS if known[name].is_local] == ["none"]
+    assert [name for name in REDUCTIONS if known[name].is_local] == ["local"]
     for name in REDUCTIONS:
         expected = {"sum": [0, 0, 0]}.get(name, [1, 1, 1])
         assert known[name].initial_value(value).tolist() == expected
@@ -186,7 +186,7 @@ def test_where_clients_start():
 def test_later_rules_win():
     state = dict.fromkeys(("body.a", "body.b", "head.a"), torch.zeros(1))
     own = {"*": "median", "head.*": "sum"}
-    reductions = assign_reductions(state, own, {"*.b": "none", "body.b": "sum"})
+    reductions = assign_reductions(state, own, {"*.b": "local", "body.b": "sum"})
     assert {entry: reduction.name for entry, reduction in reductions.items()} == {
         "body.a": "median",
         "body.b": "sum",
@@ -202,7 +202,7 @@ def test_unknown_reduction():
 
 def test_pattern_without_a_match():
     with raises(InvalidValueError, "reductions"):
-        assign_reductions(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "none"})
+        assign_reductions(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "local"})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "median", "trimmed_mean", "krum"])

@@ -35,8 +35,8 @@ def decoded(code, updates):
 def transmit(code, server, states, residuals):
     """Encode and decode uploads: the states that the server decodes, and each client's new residual."""
     reductions = dict.fromkeys(server, Mean())
-    code.setup(Setting(server, reductions, [*server], seed=0, round=0, clients=[]))
-    parts = ClientRounds.from_rounds([ClientRound(str(row), 0, samples=1) for row in range(len(residuals))])
+    code.setup(Setting(server, reductions, [*server], seed=0, round_idx=0, clients=[]))
+    parts = ClientRounds.from_rounds([ClientRound(str(row), 0, num_samples=1) for row in range(len(residuals))])
     uploads = Uploads(parts, [1.0] * len(residuals), reductions, dict(states), server)
     uploads.kept = [{RESIDUAL: residual} for residual in residuals]
     code.encode(uploads)
@@ -154,7 +154,7 @@ def test_a_federation_aggregates_what_it_decodes(code, store):
     for round_idx in range(3):
         federation.start_round(module)
         server, states = federation.state, uploads(federation, 3, round_idx)
-        federation.upload([ClientRound(c, round_idx, samples=n) for c, n in zip("abc", sizes, strict=True)], states)
+        federation.upload([ClientRound(c, round_idx, num_samples=n) for c, n in zip("abc", sizes, strict=True)], states)
         for row, client in enumerate("abc"):
             federation.save_client_state(client, {name: value[row] for name, value in states.items()}, {})
         result = federation.aggregate()
@@ -189,7 +189,7 @@ def test_clients_side_by_side_are_one_by_one(code):
             states = uploads(federation, 3, round_idx)
             for rows in groups:
                 part = {name: value[rows] for name, value in states.items()}
-                federation.upload([ClientRound("abc"[row], round_idx, samples=2) for row in rows], part)
+                federation.upload([ClientRound("abc"[row], round_idx, num_samples=2) for row in rows], part)
                 for row in rows:
                     federation.save_client_state("abc"[row], {name: value[row] for name, value in states.items()}, {})
             module.load_state_dict(federation.aggregate())
@@ -206,7 +206,7 @@ def test_a_refused_upload_leaves_what_was_left_over():
         states = uploads(federation, 2, round_idx)
         if round_idx:
             states["0.weight"][0, 0, 0] = float("nan")
-        client_rounds = [ClientRound(client, round_idx, samples=1) for client in "ab"]
+        client_rounds = [ClientRound(client, round_idx, num_samples=1) for client in "ab"]
         taken = federation.upload(client_rounds, states)
         for row, client in enumerate("ab"):
             if taken[row]:
@@ -221,34 +221,36 @@ def test_a_refused_upload_leaves_what_was_left_over():
 
 def run(fit, make_stream, make_task, compression, **options):
     task, metrics = make_task(), ContinualMetrics()
-    stream = make_stream(rounds_per_experience=2, clients=4, partition="dirichlet")
+    stream = make_stream(rounds_per_experience=2, num_clients=4, partition="dirichlet")
     trainer = fit(task, stream, [metrics], compression=compression, seed=0, **options)
     return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.client_store
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
-@pytest.mark.parametrize("cohort_size", [1, 4])
-def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 4])
+def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, max_vectorized_clients):
     # Places would cost more than they save.
-    plain, code = (run(fit, make_stream, make_task, one, cohort_size=cohort_size) for one in (None, code))
+    plain, code = (
+        run(fit, make_stream, make_task, one, max_vectorized_clients=max_vectorized_clients) for one in (None, code)
+    )
     assert equal(plain[0], code[0])
     assert [entry["upload_bytes"] for entry in plain[1]] == [entry["upload_bytes"] for entry in code[1]]
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", 4)])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path, store, cohort_size):
-    options = {"client_store": store, "cohort_size": cohort_size, "participation": 2}
+@pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", 4)])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path, store, max_vectorized_clients):
+    options = {"client_store": store, "max_vectorized_clients": max_vectorized_clients, "participation": 2}
     assert_resumes(make_task, lambda: FedProx(0.1), compression=TopK(0.1, 6), **options)
-    stream, path = make_stream(clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
+    stream, path = make_stream(num_clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
     for other in (None, TopK(0.2, 6), Quantize(6)):
         with raises(InvalidValueError, "compression", code="other-recipe"):
             fit(make_task(), stream, [FedProx(0.1)], ckpt_path=path, compression=other, seed=5, **options)
 
 
 def test_local_entries_are_not_coded_and_medians_are(fit, make_stream, make_task):
-    rules = {"model.1.weight": "median", "model.1.bias": "none", "model.3.bias": "none"}
+    rules = {"model.1.weight": "median", "model.1.bias": "local", "model.3.bias": "local"}
     plain, coded = (run(fit, make_stream, make_task, one, reductions=rules, max_epochs=1) for one in (None, TopK(0.2)))
     differ = {name for name in plain[0] if not torch.equal(plain[0][name], coded[0][name])}
     assert differ == {"model.1.weight", "model.3.weight"} == set(coded[2]["0"]["residual"])
@@ -258,11 +260,11 @@ def test_local_entries_are_not_coded_and_medians_are(fit, make_stream, make_task
 
 def test_what_is_left_over_waits_while_an_entry_does_not_travel():
     federation, module = make_federation(TopK(0.2))
-    for rules in ({}, {"0.weight": "fixed"}, {}):
+    for rules in ({}, {"0.weight": "constant"}, {}):
         federation.start_round(module, rules)
         states = {name: value[None] for name, value in federation.state.items()}
         states["0.weight"] = states["0.weight"] + torch.arange(72.0).view(1, 8, 9)
-        federation.upload([ClientRound("a", round_idx=0, samples=1)], states)
+        federation.upload([ClientRound("a", round_idx=0, num_samples=1)], states)
         federation.save_client_state("a", {name: value[0] for name, value in states.items()}, {})
         module.load_state_dict(federation.aggregate())
     # Twice the update, and the largest twice: 15 are sent in the first round, and 15 in the third.
@@ -279,7 +281,14 @@ def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_t
     states = []
     for callbacks in ([], [ContinualMetrics()]):
         task = make_task()
-        fit(task, make_stream(rounds_per_experience=2), callbacks, compression=TopK(0.1), seed=0, cohort_size=1)
+        fit(
+            task,
+            make_stream(rounds_per_experience=2),
+            callbacks,
+            compression=TopK(0.1),
+            seed=0,
+            max_vectorized_clients=1,
+        )
         states.append(task.state_dict())
     assert equal(*states)
 
@@ -293,10 +302,10 @@ def test_a_single_number_is_its_own_scale(code):
 
 def test_swarms(fit, make_stream, make_task):
     server, swarm = (
-        run(fit, make_stream, make_task, TopK(0.2), swarm=swarm) for swarm in (None, Swarm(leaves={"3": 3}))
+        run(fit, make_stream, make_task, TopK(0.2), swarm=swarm) for swarm in (None, Swarm(leaves_at={"3": 3}))
     )
     assert [entry["correct"]["server"] for entry in server[1][:3]] == [e["correct"]["server"] for e in swarm[1][:3]]
-    for settings in ({"dropout": 0.1}, {"missing": {"1": [0]}}):
+    for settings in ({"missed_sync_prob": 0.1}, {"missed_rounds": {"1": [0]}}):
         with raises(InvalidValueError, "swarm"):
             FederatedStrategy(swarm=Swarm(**settings), compression=TopK())
 

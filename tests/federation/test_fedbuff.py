@@ -6,7 +6,7 @@ from raising import raises
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.reductions import Constant, Local, Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum
@@ -31,7 +31,7 @@ def plan_of(clients=8, rounds=40, absent=None):
 
 
 def begun(schedule, plan, participation=1.0, seed=3, round_idx=0, **deployment):
-    drawn = Participation(participation, seed, schedule=schedule)
+    drawn = Participation(participation, seed, synchronization=schedule)
     schedule.start(TimingContext(plan, drawn, **deployment), round_idx)
     return drawn
 
@@ -72,29 +72,34 @@ def round_to(seconds):
 @pytest.mark.parametrize(("buffer_size", "concurrency"), [(1, 1), (1, 8), (2, 4), (3, 8), (8, 8), (5, 2), (8, 3)])
 @pytest.mark.parametrize(
     "speeds",
-    [Speeds(0.1, spread=0.9, variation=0.5), Speeds(1.0), Speeds(0.0, latency=1.0), Speeds(0.0)],
+    [
+        ClientSpeeds(0.1, spread=0.9, variation=0.5),
+        ClientSpeeds(1.0),
+        ClientSpeeds(0.0, latency=1.0),
+        ClientSpeeds(0.0),
+    ],
     ids=["drawn", "by samples", "equal", "no time"],
 )
 def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency, absent):
     plan = plan_of(absent=absent)
     schedule = FedBuff(speeds, buffer_size)
     begun(schedule, plan, concurrency)
-    told = by_hand(plan, speeds, buffer_size, concurrency, 3, plan.rounds)
+    told = by_hand(plan, speeds, buffer_size, concurrency, 3, plan.num_rounds)
     before = 0
     for round_idx, (buffer, skipped, end) in enumerate(told):
         timed = schedule.round_timing(round_idx)
         assert timed.clients == [client for client, _ in buffer]
         assert timed.staleness == {client: round_idx - version for client, version in buffer if version < round_idx}
-        assert timed.skipped == skipped and timed.late == []
+        assert timed.no_data == skipped and timed.late_clients == []
         assert round_to(timed.duration_s) == end - before
         before = end
         assert len(schedule.clock_at(round_idx + 1).flights) <= concurrency
     if buffer_size < concurrency and speeds.spread:
-        assert any(schedule.round_timing(round_idx).staleness for round_idx in range(plan.rounds))
+        assert any(schedule.round_timing(round_idx).staleness for round_idx in range(plan.num_rounds))
 
 
 def test_whoever_asks_first_the_schedule_is_the_same():
-    plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
+    plan, speeds = plan_of(), ClientSpeeds(0.1, spread=0.9, variation=0.5)
 
     def timed(rounds, seed=3):
         schedule = FedBuff(speeds, 3)
@@ -107,7 +112,7 @@ def test_whoever_asks_first_the_schedule_is_the_same():
 
 @pytest.mark.parametrize("at", [1, 7, 19])
 def test_a_clock_goes_on_from_what_was_kept_of_it(at):
-    plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
+    plan, speeds = plan_of(), ClientSpeeds(0.1, spread=0.9, variation=0.5)
     whole, rest = FedBuff(speeds, 2), FedBuff(speeds, 2)
     begun(whole, plan, 5)
     for round_idx in range(at):
@@ -128,7 +133,7 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
 
 def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
     plan = plan_of()
-    schedule = FedBuff(Speeds(0.1, spread=0.9), 3)
+    schedule = FedBuff(ClientSpeeds(0.1, spread=0.9), 3)
     drawn = begun(schedule, plan, 5)
     ahead = [schedule.round_timing(round_idx) for round_idx in range(10)]
     schedule.start_round(4)
@@ -144,9 +149,9 @@ def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
 
 
 def test_a_stale_upload_counts_less():
-    schedule = FedBuff(Speeds(1.0), 1)
+    schedule = FedBuff(ClientSpeeds(1.0), 1)
     assert [schedule.staleness_weight(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]  # 1 / sqrt(1 + age)
-    assert FedBuff(Speeds(1.0), 1, staleness_exponent=0).staleness_weight(9) == 1
+    assert FedBuff(ClientSpeeds(1.0), 1, staleness_exponent=0).staleness_weight(9) == 1
 
 
 class Mine(Mean):
@@ -156,6 +161,6 @@ class Mine(Mean):
 @pytest.mark.parametrize("reduction", [Sum(), Krum(1)])
 def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
     with pytest.raises(ValueError, match=f"Expected `mean` as the reduction of all .* but `w` has `{reduction}`"):
-        begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
-    begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Local(), "reservoir": Constant()})
-    begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"w": Mine()})
+        begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
+    begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Local(), "reservoir": Constant()})
+    begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"w": Mine()})

@@ -29,7 +29,7 @@ def one_round(server, module, change=lambda row, name: 0.0):
     server.download(["a", "b"])
     start = {name: value.detach().clone() for name, value in module.state_dict().items()}
     states = {name: torch.stack([value + change(row, name) for row in range(2)]) for name, value in start.items()}
-    server.upload([ClientRound("a", 0, samples=1), ClientRound("b", 0, samples=2)], states)
+    server.upload([ClientRound("a", 0, num_samples=1), ClientRound("b", 0, num_samples=2)], states)
     module.load_state_dict(server.aggregate())
     return server.record
 
@@ -39,11 +39,11 @@ def test_a_base_that_nobody_trains_is_neither_sent_nor_averaged(fit, make_stream
     torch.manual_seed(0)
     task, metrics = Classifier(LoRA(), 4), ContinualMetrics()
     base = copy.deepcopy(task.model.base.state_dict())
-    trainer = fit(task, make_stream(partition="dirichlet"), [metrics], cohort_size=size)
+    trainer = fit(task, make_stream(partition="dirichlet"), [metrics], max_vectorized_clients=size)
     for entry in metrics.record["rounds"]:
         assert {*entry["upload_bytes"].values()} == {*entry["download_bytes"].values()} == {48 + 32}
     assert all(torch.equal(value, base[name]) for name, value in task.model.base.state_dict().items())
-    assert trainer.strategy.server.record.trained
+    assert trainer.strategy.server.record.accepted
     sync = device_report(task, (6,))["synchronisation"]
     assert sync["simulated_upload_bytes"] == sync["simulated_download_bytes"] == 48 + 32
 

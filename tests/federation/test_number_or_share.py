@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from lightning_fcl.callbacks import AGEM, BCN, GEM, DyToxTraining, Replay
+from lightning_fcl.callbacks import AGEM, BCN, GEM, DyToxMethod, Replay
 from lightning_fcl.cli.main import main
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.synchronization import Deadline, Participation
 from lightning_fcl.models import EchoStateNetwork
 
-MAX_SIZE = "`max_size` is the integer 1, which is 1 sample. Write 1.0 for all samples."
+MAX_SIZE = "`memory_size` is the integer 1, which is 1 sample. Write 1.0 for all samples."
 BATCH = "`{}` is the integer 1, which is {}. Write 1.0 for all batches."
 CLIENT = "`participation` is the integer 1, which is 1 of 5 clients per round. Write 1.0 for all clients."
 
@@ -28,16 +28,16 @@ def warnings_of(caplog):
     return find
 
 
-@pytest.mark.parametrize("kind", [Replay, GEM, AGEM, BCN, DyToxTraining])
+@pytest.mark.parametrize("kind", [Replay, GEM, AGEM, BCN, DyToxMethod])
 def test_max_size_that_is_the_integer_one_warns_once(kind, warnings_of):
-    assert warnings_of(kind, max_size=1) == [MAX_SIZE]
-    assert warnings_of(kind, max_size=1.0) == warnings_of(kind, max_size=2) == warnings_of(kind) == []
+    assert warnings_of(kind, memory_size=1) == [MAX_SIZE]
+    assert warnings_of(kind, memory_size=1.0) == warnings_of(kind, memory_size=2) == warnings_of(kind) == []
 
 
 def test_connectivity_that_is_the_integer_one_warns_once(warnings_of):
     names = {"input_connectivity": "all inputs", "recurrent_connectivity": "all units"}
     for (name, share), seed in zip(names.items(), (0, 3), strict=True):
-        options = {"units": 4, "layers": 2, "seed": seed}
+        options = {"units": 4, "num_layers": 2, "seed": seed}
         (message,) = warnings_of(EchoStateNetwork, 3, **options, **{name: 1})
         assert message.startswith(f"`{name}` is the integer 1, which is 1 ") and message.endswith(f"1.0 for {share}.")
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 1.0}) == []
@@ -49,7 +49,7 @@ def test_connectivity_that_is_the_integer_one_warns_once(warnings_of):
 @pytest.mark.seconds
 def test_fit_with_the_integer_one_warns_once_for_each_argument(fit, make_task, make_stream, warnings_of):
     def trained(clients=5, participation=1.0, **options):
-        stream = make_stream(clients=clients, experiences=1)
+        stream = make_stream(num_clients=clients, num_experiences=1)
         return warnings_of(fit, make_task(), stream, max_epochs=1, participation=participation, trainer_args=options)
 
     assert trained(participation=1) == [CLIENT]
@@ -67,12 +67,12 @@ def test_fit_with_the_integer_one_warns_once_for_each_argument(fit, make_task, m
         (1.0, None, "10 of 10 clients per round"),
         (0.25, None, "3 of 10 clients per round"),
         (99, None, "10 of 10 clients per round"),
-        (4, Deadline(Speeds(0.01), 3), "4 of 10 clients per round"),
-        (4, FedBuff(Speeds(0.01), 2), "4 of 10 clients at any time"),
+        (4, Deadline(ClientSpeeds(0.01), 3), "4 of 10 clients per round"),
+        (4, FedBuff(ClientSpeeds(0.01), 2), "4 of 10 clients at any time"),
     ],
 )
 def test_participation_describes_how_many_clients_train(clients, schedule, described):
-    assert Participation(clients, schedule=schedule).describe(10) == described
+    assert Participation(clients, synchronization=schedule).describe(10) == described
 
 
 @pytest.mark.seconds
@@ -81,7 +81,7 @@ def test_fit_logs_participation_at_its_start(fit, make_task, make_stream, caplog
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(caplog.handler)
     try:
-        fit(make_task(), make_stream(clients=5, experiences=1), max_epochs=1, participation=0.4)
+        fit(make_task(), make_stream(num_clients=5, num_experiences=1), max_epochs=1, participation=0.4)
     finally:
         logger.removeHandler(caplog.handler)
     assert "Federation: 2 of 5 clients per round" in {record.message for record in caplog.records}
@@ -91,7 +91,7 @@ def test_fit_logs_participation_at_its_start(fit, make_task, make_stream, caplog
 @pytest.mark.parametrize(("given", "number", "warns"), [("1", 1, True), ("1.0", 10, False)])
 def test_validate_and_fit_print_participation(given, number, warns, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
-    words = ["quickstart", "--data.partition.clients", "10", "--trainer.strategy.participation", given]
+    words = ["quickstart", "--data.partition.num_clients", "10", "--trainer.strategy.participation", given]
     for command, more, line in (
         ("validate", [], f"training   {number} of 10 clients per round"),
         ("fit", ["--trainer.max_epochs", "1", "--out", "out"], f"Federation: {number} of 10 clients per round"),

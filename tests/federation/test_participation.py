@@ -3,29 +3,33 @@
 import pytest
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.compression import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.synchronization import Participation
 
 
 @pytest.fixture
 def plan(make_stream):
-    stream = make_stream(clients=10, rounds_per_experience=3)
+    stream = make_stream(num_clients=10, rounds_per_experience=3)
     stream.setup("fit")
     return stream.plan
 
 
 @pytest.mark.parametrize(("clients", "number"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (4, 4), (99, 10)])
 def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
-    draws = [Participation(clients, seed=3).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.rounds)]
+    draws = [
+        Participation(clients, seed=3).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.num_rounds)
+    ]
     backwards = Participation(clients, seed=3)
     assert draws[::-1] == [
-        backwards.sample_on_time_clients(plan, round_idx) for round_idx in reversed(range(plan.rounds))
+        backwards.sample_on_time_clients(plan, round_idx) for round_idx in reversed(range(plan.num_rounds))
     ]
     assert all(len(training) == number and skipped == [] for training, skipped in draws)
     assert all(training == [c for c in plan.clients if c in training] for training, _ in draws)
     assert (number == 10) == (len({tuple(training) for training, _ in draws}) == 1)
-    other = [Participation(clients, seed=4).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.rounds)]
+    other = [
+        Participation(clients, seed=4).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.num_rounds)
+    ]
     assert (number == 10) == (other == draws)
 
 
@@ -41,9 +45,9 @@ def test_who_has_no_data_is_skipped_and_somebody_trains(plan):
 
 def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
     everybody = Participation(6, seed=1)
-    participation = Participation(6, seed=1, swarm=Swarm(leaves={"2": 4}))
+    participation = Participation(6, seed=1, swarm=Swarm(leaves_at={"2": 4}))
     participation.withdraw("5")
-    for round_idx in range(plan.rounds):
+    for round_idx in range(plan.num_rounds):
         gone = {"5"} | ({"2"} if round_idx >= 4 else set())
         assert participation.unavailable(round_idx) == gone and everybody.unavailable(round_idx) == set()
         drawn = [client for client in everybody.sample_on_time_clients(plan, round_idx)[0] if client not in gone]
@@ -52,16 +56,16 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
 
 def test_only_a_swarm_misses():
     swarm, asked = (
-        Swarm(dropout=0.3, missing={"4": [7]}),
+        Swarm(missed_sync_prob=0.3, missed_rounds={"4": [7]}),
         [(str(i), round_idx) for i in range(10) for round_idx in range(20)],
     )
     missed = [one for one in asked if Participation(seed=5, swarm=swarm).misses_sync(*one)]
     assert missed == [one for one in asked if swarm.misses_sync(*one, 5)] and ("4", 7) in missed
     assert not any(Participation(seed=5).misses_sync(*one) for one in asked)
-    assert [Participation(swarm=s).may_miss_sync for s in (None, Swarm(), Swarm(leaves={"1": 2}), swarm)] == [
+    assert [Participation(swarm=s).may_miss_sync for s in (None, Swarm(), Swarm(leaves_at={"1": 2}), swarm)] == [
         False, False, False, True,
     ]  # fmt: skip
-    assert Participation(swarm=Swarm(missing={"4": [7]}, leaves={"1": 2})).explicit_clients == ["4", "1"]
+    assert Participation(swarm=Swarm(missed_rounds={"4": [7]}, leaves_at={"1": 2})).explicit_clients == ["4", "1"]
     assert Participation().explicit_clients == []
 
 

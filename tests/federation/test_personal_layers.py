@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 
 LINES = {  # of the methods' table in docs/coming-from.md, and the entries that stay with a client
-    "FedPer": ({"model.head.*": "none"}, ["model.head.weight", "model.head.bias"]),
-    "LG-FedAvg": ({"model.body.*": "none"}, ["model.body.weight", "model.body.bias"]),
+    "FedPer": ({"model.head.*": "local"}, ["model.head.weight", "model.head.bias"]),
+    "LG-FedAvg": ({"model.body.*": "local"}, ["model.body.weight", "model.body.bias"]),
     "FedBN": (
-        {"model.norm*": "none"},
+        {"model.norm*": "local"},
         [f"model.norm1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")],
     ),
 }

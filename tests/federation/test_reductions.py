@@ -107,7 +107,7 @@ class Uploads(Callback):
         self.rounds, self.now = [], []
 
     def on_client_end(self, trainer, pl_module, client_round):
-        self.now.append((client_round.samples, snapshot(pl_module)))
+        self.now.append((client_round.num_samples, snapshot(pl_module)))
 
     def on_round_end(self, trainer, pl_module):
         self.rounds.append((self.now, snapshot(pl_module)))
@@ -117,10 +117,12 @@ class Uploads(Callback):
 RULES = {"model.1.*": PowerMean(3.0), "model.3.weight": PowerMean(3.0), "model.3.bias": Maximum()}
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2, 3])
-def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, 3])
+def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_stream, make_task, max_vectorized_clients):
     watch, before = Uploads(), PowerMean.made
-    trainer = fit(make_task(), make_stream(), [watch], reductions=RULES, cohort_size=cohort_size, seed=0)
+    trainer = fit(
+        make_task(), make_stream(), [watch], reductions=RULES, max_vectorized_clients=max_vectorized_clients, seed=0
+    )
     assert [len(clients) for clients, _ in watch.rounds] == [3, 3]
     for clients, server in watch.rounds:
         total = sum(n for n, _ in clients)
@@ -139,28 +141,36 @@ def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_strea
 
 @pytest.mark.seconds
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path):
-    assert_resumes(make_task, Callback, reductions=RULES, cohort_size=1)
-    stream, path = make_stream(clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
+    assert_resumes(make_task, Callback, reductions=RULES, max_vectorized_clients=1)
+    stream, path = make_stream(num_clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
     for other in (PowerMean(2.0), Maximum(), "mean"):
         rules = {**RULES, "model.1.*": other}
         with raises(InvalidValueError, "reductions", code="other-recipe"):
-            fit(make_task(), stream, ckpt_path=path, reductions=rules, participation=0.7, seed=5, cohort_size=1)
+            fit(
+                make_task(),
+                stream,
+                ckpt_path=path,
+                reductions=rules,
+                participation=0.7,
+                seed=5,
+                max_vectorized_clients=1,
+            )
 
 
 def test_a_recipe_names_it():
     parser = ArgumentParser()
     parser.add_class_arguments(FederatedStrategy, "strategy")
-    krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"byzantine": 2}}
+    krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"num_malicious_clients": 2}}
     code = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.2}}
-    given = {"reductions": {"model.0.*": "none", "model.1.*": krum}, "compression": code}
+    given = {"reductions": {"model.0.*": "local", "model.1.*": krum}, "compression": code}
     strategy = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
-    assert strategy.settings.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
-    assert strategy.server.pipeline.codec.hparams() == TopK(0.2).hparams()
+    assert strategy.settings.rules == {"model.0.*": "local", "model.1.*": Krum(2)}
+    assert strategy.server.pipeline.codec.fingerprint() == TopK(0.2).fingerprint()
 
 
 def test_reductions_are_the_same_by_class_and_arguments():
     assert Krum(1) == Krum(1) != Krum(2) and len({Krum(1), Krum(1), Krum(2), TrimmedMean(0.1), Mean(), Mean()}) == 4
-    assert PowerMean(2.0).hparams() == {"name": "power_mean", "exponent": 2.0} and repr(PowerMean()) == "power_mean"
+    assert PowerMean(2.0).fingerprint() == {"name": "power_mean", "exponent": 2.0} and repr(PowerMean()) == "power_mean"
 
 
 def test_two_krums_choose_apart_and_one_together():

@@ -6,7 +6,7 @@ from raising import raises
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.synchronization import Deadline, Participation, TimingContext
@@ -14,26 +14,26 @@ from lightning_fcl.federation.synchronization import Deadline, Participation, Ti
 
 @pytest.fixture
 def plan(make_stream):
-    stream = make_stream(clients=6, samples=600, rounds_per_experience=3)
+    stream = make_stream(num_clients=6, samples=600, rounds_per_experience=3)
     stream.setup("fit")
     return stream.plan
 
 
 def begun(schedule, plan, participation=1.0, seed=3, **deployment):
-    drawn = Participation(participation, seed, schedule=schedule)
+    drawn = Participation(participation, seed, synchronization=schedule)
     schedule.start(TimingContext(plan, drawn, **deployment))
     return drawn
 
 
 def speeds_of(*seconds, **more):
-    return Speeds(0.0, clients={str(i): {"latency": value} for i, value in enumerate(seconds)}, **more)
+    return ClientSpeeds(0.0, per_client={str(i): {"latency": value} for i, value in enumerate(seconds)}, **more)
 
 
 def test_whoever_takes_longer_than_the_deadline_is_late(plan):
-    schedule = Deadline(speeds_of(1, 5, 2, 9, 5.000001, 3), seconds=5)
+    schedule = Deadline(speeds_of(1, 5, 2, 9, 5.000001, 3), timeout=5)
     drawn = begun(schedule, plan)
     timed = schedule.round_timing(0)
-    assert (timed.clients, timed.late, timed.duration_s) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
+    assert (timed.clients, timed.late_clients, timed.duration_s) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
     assert drawn.sample_on_time_clients(plan, 0) == (timed.clients, [])
     assert drawn.sample_clients(plan, 0)[0] == list(plan.clients)  # who was drawn is another question
 
@@ -55,39 +55,39 @@ def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clie
     begun(schedule, plan)
     timed = schedule.round_timing(1)
     assert (timed.clients, timed.duration_s) == (clients, end)
-    assert timed.late == [client for client in plan.clients if client not in clients]
+    assert timed.late_clients == [client for client in plan.clients if client not in clients]
 
 
 def test_the_clock_depends_on_nothing_that_happened_before(plan):
     def timed(rounds):
-        schedule = Deadline(Speeds(0.01, spread=0.8, variation=0.5), seconds=0.2, goal=3)
+        schedule = Deadline(ClientSpeeds(0.01, spread=0.8, variation=0.5), timeout=0.2, target_uploads=3)
         begun(schedule, plan, participation=0.7)
         return {round_idx: schedule.round_timing(round_idx) for round_idx in rounds}
 
-    rounds = range(plan.rounds)
+    rounds = range(plan.num_rounds)
     assert timed(rounds) == timed(reversed(rounds))
     assert len({tuple(one.clients) for one in timed(rounds).values()}) > 1
 
 
 def test_who_has_no_data_is_skipped(plan):
     plan.train[0].pop("2")
-    schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds=4)
+    schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), timeout=4)
     begun(schedule, plan)
     timed = schedule.round_timing(0)
-    assert (timed.clients, timed.skipped, timed.late) == (["0", "5"], ["2"], ["1", "3", "4"])
+    assert (timed.clients, timed.no_data, timed.late_clients) == (["0", "5"], ["2"], ["1", "3", "4"])
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Deadline(Speeds(1.0), seconds=0), (InvalidValueError, "seconds")),
-        (lambda: Deadline(Speeds(1.0), goal=0), (InvalidValueError, "goal")),
+        (lambda: Deadline(ClientSpeeds(1.0), timeout=0), (InvalidValueError, "timeout")),
+        (lambda: Deadline(ClientSpeeds(1.0), target_uploads=0), (InvalidValueError, "target_uploads")),
         (lambda: Deadline({"a": 1}), (InvalidTypeError, "speeds")),
         (lambda: FedBuff(0.1, 3), (InvalidTypeError, "speeds")),
-        (lambda: FedBuff(Speeds(1.0), 0), (InvalidValueError, "buffer_size")),
-        (lambda: FedBuff(Speeds(1.0), 3, -1), (InvalidValueError, "staleness_exponent")),
+        (lambda: FedBuff(ClientSpeeds(1.0), 0), (InvalidValueError, "buffer_size")),
+        (lambda: FedBuff(ClientSpeeds(1.0), 3, -1), (InvalidValueError, "staleness_exponent")),
         (
-            lambda: Participation(swarm=Swarm(), schedule=Deadline(Speeds(1.0))),
+            lambda: Participation(swarm=Swarm(), synchronization=Deadline(ClientSpeeds(1.0))),
             (InvalidValueError, "swarm"),
         ),
     ],
@@ -100,7 +100,7 @@ def test_bad_settings_are_refused_by_name(make, expected):
 def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():
     asked = []
 
-    class Asked(Speeds):
+    class Asked(ClientSpeeds):
         def seconds(self, client, *args):
             asked.append(client)
             return super().seconds(client, *args)
@@ -113,7 +113,7 @@ def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():
         groups=np.zeros(3, dtype=np.int64),
         test=np.arange(0),
     )
-    schedule = Deadline(Asked(0.01, spread=1.0, variation=1.0), goal=10)
+    schedule = Deadline(Asked(0.01, spread=1.0, variation=1.0), target_uploads=10)
     drawn = begun(schedule, plan, participation=13)
-    assert len(drawn.sample_on_time_clients(plan, 0)[0]) == 10 and len(schedule.round_timing(0).late) == 3
+    assert len(drawn.sample_on_time_clients(plan, 0)[0]) == 10 and len(schedule.round_timing(0).late_clients) == 3
     assert sorted(asked) == sorted(drawn.sample_clients(plan, 0)[0]) and len(asked) == 13

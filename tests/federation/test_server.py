@@ -39,7 +39,7 @@ def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2
         for name, p in module.state_dict().items()
     }
     states = {name: value + server.state[name] for name, value in shift.items()}
-    client_rounds = [ClientRound(client, round_idx, samples=n) for client, n in zip("ab", weights, strict=True)]
+    client_rounds = [ClientRound(client, round_idx, num_samples=n) for client, n in zip("ab", weights, strict=True)]
     assert server.upload(client_rounds, {**states, **sent}) == [True, True]
     for row, client in enumerate("ab"):
         server.save_client_state(client, {name: value[row] for name, value in {**states, **sent}.items()}, {})
@@ -103,7 +103,7 @@ def test_without_a_usable_upload_they_stay():
     server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in server.state.items()}
     bad = {**states, "Method.counts": torch.tensor([[1.0, float("nan"), 0.0]])}
-    assert server.upload([ClientRound("a", round_idx=0, samples=1)], bad) == [False]
+    assert server.upload([ClientRound("a", round_idx=0, num_samples=1)], bad) == [False]
     assert server.record.dropped == {"a": "not finite: Method.counts"}
     assert server.aggregate()["Method.counts"].tolist() == [10, 0, 0] == server.extra_tensors["Method.counts"].tolist()
 
@@ -164,7 +164,7 @@ def test_uploads_are_put_into_the_order_of_the_streams_clients(order):
     states = {name: value.detach()[None] for name, value in module.state_dict().items()}
     for client in order:
         rows = torch.full((1, 1, 1), float(server.client_index[client]))
-        server.upload([ClientRound(client, round_idx=0, samples=3)], {**states, "Method.rows": rows})
+        server.upload([ClientRound(client, round_idx=0, num_samples=3)], {**states, "Method.rows": rows})
     assert server.aggregate()["Method.rows"].flatten().tolist() == [0, 1, 2]
 
 
@@ -176,7 +176,7 @@ def test_the_stream_gives_clients_their_numbers(fit, make_stream, make_task):
 
 def test_each_client_may_keep_its_own():
     server, module = make_server()
-    extra = {"Method.own": (torch.zeros(1), "none")}
+    extra = {"Method.own": (torch.zeros(1), "local")}
     for round_idx in range(2):
         received, result = one_round(server, module, round_idx, extra, {"Method.own": torch.tensor([[3.0], [4.0]])})
     assert [state["Method.own"].item() for state in received] == [3, 4] and result["Method.own"].item() == 0
@@ -193,7 +193,7 @@ def test_an_upload_without_them():
     server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in module.state_dict().items()}
     with raises(InvalidValueError, "Method.counts"):
-        server.upload([ClientRound("a", round_idx=0, samples=1)], states)
+        server.upload([ClientRound("a", round_idx=0, num_samples=1)], states)
 
 
 def test_how_far_a_round_moves_the_server_is_limited_but_for_sums():

@@ -7,7 +7,7 @@ import pytest
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
-from lightning_fcl.federation.client_speeds import Speed, Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds, Speed
 
 CSV = """client,seconds_per_sample,upload_bandwidth,latency
 a,0.5,,3
@@ -23,8 +23,8 @@ def test_a_time_is_the_sum_of_its_parts():
 
 
 def test_what_is_drawn_depends_on_seed_client_and_round_alone():
-    speeds = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
-    again = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
+    speeds = ClientSpeeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
+    again = ClientSpeeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
     asked = [(client, round_idx) for client in "abc" for round_idx in range(3)]
     first = {key: speeds.seconds(*key, 4, 10, 100, 100) for key in asked}
     assert {key: again.seconds(*key, 4, 10, 100, 100) for key in reversed(asked)} == first
@@ -34,7 +34,7 @@ def test_what_is_drawn_depends_on_seed_client_and_round_alone():
 
 
 def test_factors_are_log_normal_with_median_one():
-    speeds = Speeds(1.0, upload_bandwidth=1.0, spread=0.5)
+    speeds = ClientSpeeds(1.0, upload_bandwidth=1.0, spread=0.5)
     drawn = [speeds.for_client(str(client), 0) for client in range(4000)]
     compute, send = ([math.log(getattr(one, of)) for one in drawn] for of in ("seconds_per_sample", "upload_bandwidth"))
     for logs in (compute, send):
@@ -44,7 +44,7 @@ def test_factors_are_log_normal_with_median_one():
 
 
 def test_the_variation_of_rounds_is_that_of_the_whole_time():
-    still, varying = Speeds(0.1, latency=1), Speeds(0.1, latency=1, variation=0.4)
+    still, varying = ClientSpeeds(0.1, latency=1), ClientSpeeds(0.1, latency=1, variation=0.4)
     logs = [math.log(varying.seconds("a", r, 0, 10, 0, 0) / still.seconds("a", r, 0, 10, 0, 0)) for r in range(2000)]
     assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.4) < 0.05
 
@@ -53,7 +53,9 @@ def test_the_variation_of_rounds_is_that_of_the_whole_time():
 def test_numbers_of_clients_own_come_from_a_file_or_a_mapping(tmp_path, name, text, other):
     path = tmp_path / name
     path.write_text(text)
-    speeds = Speeds(0.1, spread=0.5, file=str(path), clients={"a": {"latency": 1}, "c": {"seconds_per_sample": 9}})
+    speeds = ClientSpeeds(
+        0.1, spread=0.5, path=str(path), per_client={"a": {"latency": 1}, "c": {"seconds_per_sample": 9}}
+    )
     assert speeds.for_client("a", 0) == Speed(0.5, latency=1)  # the mapping goes over the file
     assert speeds.for_client(other, 0) == Speed(0.1, upload_bandwidth=2000)  # whoever has a number is typical otherwise
     assert speeds.for_client("c", 0).seconds_per_sample == 9
@@ -62,15 +64,22 @@ def test_numbers_of_clients_own_come_from_a_file_or_a_mapping(tmp_path, name, te
 
 
 def test_speeds_are_told_apart_by_a_checkpoint():
-    own = [Speeds(0.1, clients={"a": {"latency": 1}, "b": {"latency": late}}).hparams() for late in (2, 2.0, 3)]
+    own = [
+        ClientSpeeds(0.1, per_client={"a": {"latency": 1}, "b": {"latency": late}}).fingerprint()
+        for late in (2, 2.0, 3)
+    ]
     assert own[0] == own[1] != own[2]
-    turned = Speeds(0.1, clients={"b": {"latency": 2}, "a": {"latency": 1}})
-    assert turned.hparams() == own[0]
-    assert Speeds(0.1).hparams() != Speeds(0.1, spread=0.1).hparams() != Speeds(0.2, spread=0.1).hparams()
+    turned = ClientSpeeds(0.1, per_client={"b": {"latency": 2}, "a": {"latency": 1}})
+    assert turned.fingerprint() == own[0]
+    assert (
+        ClientSpeeds(0.1).fingerprint()
+        != ClientSpeeds(0.1, spread=0.1).fingerprint()
+        != ClientSpeeds(0.2, spread=0.1).fingerprint()
+    )
 
 
 def test_every_client_has_a_time_for_its_samples():
-    speeds = Speeds(clients={"a": {"seconds_per_sample": 1}, "b": {"latency": 1}})
+    speeds = ClientSpeeds(per_client={"a": {"seconds_per_sample": 1}, "b": {"latency": 1}})
     speeds.check_clients(("a",))
     with pytest.raises(MissingValueError, check=lambda error: error.argument == "seconds_per_sample"):
         speeds.check_clients(("a", "b", "c"))
@@ -88,13 +97,13 @@ def test_every_client_has_a_time_for_its_samples():
         ({"download_bandwidth": math.inf}, "download_bandwidth"),
         ({"latency": -1}, "latency"),
         ({"spread": -0.1}, "spread"),
-        ({"clients": {"a": {"latencies": 3}}}, "a"),
-        ({"clients": {"a": {"latency": -3}}}, "a"),
+        ({"per_client": {"a": {"latencies": 3}}}, "a"),
+        ({"per_client": {"a": {"latency": -3}}}, "a"),
     ],
 )
 def test_what_is_no_speed_is_refused_by_name(arguments, argument):
     with raises(InvalidValueError, argument):
-        Speeds(**arguments)
+        ClientSpeeds(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +124,10 @@ def test_a_file_that_is_none_of_speeds_is_refused_by_name(tmp_path, name, text, 
     path = tmp_path / name
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
-        Speeds(0.1, file=str(path))
+        ClientSpeeds(0.1, path=str(path))
 
 
 @pytest.mark.parametrize("name", ["no.csv", "no.yaml"])
 def test_a_file_that_is_not_there_is_named(tmp_path, name):
     with raises(MissingFileError, value=tmp_path / name):
-        Speeds(0.1, file=str(tmp_path / name))
+        ClientSpeeds(0.1, path=str(tmp_path / name))

@@ -75,21 +75,29 @@ class States(Callback):
         self.after.append(snapshot(pl_module))
 
 
-STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "clients": 4}
+STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "num_clients": 4}
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(
     "missing",
     [{"1": [1]}, {"0": [0, 1], "3": [1, 4]}, {"2": [5]}, {client: [2] for client in "0123"}, {}],
 )
-def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_task, cohort_size, missing):
+def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_task, max_vectorized_clients, missing):
     stream, task, states = make_stream(**STREAM), make_task(), States()
     expected = by_hand(copy.deepcopy(task), (stream.setup("fit"), stream)[1], missing)
-    fit(task, stream, [states], swarm=Swarm(missing=missing), cohort_size=cohort_size, client_store="disk", seed=0)
+    fit(
+        task,
+        stream,
+        [states],
+        swarm=Swarm(missed_rounds=missing),
+        max_vectorized_clients=max_vectorized_clients,
+        client_store="disk",
+        seed=0,
+    )
     for ours, theirs in zip(states.after, expected, strict=True):
-        same(ours, theirs, 0.0 if cohort_size == 1 else 1e-5)
+        same(ours, theirs, 0.0 if max_vectorized_clients == 1 else 1e-5)
     if missing:
         plain = by_hand(make_task(), stream, {})[-1]
         assert any(not torch.equal(value, plain[name]) for name, value in expected[-1].items())
@@ -98,7 +106,7 @@ def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_
 @pytest.mark.seconds
 def test_who_sends_and_receives_what(fit, make_stream, make_task):
     stream, task, metrics = make_stream(**STREAM), make_task(), ContinualMetrics()
-    swarm = Swarm(missing={"0": [1], "2": [2, 3], "1": [5]})
+    swarm = Swarm(missed_rounds={"0": [1], "2": [2, 3], "1": [5]})
     fit(task, stream, [metrics], swarm=swarm, seed=0)
     size = sum(value.nbytes for value in task.state_dict().values())
     everybody = {"0", "1", "2", "3"}
@@ -113,7 +121,7 @@ def test_who_sends_and_receives_what(fit, make_stream, make_task):
     ]
     for entry, (master, up, down) in zip(metrics.record["rounds"], expected, strict=True):
         assert entry["master"] == master
-        assert set(entry["missed"]) == everybody - up
+        assert set(entry["missed_sync"]) == everybody - up
         assert entry["upload_bytes"] == {c: 0 if c == master else size for c in up}
         assert {c: n for c, n in entry["download_bytes"].items() if n} == {c: size for c in down if c != master}
 
@@ -122,7 +130,15 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
     stream, task, states, metrics = make_stream(**STREAM), make_task(), States(), ContinualMetrics()
     everybody = {client: [0, 1] for client in "0123"}
     start = snapshot(task)
-    fit(task, stream, [states, metrics], swarm=Swarm(missing=everybody), cohort_size=1, seed=0, max_epochs=3)
+    fit(
+        task,
+        stream,
+        [states, metrics],
+        swarm=Swarm(missed_rounds=everybody),
+        max_vectorized_clients=1,
+        seed=0,
+        max_epochs=3,
+    )
     same(states.after[0], start)
     # In the third round everybody sends what three rounds of its own training have made.
     same(states.after, by_hand(make_task(), stream, everybody)[:3])
@@ -132,19 +148,19 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, max_vectorized_clients):
     results = []
     for swarm in (None, Swarm()):
         task, metrics = make_task(), ContinualMetrics()
         methods = [Replay(9, "class-balanced", "round"), FedProx(0.1), metrics]
-        options = {"swarm": swarm, "cohort_size": cohort_size, "seed": 3, "participation": 0.7}
-        fit(task, make_stream(**STREAM), methods, reductions={"model.3.bias": "none"}, **options)
+        options = {"swarm": swarm, "max_vectorized_clients": max_vectorized_clients, "seed": 3, "participation": 0.7}
+        fit(task, make_stream(**STREAM), methods, reductions={"model.3.bias": "local"}, **options)
         results.append((snapshot(task), metrics.record["rounds"]))
     same(results[0][0], results[1][0])
     for plain, swarm in zip(results[0][1], results[1][1], strict=True):
         assert plain["correct"] == swarm["correct"]
-        assert plain["master"] is None and plain["missed"] == swarm["missed"] == []
+        assert plain["master"] is None and plain["missed_sync"] == swarm["missed_sync"] == []
         first = min(plain["upload_bytes"])
         assert swarm["master"] == first
         for way in ("upload_bytes", "download_bytes"):
@@ -155,17 +171,17 @@ def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, ma
     owner = np.array(["node1", "node2", "node3"])[np.arange(240) // 4 % 3]
     task, metrics, states = make_task(), ContinualMetrics(), States()
     stream = make_stream(owner, rounds_per_experience=2)
-    fit(task, stream, [metrics, states], swarm=Swarm(leaves={"node1": 2}), cohort_size=1, seed=0)
+    fit(task, stream, [metrics, states], swarm=Swarm(leaves_at={"node1": 2}), max_vectorized_clients=1, seed=0)
     assert [entry["master"] for entry in metrics.record["rounds"]] == ["node1", "node1", "node2", "node2"]
     assert [set(entry["download_bytes"]) for entry in metrics.record["rounds"]][2:] == [{"node2", "node3"}] * 2
-    assert [entry["missed"] for entry in metrics.record["rounds"]] == [[]] * 4
+    assert [entry["missed_sync"] for entry in metrics.record["rounds"]] == [[]] * 4
     warnings = [r.message for r in caplog.records if "master" in r.message]
     assert warnings == ["node1 is out of reach as the swarm's master: node2 takes over."]
     same(states.after, by_hand(make_task(), stream, {}, leaves={"node1": 2}))
 
 
 def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
-    swarm = Swarm(dropout=0.3)
+    swarm = Swarm(missed_sync_prob=0.3)
     misses = [[swarm.misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
     assert misses == [[Swarm(0.3).misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
     assert misses[0] != misses[1] != [swarm.misses_sync("b", round_idx, seed=1) for round_idx in range(500)]
@@ -174,16 +190,18 @@ def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_tas
     metrics, stream = ContinualMetrics(), make_stream(**STREAM)
     fit(make_task(), stream, [metrics], swarm=swarm, seed=5)
     missed = [[c for c in stream.plan.clients if swarm.misses_sync(c, round_idx, 5)] for round_idx in range(6)]
-    assert [sorted(entry["missed"]) for entry in metrics.record["rounds"]] == missed
+    assert [sorted(entry["missed_sync"]) for entry in metrics.record["rounds"]] == missed
     assert any(missed) and not all(missed)
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", "auto")])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
+@pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", "auto")])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, max_vectorized_clients):
     options = {
-        "swarm": Swarm(dropout=0.4, missing={"1": [2, 3]}, leaves={"3": 5}), "client_store": store, "seed": 2,
-        "cohort_size": cohort_size, "reductions": {"model.3.bias": "none"},
+        "swarm": Swarm(missed_sync_prob=0.4, missed_rounds={"1": [2, 3]}, leaves_at={"3": 5}),
+        "client_store": store,
+        "seed": 2,
+        "max_vectorized_clients": max_vectorized_clients, "reductions": {"model.3.bias": "local"},
     }  # fmt: skip
 
     def callbacks():
@@ -195,7 +213,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
     task, whole = make_task(), callbacks()
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(task, make_stream(**STREAM), [*whole, saver], trainer_args={"enable_checkpointing": True}, **options)
-    assert any(entry["missed"] for entry in whole[2].record["rounds"])
+    assert any(entry["missed_sync"] for entry in whole[2].record["rounds"])
     for epoch in range(5):
         again, parts = make_task(seed=9), callbacks()
         fit(again, make_stream(**STREAM), parts, ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
@@ -203,7 +221,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
         assert rounds(parts[2]) == rounds(whole[2])
     with raises(InvalidValueError, "swarm", code="other-recipe"):
         fit(make_task(), make_stream(**STREAM), callbacks(), ckpt_path=tmp_path / "epoch=0.ckpt",
-            **{**options, "swarm": Swarm(dropout=0.3)})  # fmt: skip
+            **{**options, "swarm": Swarm(missed_sync_prob=0.3)})  # fmt: skip
 
 
 def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_task):
@@ -216,7 +234,7 @@ def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_ta
     stream.plan = replace(stream.plan, train=rounds)
     stream.samples.x[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
     task = make_task()
-    fit(task, stream, [poison], swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1, max_epochs=3)
+    fit(task, stream, [poison], swarm=Swarm(missed_rounds={"1": [0]}), seed=0, max_vectorized_clients=1, max_epochs=3)
     rounds = poison.record["rounds"]
     assert [set(entry["dropped"]) for entry in rounds] == [set(), {"1"}, set()]
     assert [("1" in entry["download_bytes"], "1" in entry["upload_bytes"]) for entry in rounds] == [
@@ -227,27 +245,27 @@ def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_ta
 
 def test_when_the_last_node_has_left(fit, make_stream, make_task):
     with raises(InvalidValueError, "max_epochs"):
-        fit(make_task(), make_stream(), swarm=Swarm(leaves={"0": 1, "1": 0, "2": 1}))
+        fit(make_task(), make_stream(), swarm=Swarm(leaves_at={"0": 1, "1": 0, "2": 1}))
 
 
 def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
-    for swarm in (Swarm(missing={"1": [0], "nine": [1]}), Swarm(leaves={"nine": 1})):
+    for swarm in (Swarm(missed_rounds={"1": [0], "nine": [1]}), Swarm(leaves_at={"nine": 1})):
         with raises(UnknownNameError, "names"):
             fit(make_task(), make_stream(), swarm=swarm)
 
 
-@pytest.mark.parametrize(("argument", "rounds"), [("missing", [0, 2]), ("leaves", 2)])
+@pytest.mark.parametrize(("argument", "rounds"), [("missed_rounds", [0, 2]), ("leaves_at", 2)])
 def test_rounds_that_never_come(fit, make_stream, make_task, argument, rounds):
     with raises(InvalidValueError, argument, value=2):
         fit(make_task(), make_stream(), swarm=Swarm(**{argument: {"1": rounds}}))
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"missing": {"1": [0]}}])
+@pytest.mark.parametrize("options", [{"missed_sync_prob": 0.1}, {"missed_rounds": {"1": [0]}}])
 def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_task, options):
     with raises(InvalidValueError, "swarm"):
         fit(make_reservoir_task(), make_series_stream(), swarm=Swarm(**options))
     task, plain = make_reservoir_task(), make_reservoir_task()
-    fit(task, make_series_stream(increments=2), swarm=Swarm(leaves={"2": 1}))
+    fit(task, make_series_stream(increments=2), swarm=Swarm(leaves_at={"2": 1}))
     stream = make_series_stream(increments=2)
     stream.plan.train[1].pop("2")
     fit(plain, stream)
@@ -257,10 +275,10 @@ def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_tas
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        ({"dropout": 1.0}, "dropout"),
-        ({"dropout": -0.1}, "dropout"),
-        ({"missing": {"a": [0, -1]}}, "missing"),
-        ({"leaves": {"a": -2}}, "leaves"),
+        ({"missed_sync_prob": 1.0}, "missed_sync_prob"),
+        ({"missed_sync_prob": -0.1}, "missed_sync_prob"),
+        ({"missed_rounds": {"a": [0, -1]}}, "missing"),
+        ({"leaves_at": {"a": -2}}, "leaves_at"),
     ],
 )
 def test_wrong_arguments(arguments, argument):
@@ -274,8 +292,13 @@ def test_nodes_may_be_named_by_numbers(fit, make_task):
         x, np.arange(48) % 4, scenario=ClassIncremental(2), split=Split(test=0.25), client_ids=np.arange(48) // 16
     )
     metrics = ContinualMetrics()
-    fit(make_task(), stream, [metrics], strategy=FederatedStrategy(swarm=Swarm(missing={1: [0]}, leaves={2: 1})))
-    assert [entry["missed"] for entry in metrics.record["rounds"]] == [["1"], []]
+    fit(
+        make_task(),
+        stream,
+        [metrics],
+        strategy=FederatedStrategy(swarm=Swarm(missed_rounds={1: [0]}, leaves_at={2: 1})),
+    )
+    assert [entry["missed_sync"] for entry in metrics.record["rounds"]] == [["1"], []]
     assert set(metrics.record["rounds"][1]["upload_bytes"]) == {"0", "1"}
 
 
@@ -286,7 +309,7 @@ def test_a_classifiers_buffers_go_on_too(fit, make_stream):
     task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.1))
     start, stream = copy.deepcopy(task), make_stream(batch_size=64)
     stream.setup("fit")
-    fit(task, stream, swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1)
+    fit(task, stream, swarm=Swarm(missed_rounds={"1": [0]}), seed=0, max_vectorized_clients=1)
     same(snapshot(task), by_hand(start, stream, {"1": [0]})[-1])
     plain = by_hand(start, stream, {})[-1]
     assert not torch.equal(task.model[1].running_mean, plain["model.1.running_mean"])

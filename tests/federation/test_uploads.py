@@ -11,7 +11,7 @@ from raising import raises
 from simulation.test_ranks import METHODS
 from torch import nn
 
-from lightning_fcl import FedBuff, FederatedStrategy, Speeds
+from lightning_fcl import ClientSpeeds, FedBuff, FederatedStrategy
 from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics, FedWEIT, Replay
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import InvalidValueError
@@ -156,7 +156,7 @@ def hash_of(text):
 
 def run(fit, make_stream, make_task, callbacks=(), **options):
     task, metrics = make_task(), ContinualMetrics()
-    trainer = fit(task, make_stream(clients=4, rounds_per_experience=2), [*callbacks, metrics], seed=0, **options)
+    trainer = fit(task, make_stream(num_clients=4, rounds_per_experience=2), [*callbacks, metrics], seed=0, **options)
     return task.state_dict(), metrics.record["rounds"], trainer
 
 
@@ -185,10 +185,15 @@ def test_a_transform_that_changes_nothing_changes_no_bit(fit, make_stream, make_
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, 4])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 4])
 @pytest.mark.parametrize("compression", [None, TopK(0.3), Quantize(4), TopK(0.3, bits=4)])
-def test_a_clip_bounds_the_joint_norm_of_all_of_an_upload(fit, make_stream, make_task, compression, cohort_size):
-    norms, options = Norms(), {"client_weights": "uniform", "compression": compression, "cohort_size": cohort_size}
+def test_a_clip_bounds_the_joint_norm_of_all_of_an_upload(
+    fit, make_stream, make_task, compression, max_vectorized_clients
+):
+    norms, options = (
+        Norms(),
+        {"client_weights": "uniform", "compression": compression, "max_vectorized_clients": max_vectorized_clients},
+    )
     run(fit, make_stream, make_task, [SCAFFOLD()], upload_transforms=[Clip(1e-6), norms], **options)
     assert len(norms.norms) == 16 and max(norms.norms) <= 1e-6 and max(norms.norms) > 0.99e-6
     assert any(name.startswith("SCAFFOLD.") for name in norms.names)
@@ -208,16 +213,16 @@ def test_updates_end_near_states(fit, make_stream, make_task, name):
 def test_stale_updates_end_near_stale_states(fit, make_stream, make_task):
     results = []
     for transforms in ([], [Updates()]):
-        schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=2)
-        results.append(run(fit, make_stream, make_task, schedule=schedule, upload_transforms=transforms)[0])
+        schedule = FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=2)
+        results.append(run(fit, make_stream, make_task, synchronization=schedule, upload_transforms=transforms)[0])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_stale_client_encodes_what_it_has_changed(fit, make_stream, make_task):
-    schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=2)
-    state, rounds, _ = run(fit, make_stream, make_task, schedule=schedule, compression=TopK(0.3))
+    schedule = FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=2)
+    state, rounds, _ = run(fit, make_stream, make_task, synchronization=schedule, compression=TopK(0.3))
     assert any(entry["staleness"] for entry in rounds) and all(torch.isfinite(v).all() for v in state.values())
-    plain = run(fit, make_stream, make_task, schedule=FedBuff(Speeds(0.01, spread=1.0), buffer_size=2))[1]
+    plain = run(fit, make_stream, make_task, synchronization=FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=2))[1]
     for less, more in zip(rounds, plain, strict=True):
         assert max(less["upload_bytes"].values()) < min(more["upload_bytes"].values())
 
@@ -235,7 +240,7 @@ def uploads_of(server, clients):
 
 
 def client_rounds(clients, number=0):
-    return [ClientRound(client, number, samples=1) for client in clients]
+    return [ClientRound(client, number, num_samples=1) for client in clients]
 
 
 def test_sums_are_changed_before_the_division_by_their_denominators():
@@ -469,5 +474,5 @@ def test_a_server_drops_what_a_node_sends_that_is_not_finite_and_keeps_its_own(t
         arrived = server.received(parts, tensors)
         server.decode(arrived)
         assert server.accept(arrived) == [fine]
-    assert list(server.record.dropped) == ["b"] and server.record.trained == ["a"]
+    assert list(server.record.dropped) == ["b"] and server.record.accepted == ["a"]
     assert server.aggregate()["M.mask"].tolist() == [0.0, -torch.inf]

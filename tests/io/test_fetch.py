@@ -16,8 +16,8 @@ ARCHIVES = ["x.zip", "x.tgz", "x.tar.gz"]
 
 
 def source(archive: str, **changes) -> Source:
-    words = dict.fromkeys(("title", "content", "licence", "citation", "url", "size", "holds"), "x")
-    layouts = (Layout("folder", ("x/original", "original"), signs=("train.csv",)), Layout("npz file", ("x.npz",)))
+    words = dict.fromkeys(("title", "content", "license", "citation", "url", "size", "expected_files"), "x")
+    layouts = (Layout("folder", ("x/original", "original"), markers=("train.csv",)), Layout("npz file", ("x.npz",)))
     return Source(
         **{"name": "x", "layouts": layouts, "archive": f"x/{archive}", "folder": "original"} | words | changes
     )
@@ -58,7 +58,7 @@ def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
 
 
 @pytest.mark.parametrize(
-    ("folder", "then"), [("original", " and run `lightning-fcl data fetch x` to unpack it."), ("", ".")]
+    ("folder", "then"), [("original", " and run `lightning-fcl data download x` to unpack it."), ("", ".")]
 )
 def test_without_a_connection_it_is_told_where_to_put_the_file(tmp_path, serve, folder, then):
     served = serve(source("x.zip", folder=folder), "x.zip", b"")[0]

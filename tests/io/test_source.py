@@ -11,18 +11,18 @@ import pytest
 import lightning_fcl
 from lightning_fcl.io.download import Layout, Source
 
-FOLDER = Layout("folder", ("x/original", "original", "."), signs=("images/", "train.csv|test.csv"))
+FOLDER = Layout("folder", ("x/original", "original", "."), markers=("images/", "train.csv|test.csv"))
 NPZ = Layout("npz file", ("x/x.npz", "x.npz"))
 SOURCE = Source(
     name="x",
     title="the X",
     content="ten images",
-    licence="CC0",
+    license="CC0",
     citation="X 2020",
     url="https://x.invalid/x.zip",
     size="1 MB",
     layouts=(FOLDER, NPZ),
-    holds="`original` or `x.npz`",
+    expected_files="`original` or `x.npz`",
 )
 
 
@@ -59,7 +59,7 @@ def test_the_first_place_counts(tmp_path):
 
 
 def test_a_match_may_have_to_fit_more_strictly(tmp_path):
-    people = Layout("people", (".",), signs=("*/*.jpg",), strictly=r"(.+)/\1_\d\.jpg")
+    people = Layout("people", (".",), markers=("*/*.jpg",), required_file=r"(.+)/\1_\d\.jpg")
     put(tmp_path / "Ann" / "Bob_1.jpg")
     put(tmp_path / "Ann" / "._Ann_1.jpg")
     assert people.find(tmp_path) is None
@@ -85,11 +85,11 @@ def test_layouts_are_found_in_their_order(tmp_path, monkeypatch):
 def test_what_is_missing_is_told_with_what_to_do(tmp_path):
     message = f"Expected the X below `root` but found nothing in {tmp_path}."
     end = "or point LIGHTNING_FCL_DATA at the folder that holds `original` or `x.npz`."
-    by_hand = replace(SOURCE, by_hand="Unpack {url} to {root}/x")
+    by_hand = replace(SOURCE, manual_steps="Unpack {url} to {root}/x")
     for source, advice in (
-        (SOURCE, f"Run `lightning-fcl data fetch x`, {end}"),
+        (SOURCE, f"Run `lightning-fcl data download x`, {end}"),
         (by_hand, f"Unpack https://x.invalid/x.zip to {tmp_path}/x, {end}"),
-        (replace(by_hand, holds=""), f"Unpack https://x.invalid/x.zip to {tmp_path}/x."),
+        (replace(by_hand, expected_files=""), f"Unpack https://x.invalid/x.zip to {tmp_path}/x."),
     ):
         for call in (source.find, source.download):
             with pytest.raises(FileNotFoundError, match=f"^{re.escape(f'{message} {advice}')}$"):
@@ -98,7 +98,7 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path):
 
 def test_the_remedy_names_the_command_only_where_it_downloads():
     assert SOURCE.remedy == "Delete this copy and unpack the publishers' archive again."
-    assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data fetch x`."
+    assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data download x`."
 
 
 def test_the_hub_needs_the_standard_library_alone():

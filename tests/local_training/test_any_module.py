@@ -146,7 +146,7 @@ def both(fit):
         states, logs = [], []
         for size in sizes:
             task = make()
-            trainer = fit(task, stream(), [*methods()], cohort_size=size, **{"seed": 0, **options})
+            trainer = fit(task, stream(), [*methods()], max_vectorized_clients=size, **{"seed": 0, **options})
             strategy = trainer.strategy
             beside = expected and size != 1
             assert (strategy.num_vectorized_clients > 1) == beside == (strategy.sequential_reason is None)
@@ -298,7 +298,7 @@ class Stated(Own):
 @pytest.mark.parametrize("methods", METHODS)
 def test_methods_run_as_one_at_a_time(both, make_stream, methods, drops):
     def stream():
-        return make_stream(partition="dirichlet", clients=7, rounds_per_experience=2)
+        return make_stream(partition="dirichlet", num_clients=7, rounds_per_experience=2)
 
     def make():
         return Stated(nn.Dropout(0.2) if drops else nn.GroupNorm(2, 8))
@@ -315,7 +315,7 @@ def test_a_method_that_asks_for_outputs_says_that_the_step_has_none(fit, make_st
 
     for size in (1, "auto"):
         with raises(InvalidStateError, "output"):
-            fit(Passes(), make_stream(), [LwF(2.0)], cohort_size=size)
+            fit(Passes(), make_stream(), [LwF(2.0)], max_vectorized_clients=size)
 
 
 # Modules that nobody here wrote.
@@ -441,7 +441,7 @@ def test_large_modules_train_one_at_a_time(fit):
     assert trainer.strategy.num_vectorized_clients == 1
     assert trainer.strategy.sequential_reason.reason is Reason.PARAMETERS
     for module, size, reason in ((Own(), 1, Obstacle(Reason.COHORT_SIZE)), (Own(), "auto", None)):
-        strategy = fit(module, stream_of(), cohort_size=size, max_epochs=1).strategy
+        strategy = fit(module, stream_of(), max_vectorized_clients=size, max_epochs=1).strategy
         assert strategy.sequential_reason == reason and (strategy.num_vectorized_clients > 1) == (size == "auto")
 
 

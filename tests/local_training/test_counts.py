@@ -86,7 +86,7 @@ def test_a_loss_that_reads_the_number_trains_one_client_at_a_time(fit, assert_sa
     auto, alone = Scaled(), Scaled()
     trainer = fit(auto, stream_of(a=24, b=9))
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
-    fit(alone, stream_of(a=24, b=9), cohort_size=1)
+    fit(alone, stream_of(a=24, b=9), max_vectorized_clients=1)
     assert_same(auto, alone)
 
 
@@ -299,14 +299,14 @@ class WritesBuffer(Watched):
 )
 def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
     assert fit(kind(), stream_of(a=24, b=9)).strategy.num_vectorized_clients == 1
-    with raises(InvalidValueError, "cohort_size", value=2):
-        fit(kind(), stream_of(a=24, b=9), cohort_size=2)
+    with raises(InvalidValueError, "max_vectorized_clients", value=2):
+        fit(kind(), stream_of(a=24, b=9), max_vectorized_clients=2)
 
 
 def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
     tasks = [Measures(), Measures()]
     for task, size in zip(tasks, (1, "auto"), strict=True):
-        assert (fit(task, stream_of(a=24, b=9), cohort_size=size).strategy.num_vectorized_clients > 1) == (
+        assert (fit(task, stream_of(a=24, b=9), max_vectorized_clients=size).strategy.num_vectorized_clients > 1) == (
             size == "auto"
         )
     assert torch.equal(tasks[0].accuracy.tp, tasks[1].accuracy.tp) and tasks[0].accuracy.tp.any()
@@ -314,7 +314,7 @@ def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
 
 def test_a_loss_that_logs_by_what_it_is_given_is_named_where_clients_should_train_side_by_side(fit):
     with pytest.raises(ValueError, match=f"but got 2: {re.escape(str(Obstacle(Reason.STEP_LOGS)))}"):
-        fit(Logs(), stream_of(a=24, b=9), cohort_size=2)
+        fit(Logs(), stream_of(a=24, b=9), max_vectorized_clients=2)
 
 
 @pytest.mark.may(

@@ -18,7 +18,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.simulation.hooks import FitHooks
 
-STREAM = {"partition": "dirichlet", "clients": 5, "rounds_per_experience": 2}
+STREAM = {"partition": "dirichlet", "num_clients": 5, "rounds_per_experience": 2}
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -34,7 +34,7 @@ SCHEDULES = {
 def by_hand(task, stream, make, every=1, epochs=2, schedule=None, frequency=1, by_round=None, clip=None):
     """FedAvg whose clients step after ``every`` batches and after their last one, and then step a schedule."""
     server, factor = copy.deepcopy(task.state_dict()), 1.0
-    for round_idx in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.num_rounds):
         sums, total = {}, 0
         for client, rows in stream.plan.train[round_idx].items():
             local = copy.deepcopy(task)
@@ -75,17 +75,21 @@ def differ(left, right):
 
 @pytest.mark.argument("accumulate_grad_batches", "honoured: batches of a client, whose last group may be smaller")
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize(
     ("optimizer", "every", "clip"),
     [("sgd", 3, None), ("sgd", 3, 0.2), ("momentum", 2, None), ("adam", 3, None), ("adam", 1000, None)],
 )
-def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optimizer, every, clip, cohort_size):
+def test_gradients_accumulate_within_a_client(
+    fit, make_stream, make_task, optimizer, every, clip, max_vectorized_clients
+):
     """They are clipped once, all of a step together."""
     stream, task = make_stream(**STREAM), make_task(OPTIMIZERS[optimizer])
     start = copy.deepcopy(task)
     trainer_args = {"accumulate_grad_batches": every, "gradient_clip_val": clip}
-    trainer = fit(task, stream, trainer_args=trainer_args, cohort_size=cohort_size, local_epochs=2, seed=0)
+    trainer = fit(
+        task, stream, trainer_args=trainer_args, max_vectorized_clients=max_vectorized_clients, local_epochs=2, seed=0
+    )
     expected = by_hand(start, stream, OPTIMIZERS[optimizer], every, clip=clip)
     near(task.state_dict(), expected)
     assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer], every if clip else 1))
@@ -101,7 +105,15 @@ def test_penalties_accumulate_too_one_by_one_as_side_by_side(fit, make_stream, m
         task = make_task(OPTIMIZERS["momentum"])
         methods = [Replay(9, "class-balanced", "round"), FLwF2T(0.3, 0.3), FedProx(0.5)]
         arguments = {"accumulate_grad_batches": 3}
-        fit(task, make_stream(**STREAM), methods, trainer_args=arguments, cohort_size=size, local_epochs=2, seed=0)
+        fit(
+            task,
+            make_stream(**STREAM),
+            methods,
+            trainer_args=arguments,
+            max_vectorized_clients=size,
+            local_epochs=2,
+            seed=0,
+        )
         states.append(task.state_dict())
     near(*states)
 
@@ -110,8 +122,15 @@ def test_a_penalty_of_a_whole_batch_is_that_of_its_parts(fit, make_stream, make_
     # Batches of 4 in pairs are batches of 8, as the mean over a batch is that over its halves.
     states = []
     for size, every in ((4, 2), (8, 1)):
-        task, stream = make_task(), make_stream(clients=1, samples=80, batch_size=size)
-        fit(task, stream, [FedProx(0.5)], trainer_args={"accumulate_grad_batches": every}, cohort_size=1, seed=0)
+        task, stream = make_task(), make_stream(num_clients=1, samples=80, batch_size=size)
+        fit(
+            task,
+            stream,
+            [FedProx(0.5)],
+            trainer_args={"accumulate_grad_batches": every},
+            max_vectorized_clients=1,
+            seed=0,
+        )
         states.append(task.state_dict())
     near(*states)
 
@@ -128,15 +147,15 @@ def scheduled(make_task, optimizer, *schedules):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize(("schedule", "optimizer"), list(zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True)))
 def test_schedules_by_step_begin_anew_with_each_client(
-    fit, make_stream, make_task, schedule, optimizer, cohort_size, recwarn
+    fit, make_stream, make_task, schedule, optimizer, max_vectorized_clients, recwarn
 ):
     stream = make_stream(**STREAM)
     task = scheduled(make_task, optimizer, (SCHEDULES[schedule], {"interval": "step"}))
     start = make_task()
-    fit(task, stream, cohort_size=cohort_size, local_epochs=2, seed=0)
+    fit(task, stream, max_vectorized_clients=max_vectorized_clients, local_epochs=2, seed=0)
     expected = by_hand(start, stream, OPTIMIZERS[optimizer], schedule=SCHEDULES[schedule])
     near(task.state_dict(), expected)
     assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer]))
@@ -144,13 +163,20 @@ def test_schedules_by_step_begin_anew_with_each_client(
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_stream, make_task, max_vectorized_clients):
     stream, inner = make_stream(**STREAM), SCHEDULES["exponential"]
     by_step = (inner, {"interval": "step", "frequency": 2})
     by_round = (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), {"interval": "epoch"})
     task, start = scheduled(make_task, "sgd", by_step, by_round), make_task()
-    fit(task, stream, trainer_args={"accumulate_grad_batches": 2}, cohort_size=cohort_size, local_epochs=2, seed=0)
+    fit(
+        task,
+        stream,
+        trainer_args={"accumulate_grad_batches": 2},
+        max_vectorized_clients=max_vectorized_clients,
+        local_epochs=2,
+        seed=0,
+    )
     words = {"schedule": inner, "frequency": 2}
     near(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 2, by_round=0.5, **words))
     assert differ(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 2, **words))
@@ -167,7 +193,7 @@ def test_they_are_resumed_and_a_round_cut_short_leaves_them_at_their_start(fit, 
         return scheduled(make_task, "momentum", (SCHEDULES["exponential"], {"interval": "step"}))
 
     arguments = {"accumulate_grad_batches": 2}
-    options = {"cohort_size": 1, "seed": 0, "trainer_args": arguments}
+    options = {"max_vectorized_clients": 1, "seed": 0, "trainer_args": arguments}
     whole, cut, rest = task(), task(), task()
     fit(whole, make_stream(**STREAM), **options)
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -219,7 +245,7 @@ def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_ta
     arguments = {"accumulate_grad_batches": every}
     train(make_task(), [plain], (x[:40], y[:40]), epochs=1, **arguments)
     task = make_task()
-    fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, cohort_size=1)
+    fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, max_vectorized_clients=1)
     assert federated.norms == pytest.approx(plain.norms) and len(zeroed) == len(plain.norms) == -(-5 // every)
     fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
     assert len(zeroed) == 3 * len(plain.norms)  # another client's, twice
@@ -227,7 +253,7 @@ def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_ta
     monkeypatch.setattr(
         FitHooks, "on_before_zero_grad", look
     )  # a user's callback would let clients train one at a time
-    trainer = fit(make_task(), two, trainer_args=arguments, cohort_size=2)
+    trainer = fit(make_task(), two, trainer_args=arguments, max_vectorized_clients=2)
     assert together == [every] * len(plain.norms) and trainer.accumulate_grad_batches == every
 
 

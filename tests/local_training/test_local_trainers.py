@@ -32,8 +32,8 @@ class LeastSquares(L.LightningModule):
     def reductions(self) -> dict[str, str]:
         sums = self.share == "sums"
         return {
-            "weight": "download" if sums else "mean",
-            **dict.fromkeys(("gram", "moment"), "sum" if sums else "fixed"),
+            "weight": "download_only" if sums else "mean",
+            **dict.fromkeys(("gram", "moment"), "sum" if sums else "constant"),
         }
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LeastSquares(L.LightningModule):
     def configure_local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
         if shaping:
             raise ValueError(f"Expected no method that adds to a loss but got {shaping}.")
-        size = federation.settings.cohort_size
+        size = federation.settings.max_vectorized_clients
         return NormalEquations(self, 2 if size == "auto" else size)
 
     def on_after_aggregation(self) -> None:
@@ -102,24 +102,24 @@ def solution(stream, rows) -> np.ndarray:
     return np.linalg.lstsq(with_one(x).numpy(), y.double().numpy(), rcond=None)[0]
 
 
-@pytest.mark.parametrize("cohort_size", ["auto", 1, 7])
+@pytest.mark.parametrize("max_vectorized_clients", ["auto", 1, 7])
 @pytest.mark.parametrize("experiences", [1, 2])
-def test_sums_of_closed_form_clients_are_the_pooled_solution(fit, make_stream, experiences, cohort_size):
-    task, stream = LeastSquares("sums"), make_stream(partition="dirichlet", experiences=experiences)
+def test_sums_of_closed_form_clients_are_the_pooled_solution(fit, make_stream, experiences, max_vectorized_clients):
+    task, stream = LeastSquares("sums"), make_stream(partition="dirichlet", num_experiences=experiences)
     assert isinstance(task, HasLocalTrainer) and isinstance(task, HasAggregationHook)
-    trainer = fit(task, stream, cohort_size=cohort_size)
+    trainer = fit(task, stream, max_vectorized_clients=max_vectorized_clients)
     rows = np.concatenate([rows for current in stream.plan.train for rows in current.values()])
     np.testing.assert_allclose(task.weight.detach(), solution(stream, rows), atol=1e-9)
     local = trainer.strategy.federation.local_trainer
     assert type(local) is NormalEquations and local.num_vectorized_clients == (
-        2 if cohort_size == "auto" else cohort_size
+        2 if max_vectorized_clients == "auto" else max_vectorized_clients
     )
     assert local.began == local.finished == sum(len(current) for current in stream.plan.train)
 
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_own_solutions_are_averaged_and_one_client_s_is_the_pooled_one(fit, make_stream, clients):
-    task, stream = LeastSquares("weights"), make_stream(clients=clients, experiences=1, partition="iid")
+    task, stream = LeastSquares("weights"), make_stream(num_clients=clients, num_experiences=1, partition="iid")
     fit(task, stream)
     (current,) = stream.plan.train
     sizes = np.array([len(rows) for rows in current.values()])
@@ -157,10 +157,12 @@ class Listening(Method):
 @pytest.mark.seconds
 def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_task):
     states, memories, sizes = [], [], []
-    for cohort_size in (1, "auto"):
-        stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
+    for max_vectorized_clients in (1, "auto"):
+        stream = make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
         task, method = make_task(), Anchored(clients=["0", "2", "3"])
-        federation = fit(task, stream, [method], cohort_size=cohort_size, local_epochs=2).strategy.federation
+        federation = fit(
+            task, stream, [method], max_vectorized_clients=max_vectorized_clients, local_epochs=2
+        ).strategy.federation
         states.append(task.state_dict())
         memories.append(
             {
@@ -175,7 +177,7 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
     for one, other in (states, memories):
         torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=1e-5)
     plain = make_task()
-    fit(plain, make_stream(clients=5, partition="dirichlet", rounds_per_experience=2), local_epochs=2)
+    fit(plain, make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2), local_epochs=2)
     assert (plain.state_dict()["model.1.weight"] - states[0]["model.1.weight"]).abs().max() > 1e-3
 
 

@@ -283,11 +283,11 @@ def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
     logged = [record.args for record in caplog.records if record.name == "lightning_fcl.simulation.trainer_choice"]
     assert (make.__name__, obstacle) in logged
     one = make()
-    fit(one, stream_of(), cohort_size=1, seed=0)
+    fit(one, stream_of(), max_vectorized_clients=1, seed=0)
     torch.testing.assert_close(auto.state_dict(), one.state_dict(), rtol=0, atol=0)
     if make is not DrawsNoise:  # The library warns of random numbers.
         with pytest.raises(ValueError, match=re.escape(str(obstacle))):
-            fit(make(), stream_of(), cohort_size=2)
+            fit(make(), stream_of(), max_vectorized_clients=2)
 
 
 def test_what_the_trial_has_seen_is_forgotten(fit):
@@ -360,13 +360,13 @@ class LateMode(Late):
 
 @pytest.mark.may(
     "keep something in some later step alone, where clients train side by side",
-    "the fit ends with its name: set `cohort_size=1`",
+    "the fit ends with its name: set `max_vectorized_clients=1`",
 )
 @pytest.mark.parametrize(("make", "changed"), [(LateAttribute, "last"), (LateMode, "net.1.training")])
 def test_a_step_that_leaves_something_later_on_is_told_when_it_has(fit, make, changed):
-    with raises(InvalidValueError, "cohort_size", value=[changed]):
+    with raises(InvalidValueError, "max_vectorized_clients", value=[changed]):
         fit(make(), stream_of())
-    fit(make(), stream_of(), cohort_size=1)
+    fit(make(), stream_of(), max_vectorized_clients=1)
 
 
 def test_a_step_that_looks_at_a_value_later_on_is_told_what_to_do(fit):
@@ -376,7 +376,7 @@ def test_a_step_that_looks_at_a_value_later_on_is_told_what_to_do(fit):
 
     with pytest.raises(RuntimeError) as found:
         fit(LateItem(), stream_of())
-    assert any("set `cohort_size=1`" in note for note in found.value.__notes__)
+    assert any("set `max_vectorized_clients=1`" in note for note in found.value.__notes__)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, None])
@@ -392,5 +392,5 @@ def test_a_clients_later_steps_draw_by_keys_where_its_first_one_meets_a_random_l
             watched.append(_get_current_function_mode() is not None)
             return loss
 
-    fit(Looks(), stream_of(), cohort_size=1)
+    fit(Looks(), stream_of(), max_vectorized_clients=1)
     assert watched == 3 * ([True, False, False, False, False] if rate is None else [True] * 5)

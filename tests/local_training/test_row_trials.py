@@ -289,7 +289,9 @@ def in_two_ways(fit, make, methods=list, **options):
     states = []
     for size in (1, "auto"):
         task = make()
-        strategy = fit(task, stream_of(), methods(), cohort_size=size, seed=0, local_epochs=2, **options).strategy
+        strategy = fit(
+            task, stream_of(), methods(), max_vectorized_clients=size, seed=0, local_epochs=2, **options
+        ).strategy
         states.append(task.state_dict())
     distance = max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
     return distance, type(strategy.federation.local_trainer), strategy.sequential_reason
@@ -424,7 +426,7 @@ def test_trial_of_a_method_leaves_no_trace(fit, monkeypatch):
 
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
-OF_OTHER_TASKS = {"DyToxTraining", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
+OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
 """Methods that need a network of their own. Their own tests compare vectorized and sequential training."""
 
 
@@ -432,8 +434,8 @@ OF_OTHER_TASKS = {"DyToxTraining", "FedWEIT", "IntrinsicPlasticity", "LVTMethod"
 def test_shipped_method_is_vectorized_unless_it_says_otherwise(fit, monkeypatch, name):
     kind, options = KINDS[name], {"client_weights": "uniform"}
     if kind.needs.local_head:
-        options["reductions"] = {"model.3.*": "none"}
-    method = kind(head="model.3.*") if kind.needs.local_head else kind()
+        options["reductions"] = {"model.3.*": "local"}
+    method = kind(head_pattern="model.3.*") if kind.needs.local_head else kind()
     trainer, reason, _ = choice(fit, monkeypatch, classifier(), stream_of(), [method], **options)
     sequential = {Reason.METHOD_PROJECTS, Reason.METHOD_TRAINS}
     assert trainer is PADDED if method.vectorizable else (trainer is SEQUENTIAL and reason in sequential)
@@ -444,7 +446,7 @@ def test_shipped_method_is_vectorized_unless_it_says_otherwise(fit, monkeypatch,
     [
         (lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")], "GLFC"),
         (lambda: [MeanOutputLoss(2.0, "logits", "absolute", "seen")], "MeanOutputLoss"),
-        (lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live"), EWC(5.0)], "FLwF2T"),
+        (lambda: [FLwF2T(0.3, 0.3, reduction="mean", teacher="live"), EWC(5.0)], "FLwF2T"),
         (lambda: [LwF(2.0, teacher="server", clients=["0", "3"])], "LwF"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -49,8 +49,8 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
     """The state after a fit, and how many shapes were replayed in it."""
     monkeypatch.setattr(vectorized, "AFTER", after)
     task = Classifier(copy.deepcopy(model), 4, OPTIMIZERS[optimizer])
-    stream = make_stream(partition="dirichlet", clients=7, rounds_per_experience=3)
-    trainer = fit(task, stream, callbacks, cohort_size=4, local_epochs=3, seed=0)
+    stream = make_stream(partition="dirichlet", num_clients=7, rounds_per_experience=3)
+    trainer = fit(task, stream, callbacks, max_vectorized_clients=4, local_epochs=3, seed=0)
     steps = trainer.strategy.federation.local_trainer._traced
     return task.state_dict(), sum(step.traced for step in steps.values())
 

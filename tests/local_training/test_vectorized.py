@@ -62,7 +62,7 @@ METHODS = {
     "FLwF": lambda: [FLwF(0.3)],
     "FLwF-2T": lambda: [FLwF2T(0.3, 0.3)],
     "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
-    "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
+    "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, reduction="mean", teacher="live")],
     "FedProx": lambda: [FedProx(0.5)],
     "EWC": lambda: [EWC(5.0)],
     "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
@@ -84,7 +84,7 @@ METHODS = {
     "FedNova": lambda: [FedNova()],
     "FOT": lambda: [FOT(0.8)],
     "RegMean": lambda: [RegMean(0.5)],
-    "CCVR": lambda: [CCVR(samples=20)],
+    "CCVR": lambda: [CCVR(num_samples=20)],
     "FedCBDR": lambda: [FedCBDR(30)],
     "FedCBDR, old and new apart": lambda: [FedCBDR(30, 0.9, 1.1, 1.1, 0.9)],
     "Re-Fed": lambda: [ReFed(9)],
@@ -99,7 +99,7 @@ def difference(left, right):
 
 def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
     """States and records of the same fit with two cohort sizes, on clients of very different sizes."""
-    stream = {"partition": "dirichlet", "clients": 7, "rounds_per_experience": 2}
+    stream = {"partition": "dirichlet", "num_clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
         # Units enough that no sample has features of zero alone, from which all means are equally far.
@@ -107,7 +107,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
         task, metrics = make_task(OPTIMIZERS[optimizer], MLP([6, 16, 4])), ContinualMetrics()
         callbacks = [*METHODS[methods or "none"](), metrics]
         options = {"local_epochs": 2, **options}
-        trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
+        trainer = fit(task, make_stream(**stream), callbacks, max_vectorized_clients=size, seed=0, **options)
         assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (size != 1)
         loss = float(trainer.callback_metrics["train/loss"])
         results.append((task.state_dict(), {**metrics.record, "loss": loss}))
@@ -150,8 +150,8 @@ def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_ta
 
     given = VectorizedTrainer.losses
     monkeypatch.setattr(VectorizedTrainer, "losses", losses)
-    stream = make_stream(partition="dirichlet", clients=7, experiences=1)
-    fit(make_task(), stream, [FedProx(0.1)], cohort_size=7, max_epochs=1)
+    stream = make_stream(partition="dirichlet", num_clients=7, num_experiences=1)
+    fit(make_task(), stream, [FedProx(0.1)], max_vectorized_clients=7, max_epochs=1)
     (rows,) = stream.plan.train
     steps = sorted((-(-len(own) // stream.batch_size) for own in rows.values()), reverse=True)
     assert len({*steps}) > 1
@@ -161,7 +161,7 @@ def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_ta
 
 @pytest.mark.seconds
 def test_cohort_with_personal_heads_and_partial_participation(fit, make_stream, make_task):
-    options = {"reductions": {"model.3.*": "none"}, "participation": 0.6}
+    options = {"reductions": {"model.3.*": "local"}, "participation": 0.6}
     (one, record), (many, other) = both(fit, make_stream, make_task, "FLwF-2T", **options)
     assert difference(one, many) < 1e-5
     assert [r["correct"] for r in record["rounds"]] == [r["correct"] for r in other["rounds"]]
@@ -173,7 +173,7 @@ def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make
     poisoned = stream.plan.train[0]["1"]
     stream.samples.x[torch.from_numpy(poisoned)] = float("nan")
     task, metrics = make_task(), ContinualMetrics()
-    fit(task, stream, [metrics], cohort_size=3, max_epochs=1)
+    fit(task, stream, [metrics], max_vectorized_clients=3, max_epochs=1)
     assert set(metrics.record["rounds"][0]["dropped"]) == {"1"}
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
 
@@ -231,17 +231,19 @@ class Own(Classifier):
 
 def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, make_task):
     obstacle = Obstacle(Reason.STATE, ("`model.last`",))
-    with pytest.raises(ValueError, match=re.escape(f'Expected `cohort_size=1` or "auto" but got 4: {obstacle}')):
-        fit(make_task(model=Caching(6, 4)), make_stream(), cohort_size=4)
+    with pytest.raises(
+        ValueError, match=re.escape(f'Expected `max_vectorized_clients=1` or "auto" but got 4: {obstacle}')
+    ):
+        fit(make_task(model=Caching(6, 4)), make_stream(), max_vectorized_clients=4)
     with pytest.raises(ValueError, match=str(Obstacle(Reason.KEEP_OPTIMIZER))):
-        fit(make_task(), make_stream(), cohort_size=4, keep_optimizer=True)
+        fit(make_task(), make_stream(), max_vectorized_clients=4, keep_optimizer_state=True)
 
 
 def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
     for method in (GEM, AGEM):
         assert clients_per_step(fit, make_stream(), make_task(), callbacks=[method()]) == 1
-        with raises(InvalidValueError, "cohort_size", value=3):
-            fit(make_task(), make_stream(), [method()], cohort_size=3)
+        with raises(InvalidValueError, "max_vectorized_clients", value=3):
+            fit(make_task(), make_stream(), [method()], max_vectorized_clients=3)
 
 
 def in_two_ways(fit, make_stream, task):
@@ -249,7 +251,7 @@ def in_two_ways(fit, make_stream, task):
     tasks = [copy.deepcopy(task), copy.deepcopy(task)]
     # Without a single sample left over, which batch normalisation cannot learn from.
     trainers = [
-        fit(own, make_stream(drop_last=True), cohort_size=size, seed=0)
+        fit(own, make_stream(drop_last=True), max_vectorized_clients=size, seed=0)
         for own, size in zip(tasks, (1, "auto"), strict=True)
     ]
     assert type(trainers[1].strategy.federation.local_trainer) is StepTrainer
@@ -291,8 +293,8 @@ def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
     assert len(watch.norms) == trainer.global_step
     assert all(norm > 0 for norm in watch.norms)
-    with raises(InvalidValueError, "cohort_size"):
-        fit(make_task(), make_stream(), [Watch()], cohort_size=3)
+    with raises(InvalidValueError, "max_vectorized_clients"):
+        fit(make_task(), make_stream(), [Watch()], max_vectorized_clients=3)
 
 
 class Tied(nn.Module):
@@ -335,7 +337,7 @@ class Counting(nn.Linear):
 def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
     auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
     assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
-    fit(one, make_stream(), cohort_size=1, max_epochs=1, seed=0)
+    fit(one, make_stream(), max_vectorized_clients=1, max_epochs=1, seed=0)
     assert difference(auto.state_dict(), one.state_dict()) == 0
 
 
@@ -360,7 +362,7 @@ def test_fused_optimizers_which_pass_over_the_memory_are_as_others(fit, make_str
     states = []
     for size, fused in ((1, False), (3, False), (3, True)):
         task = make_task(lambda params, fused=fused: kind(params, lr=0.05, fused=fused), copy.deepcopy(model))
-        fit(task, make_stream(clients=3), cohort_size=size, max_epochs=2, seed=0)
+        fit(task, make_stream(num_clients=3), max_vectorized_clients=size, max_epochs=2, seed=0)
         states.append(task.state_dict())
     assert max(difference(states[0], other) for other in states[1:]) < 1e-5
 
@@ -376,7 +378,7 @@ def test_weights_of_linear_layers_lie_by_columns(fit, make_stream, make_task, mo
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     task = make_task(lambda params: torch.optim.SGD(params, lr=0.1), MLP([6, 16, 4]))
-    fit(task, make_stream(clients=3), cohort_size=3, max_epochs=1)
+    fit(task, make_stream(num_clients=3), max_vectorized_clients=3, max_epochs=1)
     assert strides == [(own, own) for own in ((96, 1, 16), (16, 1), (64, 1, 4), (4, 1))]
 
 
@@ -384,7 +386,7 @@ def test_tied_weights_are_one_entry(fit, make_stream, make_task):
     states, sent, model = [], [], Tied()
     for size in (1, 3):
         task, metrics = make_task(model=copy.deepcopy(model)), ContinualMetrics()
-        fit(task, make_stream(), [FLwF2T(0.3, 0.3), metrics], cohort_size=size, seed=0)
+        fit(task, make_stream(), [FLwF2T(0.3, 0.3), metrics], max_vectorized_clients=size, seed=0)
         assert task.model.decode.weight is task.model.encode.weight
         states.append(task.state_dict())
         sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
@@ -406,8 +408,8 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
         torch.manual_seed(1)
         model = nn.Sequential(dropping()) if methods != "FedProto" else WithFeatures()
         task = make_task(model=model)
-        stream = make_stream(partition="dirichlet", clients=7)
-        trainer = fit(task, stream, METHODS[methods](), cohort_size=size, seed=0)
+        stream = make_stream(partition="dirichlet", num_clients=7)
+        trainer = fit(task, stream, METHODS[methods](), max_vectorized_clients=size, seed=0)
         assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (size != 1)
         states.append(task.state_dict())
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
@@ -423,7 +425,7 @@ def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algori
     for size, value in ((1, clip), (3, clip), ("auto", clip), (1, None)):
         task = make_task()
         options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
-        fit(task, make_stream(partition="dirichlet"), cohort_size=size, seed=0, trainer_args=options)
+        fit(task, make_stream(partition="dirichlet"), max_vectorized_clients=size, seed=0, trainer_args=options)
         states.append(task.state_dict())
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
     assert difference(states[0], states[3]) > 1e-4
@@ -456,12 +458,12 @@ def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, m
             return output
 
     model = nn.Sequential(nn.Linear(6, 32), Look(0.5), nn.Linear(32, 4))
-    fit(make_task(model=model), make_stream(samples_per_round=8), cohort_size=1, local_epochs=2, seed=0)
+    fit(make_task(model=model), make_stream(samples_per_round=8), max_vectorized_clients=1, local_epochs=2, seed=0)
     assert len(set(masks)) == len(masks) > 10
 
 
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
-    fit(make_task(model=Noisy(6, 4)), make_stream(), cohort_size=3, max_epochs=1)
+    fit(make_task(model=Noisy(6, 4)), make_stream(), max_vectorized_clients=3, max_epochs=1)
     assert "Random layers draw other numbers in vectorized training" in caplog.text
 
 
@@ -493,7 +495,7 @@ def test_what_a_forward_has_left_before_a_fit_is_no_obstacle(fit, make_stream, m
 
 def test_another_fit_chooses_anew_and_finds_no_hooks_of_the_first(fit, make_stream, make_task):
     task = make_task()
-    trainer = fit(task, make_stream(), [FedProx(0.5)], cohort_size=3)
+    trainer = fit(task, make_stream(), [FedProx(0.5)], max_vectorized_clients=3)
     trainer.fit_loop.max_epochs = trainer.current_epoch
     trainer.fit(task, datamodule=make_stream())
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 3

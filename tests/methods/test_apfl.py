@@ -50,7 +50,12 @@ def noisy(seed=0):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("method", [lambda: APFL(0.0), lambda: APFL(0.5), lambda: Ditto(0.5)])
 def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, method):
-    options = {"cohort_size": 1, "participation": 2, "reductions": {"model.4.bias": "none"}, "local_epochs": 2}
+    options = {
+        "max_vectorized_clients": 1,
+        "participation": 2,
+        "reductions": {"model.4.bias": "local"},
+        "local_epochs": 2,
+    }
     runs = []
     for methods in ([], [method()]):
         task, rounds, metrics = Classifier(noisy(), 4, OPTIMIZERS[optimizer]), Rounds(), ContinualMetrics()
@@ -119,14 +124,14 @@ def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_strea
     fresh, kept = (by_hand(task, stream, 1.0, 0.0, keep)[1]["0"].state_dict() for keep in (False, True))
     for keep, expected in ((False, fresh), (True, kept)):
         trainer = fit(copy.deepcopy(task), make_stream(rounds_per_experience=2), [APFL(1.0, 0.0)],
-                      seed=0, keep_optimizer=keep)  # fmt: skip
+                      seed=0, keep_optimizer_state=keep)  # fmt: skip
         torch.testing.assert_close(personal_model(memory_of(trainer, "0")), dict(expected), rtol=0, atol=1e-5)
     assert not torch.allclose(fresh["model.1.weight"], kept["model.1.weight"], atol=1e-3)
 
 
 def test_every_client_is_tested_with_its_mixture(fit, make_stream, make_task):
     task, metrics, method = make_task(), ContinualMetrics(when="aggregated"), APFL(0.7)
-    stream = make_stream(clients=6, rounds_per_experience=2)
+    stream = make_stream(num_clients=6, rounds_per_experience=2)
     trainer = fit(task, stream, [metrics, method], participation=1, seed=3)
     store = trainer.strategy.server.client_store
     drawn = [client for client in stream.plan.clients if "APFL" in store[client]]
@@ -186,5 +191,5 @@ def test_resumed_is_uninterrupted(assert_resumes, make_task, keep):
     def make(seed=0):
         return make_task(OPTIMIZERS["adamw"], seed=seed)
 
-    options = {"client_store": "disk", "keep_optimizer": keep, "participation": 2}
+    options = {"client_store": "disk", "keep_optimizer_state": keep, "participation": 2}
     assert_resumes(make, lambda: APFL(0.3, 0.2), **options)

@@ -9,7 +9,7 @@ from lightning_fcl import callbacks
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 
 WRONG = {
-    "AGEM": {"max_size": 1.5, "batch_size": 0},
+    "AGEM": {"memory_size": 1.5, "batch_size": 0},
     "APFL": {"alpha0": 1.5, "alpha_lr": -1},
     "BCN": {
         "beta": -1.0,
@@ -18,53 +18,53 @@ WRONG = {
         "theta_steps": -1,
         "inner_lr": 0.0,
         "batch_size": 0,
-        "max_size": 1.5,
+        "memory_size": 1.5,
     },
-    "CCVR": {"covariance": "none", "samples": 0, "epochs": 0, "learning_rate": 0.0, "logit_norm": 0.0},
-    "DERpp": {"max_size": 0, "alpha": -1.0, "batch_size": 0},
-    "DyToxTraining": {
-        "max_size": -1,
-        "distillation": "no",
+    "CCVR": {"covariance": "none", "num_samples": 0, "epochs": 0, "lr": 0.0, "logit_norm": 0.0},
+    "DERpp": {"memory_size": 0, "alpha": -1.0, "batch_size": 0},
+    "DyToxMethod": {
+        "memory_size": -1,
+        "distillation_weight": "no",
         "temperature": 0.0,
-        "divergence": -0.1,
+        "divergence_weight": -0.1,
         "balanced_epochs": -1,
     },
     "Ditto": {"strength": -0.1},
     "EWC": {"strength": -1, "decay": 1.5},
     "FedDyn": {"alpha": -0.1},
     "FLwF": {"alpha": -0.1, "temperature": 0.0},
-    "FLwF2T": {"alpha": 1.1, "temperature": 0.0, "mean_over": "samples", "previous": "dead"},
+    "FLwF2T": {"alpha": 1.1, "temperature": 0.0, "reduction": "samples", "teacher": "dead"},
     "FOT": {"eps": 0.0},
     "Fed3R": {"beta": -1.0, "temperature": 0},
-    "FedCBDR": {"max_size": 0, "old_temperature": 0, "new_temperature": 0, "old_weight": -1, "new_weight": -1},
+    "FedCBDR": {"memory_size": 0, "old_temperature": 0, "new_temperature": 0, "old_weight": -1, "new_weight": -1},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedNTD": {"beta": -1.0, "temperature": 0.0},
-    "FedProto": {"predict": "heat"},
+    "FedProto": {"predictor": "heat"},
     "FedProx": {"mu": -0.1},
     "FedRep": {"head_epochs": 0},
     "FedViT": {"rho": 0, "distance": "euclid", "k": 0, "margin": -0.1, "integration_epochs": -1},
     "FedWEIT": {"l1": -1.0, "l2": -1.0, "mask_l1": -2.0, "weight_decay": nan, "sparsity": 1.0, "kb_size": -1},
-    "GLFC": {"strength": 1.5, "iterations": 0},
-    "GEM": {"margin": -1.0, "max_size": 0},
-    "ICaRL": {"max_size": 0},
+    "GLFC": {"strength": 1.5, "num_iterations": 0},
+    "GEM": {"margin": -1.0, "memory_size": 0},
+    "ICaRL": {"memory_size": 0},
     "IntrinsicPlasticity": {"sigma": 0.0, "eta": nan, "min_gain": 0.0, "mu": inf, "local_epochs": 0},
     "LVTMethod": {"gamma": -1.0, "alpha": nan, "beta": -0.5, "rho": 0.0, "temperature": 0.0, "batch_size": 0},
     "LogitAdjustment": {"tau": -1},
     "LwF": {"strength": -1, "temperature": 0.0},
     "MAS": {"strength": -1, "decay": 1.5},
     "MOON": {"mu": -1.0, "temperature": 0.0},
-    "MeanOutputLoss": {"mu": -0.1, "outputs": "softmax", "distance": "cosine", "cross_entropy": "new"},
-    "ReFed": {"max_size": 0, "iterations": 0, "learning_rate": 0.0, "strength": -0.5},
+    "MeanOutputLoss": {"mu": -0.1, "output_kind": "softmax", "distance": "cosine", "cross_entropy": "new"},
+    "ReFed": {"memory_size": 0, "num_iterations": 0, "lr": 0.0, "strength": -0.5},
     "RegMean": {"alpha": 1.5},
-    "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
+    "Replay": {"memory_size": 0.0, "policy": "best", "update": "never"},
     "SI": {"strength": -1, "decay": 1.5, "damping": 0.0},
     "TARGET": {
-        "kd": -1.0,
-        "images": -1,
+        "distillation_weight": -1.0,
+        "num_images": -1,
         "batch_size": 1,
-        "steps": 0,
+        "num_steps": 0,
         "width": 0,
-        "statistics": -1.0,
+        "statistics_weight": -1.0,
         "temperature": 0.0,
     },
 }
@@ -74,6 +74,6 @@ WRONG = {
     ("kind", "name", "value"), [(kind, *pair) for kind, wrong in WRONG.items() for pair in wrong.items()]
 )
 def test_what_is_out_of_its_range_is_refused(kind, name, value):
-    is_name = isinstance(value, str) and name != "distillation"  # a number or "auto"
+    is_name = isinstance(value, str) and name != "distillation_weight"  # a number or "auto"
     with raises(UnknownNameError if is_name else InvalidValueError, name, value=value):
         getattr(callbacks, kind)(**{name: value})

@@ -25,10 +25,12 @@ def moments_of(trainer, label):
 
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_moments_of_clients_add_up_to_those_of_all(fit, make_stream, make_task, partition, covariance, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_moments_of_clients_add_up_to_those_of_all(
+    fit, make_stream, make_task, partition, covariance, max_vectorized_clients
+):
     task, stream = make_task(still), make_stream(partition=partition, rounds_per_experience=2)
-    trainer = fit(task, stream, [CCVR(covariance)], cohort_size=cohort_size)
+    trainer = fit(task, stream, [CCVR(covariance)], max_vectorized_clients=max_vectorized_clients)
     rows = np.concatenate([part for number in (1, 3) for part in stream.plan.train[number].values()])
     x, y = stream.get_samples(rows)
     with torch.no_grad():
@@ -82,7 +84,7 @@ def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_t
     for seed in range(3):
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
         before = {name: value.clone() for name, value in task.state_dict().items()}
-        trainer = fit(task, stream, [CCVR(learning_rate=0.1, epochs=20, **options)])
+        trainer = fit(task, stream, [CCVR(lr=0.1, epochs=20, **options)])
         assert trainer.strategy.server.get_section("CCVR")["task"].tolist() == [1, 1, 2, 2]  # in which they came
         found.append(accuracy(task, stream))
         assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)

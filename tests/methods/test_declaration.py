@@ -16,7 +16,7 @@ from torch import nn
 from lightning_fcl import methods as library
 from lightning_fcl.callbacks import AGEM, EWC, GEM, FedProto, FedRep, FedViT, FLwF, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import InvalidStateError, InvalidTypeError, InvalidValueError, at_least, validated
+from lightning_fcl.errors import InvalidStateError, InvalidTypeError, InvalidValueError
 from lightning_fcl.federation.obstacles import Reason
 from lightning_fcl.methods.base import MethodBase, changes_loss, keeps_client_state, matches, overrides_hook
 from lightning_fcl.methods.compose import check_compatible, compose, get_methods
@@ -26,6 +26,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.rng import make_client_keys, random_uint64
+from lightning_fcl.validation import at_least, validated
 
 
 class Penalised(Method):
@@ -176,8 +177,8 @@ def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task
         def penalty(self, client, step):
             return 0.0 * client.client_round.round_idx
 
-    with raises(InvalidValueError, "cohort_size"):
-        fit(make_task(), make_stream(), [Looks()], cohort_size=3)
+    with raises(InvalidValueError, "max_vectorized_clients"):
+        fit(make_task(), make_stream(), [Looks()], max_vectorized_clients=3)
     strategy = fit(make_task(), make_stream(), [Looks()]).strategy
     assert strategy.sequential_reason.reason is Reason.METHOD_FAILS
 
@@ -305,7 +306,9 @@ class Stages(Method):
 def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epochs):
     task = make_task(model=network())
     before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit(task, make_stream(batch_size=100), [Stages()], cohort_size=1, max_epochs=1, local_epochs=local_epochs)
+    fit(
+        task, make_stream(batch_size=100), [Stages()], max_vectorized_clients=1, max_epochs=1, local_epochs=local_epochs
+    )
     changed = {name for name, value in task.state_dict().items() if not torch.equal(value, before[name])}
     learnt = HEAD if local_epochs == 1 else HEAD | BODY | STATISTICS
     assert changed == {f"model.{name}" for name in learnt}
@@ -342,7 +345,7 @@ def test_what_needs_a_federation_refuses_a_plain_trainer(make_task, samples, tra
 
 
 def test_clients_train_one_at_a_time_with_some_methods_only():
-    alone = {"AGEM", "APFL", "BCN", "Ditto", "DyToxTraining", "FedKNOW", "FedRep", "FedViT", "FedWEIT", "GEM"}
+    alone = {"AGEM", "APFL", "BCN", "Ditto", "DyToxMethod", "FedKNOW", "FedRep", "FedViT", "FedWEIT", "GEM"}
     alone |= {"LVTMethod", "LoRM", "SI"}
     assert {name for name, kind in KINDS.items() if not kind.vectorizable} == alone
 
@@ -367,7 +370,7 @@ class Constructed(Method):
 
 def test_arguments_are_fields_or_those_of_a_constructor():
     declared, constructed = Declared(2.0, clients=[3, 4]), Constructed(2.0, [3, 4])
-    assert declared.hparams() == constructed.hparams() == {"strength": 2.0, "clients": ["3", "4"]}
+    assert declared.fingerprint() == constructed.fingerprint() == {"strength": 2.0, "clients": ["3", "4"]}
     assert declared.local is constructed.local is None and declared != Declared(2.0, clients=[3, 4])
     assert repr(Declared(size=2)) == "Declared(clients='all', strength=1.0, size=2)"
 

@@ -95,7 +95,7 @@ def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
     assert FLwF2T().prepare_client_state(Client(memory, trained, client_round)) is memory
 
 
-@pytest.mark.parametrize(("teacher", "of"), [("own", 2), ("server", 0)])
+@pytest.mark.parametrize(("teacher", "of"), [("client", 2), ("server", 0)])
 def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
     method, states = LwF(teacher=teacher), [make_task(seed=s).state_dict() for s in range(4)]
     before = {f"LwF.before.1.{name}": value for name, value in states[0].items()} if teacher == "server" else {}
@@ -114,8 +114,8 @@ def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
         later, memory = a_round(memory, states[3], states[3], number, 1, label=1)
         assert later["old"].tolist() == [True, False, True, False]
         assert all(torch.equal(strip_prefix(later, "teacher")[n], states[of][n]) for n in states[of])
-        assert bool(strip_prefix(memory, "teacher")) == (teacher == "own")  # that of the server stays there
-        assert bool(strip_prefix(later, "latest")) == (teacher == "own")
+        assert bool(strip_prefix(memory, "teacher")) == (teacher == "client")  # that of the server stays there
+        assert bool(strip_prefix(later, "latest")) == (teacher == "client")
 
 
 def normalised(make_task):
@@ -169,7 +169,7 @@ def test_wrong_beta(beta):
 
 
 def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
-    method = FLwF2T(0.2, 0.5, previous="live")
+    method = FLwF2T(0.2, 0.5, teacher="live")
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
     memory = method.prepare_client_state(Client({}, {"server": server}, ClientRound("a", 0)))
@@ -188,6 +188,6 @@ def test_mean_over_elements_is_that_over_the_batch_divided_by_the_classes():
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
     batch, elements = (
-        FLwF2T(0.2, 0.5, mean_over=m, previous="live").penalty(Client(), step) for m in ("batch", "elements")
+        FLwF2T(0.2, 0.5, reduction=m, teacher="live").penalty(Client(), step) for m in ("batchmean", "mean")
     )
     assert torch.allclose(batch, 3 * elements)

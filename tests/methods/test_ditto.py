@@ -28,9 +28,9 @@ def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, assert
 
 
 def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_stream, make_task):
-    options = {"cohort_size": 1, "local_epochs": 2, "seed": 0}
+    options = {"max_vectorized_clients": 1, "local_epochs": 2, "seed": 0}
     ditto = fit(make_task(), make_stream(rounds_per_experience=2), [Ditto(0.0)], **options)
-    local = fit(make_task(), make_stream(rounds_per_experience=2), reductions={"*": "none"}, **options)
+    local = fit(make_task(), make_stream(rounds_per_experience=2), reductions={"*": "local"}, **options)
     for client in "012":
         torch.testing.assert_close(
             personal(ditto, client), local.strategy.server.client_store[client]["model"], rtol=0, atol=0

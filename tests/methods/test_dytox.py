@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, Method
+from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxMethod, Method
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
@@ -26,7 +26,7 @@ from lightning_fcl.models import MLP, DyTox
 
 from .test_importance import by_loop
 
-TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2}
+TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "num_heads": 2}
 
 
 def adamw(params):
@@ -50,7 +50,8 @@ def arrays(samples=180):
 
 
 def fedvit(**kwargs):
-    scenario = {"tasks": 3, "clients": 3, "rounds_per_task": 2, "classes_per_client": (2, 2), "share": (0.2, 0.3)}
+    scenario = {"num_tasks": 3, "num_clients": 3, "rounds_per_task": 2, "classes_per_client": (2, 2)}
+    scenario["sample_fraction"] = (0.2, 0.3)
     scenario |= {name: kwargs.pop(name) for name in list(kwargs) if name in scenario}
     options = {"batch_size": 4, "seed": 0, **kwargs}
     stream = FederatedStream.from_arrays(*arrays(), scenario=FedViTScenario(**scenario), **options)
@@ -59,7 +60,7 @@ def fedvit(**kwargs):
 
 
 def incremental(clients=2, batch_size=8, seed=0, **kwargs):
-    scenario = ClassIncremental(**{"experiences": 3, **kwargs})
+    scenario = ClassIncremental(**{"num_experiences": 3, **kwargs})
     options = {"partition": IID(clients), "batch_size": batch_size, "seed": seed}
     stream = FederatedStream.from_arrays(*arrays(), scenario=scenario, **options)
     stream.setup("fit")
@@ -106,7 +107,7 @@ class Watch(Callback):
 @pytest.mark.parametrize("optimizer", [adamw, pytest.param(sgd, marks=pytest.mark.slow)])
 def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
     stream, task, watch = fedvit(), make_task(optimizer, task_incremental=True), Watch()
-    fit(task, stream, [DyToxTraining(0.3), watch], local_epochs=2, seed=0)
+    fit(task, stream, [DyToxMethod(0.3), watch], local_epochs=2, seed=0)
     blocks, tuned = {block: i for i, block in enumerate(task.model.blocks)}, 0
     assert set(blocks) == set(stream.plan.task_classes["0"])
     for client_round, epoch, _, changed in watch.steps:
@@ -134,7 +135,7 @@ def test_tokens_are_as_many_as_tasks(fit):
             states.append(copy.deepcopy(module.state_dict()))
 
     start = copy.deepcopy(task.state_dict())
-    fit(task, stream, [DyToxTraining(0.2), Keep()], seed=0)
+    fit(task, stream, [DyToxMethod(0.2), Keep()], seed=0)
     order = [task.model.blocks.index(block) for block in stream.plan.tasks["0"]]
     assert sorted(order) == [0, 1, 2]
     for round_idx, state in enumerate(states):
@@ -153,7 +154,7 @@ def test_tokens_are_as_many_as_tasks(fit):
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_without_its_terms_it_is_fine_tuning_with_frozen_tokens(train, assert_same, optimizer):
     task = make_task(optimizer)
-    hand, method = copy.deepcopy(task), DyToxTraining(max_size=0, distillation=0, divergence=0)
+    hand, method = copy.deepcopy(task), DyToxMethod(memory_size=0, distillation_weight=0, divergence_weight=0)
     for slot in (1, 0):
         data = samples([2 * slot, 2 * slot + 1], seed=slot)
         train(task, [method], data, epochs=3)
@@ -171,9 +172,9 @@ def test_without_its_terms_it_is_fine_tuning_with_frozen_tokens(train, assert_sa
     assert "x" not in memory_of(method) and "teacher.model.learnt" not in memory_of(method)
 
 
-@pytest.mark.parametrize("terms", [{"distillation": "auto", "temperature": 2.0}, {"distillation": 0.7}])
+@pytest.mark.parametrize("terms", [{"distillation_weight": "auto", "temperature": 2.0}, {"distillation_weight": 0.7}])
 def test_a_second_task_by_hand(train, assert_same, terms):
-    task, method = make_task(sgd), DyToxTraining(0.5, divergence=0.3, balanced_epochs=0, **terms)
+    task, method = make_task(sgd), DyToxMethod(0.5, divergence_weight=0.3, balanced_epochs=0, **terms)
     first, second = samples([4, 5]), samples([0, 1], number=8, seed=1)
     train(task, [method], first, epochs=3)
     teacher = copy.deepcopy(task).eval()
@@ -194,7 +195,7 @@ def test_a_second_task_by_hand(train, assert_same, terms):
             soft = (teacher(x)[:, 4:] / temperature).softmax(dim=1)
         distilled = -(soft * (output[:, 4:] / temperature).log_softmax(dim=1)).sum(dim=1).mean() * temperature**2
         own = F.cross_entropy(output[:, [0, 1, 4, 5]], torch.tensor([{0: 0, 1: 1, 4: 2, 5: 3}[v] for v in y.tolist()]))
-        mixed = 0.5 * own + 0.5 * distilled if terms["distillation"] == "auto" else own + 0.7 * distilled
+        mixed = 0.5 * own + 0.5 * distilled if terms["distillation_weight"] == "auto" else own + 0.7 * distilled
         (mixed + 0.3 * F.cross_entropy(hand.model.divergence[0](embedded[:, 0]), targets)).backward()
         for slot in (1, 2):
             for parameter in (hand.model.tokens[slot], *hand.model.heads[slot].parameters()):
@@ -205,16 +206,16 @@ def test_a_second_task_by_hand(train, assert_same, terms):
 
 
 def test_a_task_that_comes_back_has_nothing_to_hold_on_to(train, assert_same):
-    task, method = make_task(sgd), DyToxTraining(max_size=0)
+    task, method = make_task(sgd), DyToxMethod(memory_size=0)
     train(task, [method], samples([4, 5]), epochs=3)
     fine = copy.deepcopy(task)
     train(task, [method], samples([4, 5], seed=1), epochs=3)
-    train(fine, [DyToxTraining(0, distillation=0, divergence=0)], samples([4, 5], seed=1), epochs=3)
+    train(fine, [DyToxMethod(0, distillation_weight=0, divergence_weight=0)], samples([4, 5], seed=1), epochs=3)
     assert_same(task, fine, 0)
 
 
 def test_the_encoder_runs_once_a_step_and_once_for_the_teacher(train):
-    task, method, passes = make_task(), DyToxTraining(0.5, balanced_epochs=0), []
+    task, method, passes = make_task(), DyToxMethod(0.5, balanced_epochs=0), []
     task.model.body.register_forward_hook(lambda module, args, out: passes.append(module.training))
     train(task, [method], samples([4, 5], number=8), epochs=1)
     train(task, [method], samples([0, 1], number=8), epochs=1)
@@ -227,17 +228,17 @@ def test_the_encoder_runs_once_a_step_and_once_for_the_teacher(train):
 @pytest.mark.seconds
 def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
     stream, watch = fedvit(), Watch()
-    method = DyToxTraining(4, balanced_epochs=0)
+    method = DyToxMethod(4, balanced_epochs=0)
     trainer = fit(make_task(task_incremental=True), stream, [method, watch], participation=0.4, seed=1)
     drawn, plan = trainer.strategy.federation.participation.expected_clients, stream.plan
-    trained = {c: [r for r in range(plan.rounds) if c in drawn(plan, r)] for c in plan.clients}
+    trained = {c: [r for r in range(plan.num_rounds) if c in drawn(plan, r)] for c in plan.clients}
     tasks = {c: [plan.experiences[c][r] for r in rounds] for c, rounds in trained.items()}
     for part, *_ in watch.steps:
         assert part.num_replay_samples == 4 * len(
             {task for task in tasks[part.client_id] if task < part.experience_idx}
         )
     for client in plan.clients:  # many were not sampled in a task's last round, some in none of its rounds
-        memory = trainer.strategy.server.client_store.get_section(client, "DyToxTraining")
+        memory = trainer.strategy.server.client_store.get_section(client, "DyToxMethod")
         found = memory.get("task", torch.zeros(0, dtype=torch.long)).bincount(minlength=3).tolist()
         assert found == [4 * (task in tasks[client]) for task in range(3)]
         blocks = [set(block) for task, block in enumerate(plan.task_classes[client]) if task in tasks[client]]
@@ -259,12 +260,12 @@ def test_the_teacher_is_the_client_s_model_after_its_latest_round(fit):
         def on_train_epoch_end(self, trainer, module):
             store = trainer.strategy.server.client_store
             for client, state in kept.items():
-                memory = store.get_section(client, "DyToxTraining")
+                memory = store.get_section(client, "DyToxMethod")
                 assert all(torch.equal(memory[f"teacher.{name}"], value) for name, value in state.items())
                 checked.append(client)
 
     checked = []
-    fit(make_task(task_incremental=True), stream, [DyToxTraining(4), Keep()], participation=2, seed=1)
+    fit(make_task(task_incremental=True), stream, [DyToxMethod(4), Keep()], participation=2, seed=1)
     assert set(checked) == {"0", "1", "2"}
 
 
@@ -282,7 +283,7 @@ def test_balanced_indices():
 @pytest.mark.long
 def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
     stream, watch = incremental(rounds_per_experience=2, batch_size=4), Watch()
-    method, sizes = DyToxTraining(0.3, balanced_epochs=2), {}
+    method, sizes = DyToxMethod(0.3, balanced_epochs=2), {}
     fit(make_task(), stream, [method, watch], local_epochs=3, seed=0)
     for client_round, epoch, y, _ in watch.steps:
         sizes.setdefault((client_round.client_id, client_round.round_idx), {}).setdefault(epoch, []).append(y)
@@ -296,7 +297,7 @@ def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
 
 @pytest.mark.seconds
 def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
-    stream, method = incremental(clients=1), DyToxTraining(0.3)
+    stream, method = incremental(clients=1), DyToxMethod(0.3)
     inner = MethodDriver.on_before_backward
 
     def watched(self, trainer, module, loss):
@@ -314,7 +315,7 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
 
 
 def test_in_a_plain_trainer_the_last_epochs_are_balanced(train):
-    task, method, watch = make_task(), DyToxTraining(0.5, balanced_epochs=1), Watch()
+    task, method, watch = make_task(), DyToxMethod(0.5, balanced_epochs=1), Watch()
     x, y = samples([4, 5], number=24)
     train(task, [method, watch], (x, torch.where(torch.arange(24) < 18, 4, y)), epochs=3)
     assert {epoch for _, epoch, *_ in watch.steps} == {0, 1, 2}
@@ -338,19 +339,19 @@ def test_resumed_is_uninterrupted(assert_resumes):
     def make(seed=0):
         return make_task(task_incremental=True, seed=seed)
 
-    assert_resumes(make, lambda: DyToxTraining(0.3), fedvit, client_store="disk", local_epochs=2)
+    assert_resumes(make, lambda: DyToxMethod(0.3), fedvit, client_store="disk", local_epochs=2)
 
 
 @pytest.mark.seconds
 def test_resumed_is_uninterrupted_in_a_plain_trainer(train, assert_same, tmp_path):
     saving = {"enable_checkpointing": True}
-    whole, method = make_task(), DyToxTraining(0.5)
+    whole, method = make_task(), DyToxMethod(0.5)
     train(whole, [method], samples([4, 5]), epochs=3)
     start, memory = copy.deepcopy(whole), copy.deepcopy(memory_of(method))
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     train(whole, [method, keep], samples([0, 1]), epochs=4, **saving)
     for epoch in (1, 2):
-        again, other = copy.deepcopy(start), DyToxTraining(0.5)
+        again, other = copy.deepcopy(start), DyToxMethod(0.5)
         train(again, [other], samples([0, 1]), epochs=4, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
         assert_same(again, whole, 0)
         assert other.local.fits == 2 and len(memory_of(other)["y"]) == 2 * len(memory["y"])
@@ -358,9 +359,9 @@ def test_resumed_is_uninterrupted_in_a_plain_trainer(train, assert_same, tmp_pat
 
 @pytest.mark.seconds
 def test_a_stream_in_a_plain_trainer(fit):
-    one = fedvit(clients=1, rounds_per_task=3)
+    one = fedvit(num_clients=1, rounds_per_task=3)
     watch, task = Watch(), make_task(task_incremental=True)
-    fit(task, one, [DyToxTraining(0.5), watch], strategy="auto")
+    fit(task, one, [DyToxMethod(0.5), watch], strategy="auto")
     assert task.model.learnt.tolist() == [1, 1, 1]
     assert {epoch for _, epoch, _, changed in watch.steps if "body" not in changed} == {5, 8}
 
@@ -373,8 +374,8 @@ def test_it_forgets_less(fit):
     for seed, ours in product(range(3), right):
         stream, metrics = incremental(rounds_per_experience=2, seed=seed), ContinualMetrics()
         task = make_task(lambda params: torch.optim.AdamW(params, lr=0.01), seed=seed)
-        methods = [DyToxTraining(0.5)] if ours else []
-        fit(task, stream, [*methods, metrics], local_epochs=3, seed=seed, cohort_size=1)
+        methods = [DyToxMethod(0.5)] if ours else []
+        fit(task, stream, [*methods, metrics], local_epochs=3, seed=seed, max_vectorized_clients=1)
         right[ours].append(sum(metrics.record["rounds"][-1]["correct"]["server"]) / sum(metrics.record["totals"]))
     assert sum(right[True]) / 3 > 0.1 + sum(right[False]) / 3, right  # without: 0.33; with: 0.71, each at least 0.64
 
@@ -382,17 +383,17 @@ def test_it_forgets_less(fit):
 @pytest.mark.seconds
 def test_clients_without_it_train_all(fit):
     stream, watch = fedvit(), Watch()
-    fit(make_task(task_incremental=True), stream, [DyToxTraining(0.3, clients=["0"]), watch], seed=0)
+    fit(make_task(task_incremental=True), stream, [DyToxMethod(0.3, clients=["0"]), watch], seed=0)
     for client_round, _, _, changed in watch.steps:
         tokens = {name for name in changed if name.startswith("tokens")}
         assert len(tokens) == (1 if client_round.client_id == "0" else 3)  # weight decay moves the others
 
 
 def test_who_does_not_use_it_ends_no_task(fit):
-    stream, method = incremental(clients=3, experiences=1), DyToxTraining(0.3, clients="unbalanced")
+    stream, method = incremental(clients=3, num_experiences=1), DyToxMethod(0.3, clients="unbalanced")
     trainer = fit(make_task(tasks=1), stream, [method], participation=1)
     federation = trainer.strategy.server
-    (drawn,) = federation.record.trained
+    (drawn,) = federation.record.accepted
     assert all(stream.client_round(client, 0).is_balanced for client in stream.plan.clients)
     assert not any(federation.client_store[client] for client in {"0", "1", "2"} - {drawn})
 
@@ -404,12 +405,12 @@ def test_precision(fit, assert_same, precision, tolerance):
     for one in ("32-true", precision):
         tasks.append(make_task(sgd, task_incremental=True))
         options = {"participation": 2, "seed": 1, "trainer_args": {"precision": one}}
-        trainer = fit(tasks[-1], fedvit(), [DyToxTraining(0.3)], **options)
+        trainer = fit(tasks[-1], fedvit(), [DyToxMethod(0.3)], **options)
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
     assert {p.dtype for p in tasks[1].parameters()} == {dtype}
     assert_same(tasks[0], tasks[1].float(), tolerance)
     store = trainer.strategy.server.client_store
-    assert all(store[client]["DyToxTraining"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
+    assert all(store[client]["DyToxMethod"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
 
 
 @pytest.mark.seconds
@@ -428,7 +429,7 @@ def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
                 torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
                 checked.append({name.split(".")[1] for name, value in found.items() if value.any()})
 
-    fit(task, stream, [EWC(0.1, decay=0.0), DyToxTraining(0.3), Check()], seed=0)
+    fit(task, stream, [EWC(0.1, decay=0.0), DyToxMethod(0.3), Check()], seed=0)
     assert len(checked) == 6 and all({"body", "decoder", "tokens", "heads"} <= parts for parts in checked)
 
 
@@ -438,8 +439,11 @@ def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
 def test_a_recipe_names_it():
     parser = ArgumentParser()
     parser.add_subclass_arguments(Method, "method")
-    for arguments in ({"distillation": "auto", "max_size": 0.1}, {"distillation": 0.5, "max_size": 20}):
-        spoken = {"method": {"class_path": "lightning_fcl.callbacks.DyToxTraining", "init_args": arguments}}
+    for arguments in (
+        {"distillation_weight": "auto", "memory_size": 0.1},
+        {"distillation_weight": 0.5, "memory_size": 20},
+    ):
+        spoken = {"method": {"class_path": "lightning_fcl.callbacks.DyToxMethod", "init_args": arguments}}
         method = parser.instantiate(parser.parse_object(spoken)).method
         assert {name: getattr(method, name) for name in arguments} == arguments
 
@@ -451,16 +455,16 @@ def test_what_it_cannot_work_with(fit, train):
     )
     for stream in (domains, incremental(order_per_client=True)):
         with raises(InvalidValueError, "scenario"):
-            fit(make_task(), stream, [DyToxTraining()])
+            fit(make_task(), stream, [DyToxMethod()])
     with raises(InvalidValueError, "tasks"):
-        fit(make_task(tasks=2), incremental(), [DyToxTraining()])
+        fit(make_task(tasks=2), incremental(), [DyToxMethod()])
     with raises(InvalidValueError, "tasks"):
-        train(make_task(), [DyToxTraining()], samples([1, 2]))
+        train(make_task(), [DyToxMethod()], samples([1, 2]))
     with raises(InvalidValueError, "tasks"):
-        fit(make_task(), incremental(history="seen"), [DyToxTraining()])
+        fit(make_task(), incremental(history="seen"), [DyToxMethod()])
     with raises(InvalidValueError, "model", value=0):
-        fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
+        fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxMethod()])
     with raises(InvalidStateError, "module"):
-        DyToxTraining(0).end_experience(
+        DyToxMethod(0).end_experience(
             Client({}, client_round=ClientRound("a", 0), generator=torch.Generator()), {}, None
         )

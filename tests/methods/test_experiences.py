@@ -12,7 +12,7 @@ from raising import raises
 
 from lightning_fcl import callbacks
 from lightning_fcl.callbacks import GLFC, SCAFFOLD, FedDyn, LwF
-from lightning_fcl.data.scenarios import ClassIncremental, Staggered
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.reductions import DeltaSum
 from lightning_fcl.methods import Method
@@ -85,19 +85,28 @@ def counted(trainer, kind="Counts"):
     return tuple(int(server.get_section(kind)[name]) for name in names), own
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
 @pytest.mark.parametrize("participation", [1.0, 2])
-def test_counts_are_those_of_the_experience_and_of_all(fit, make_stream, make_task, participation, cohort_size):
-    stream = make_stream(clients=4, rounds_per_experience=3)
-    trainer = fit(make_task(), stream, [Counts()], participation=participation, cohort_size=cohort_size, seed=0)
+def test_counts_are_those_of_the_experience_and_of_all(
+    fit, make_stream, make_task, participation, max_vectorized_clients
+):
+    stream = make_stream(num_clients=4, rounds_per_experience=3)
+    trainer = fit(
+        make_task(),
+        stream,
+        [Counts()],
+        participation=participation,
+        max_vectorized_clients=max_vectorized_clients,
+        seed=0,
+    )
     drawn = trainer.strategy.federation.participation.expected_clients
-    server, own = expected(stream, lambda number: drawn(stream.plan, number), stream.plan.rounds)
+    server, own = expected(stream, lambda number: drawn(stream.plan, number), stream.plan.num_rounds)
     assert counted(trainer) == (server, own)
     assert server[0] < server[1]
 
 
 def test_there_is_nothing_to_start_anew_in_one_experience(fit, make_stream, make_task):
-    server, own = counted(fit(make_task(), make_stream(experiences=1, rounds_per_experience=3), [Counts()]))
+    server, own = counted(fit(make_task(), make_stream(num_experiences=1, rounds_per_experience=3), [Counts()]))
     assert server == (9, 9) and {*own.values()} == {(3, 3)}
 
 
@@ -127,7 +136,7 @@ class Variates(Callback):
 
 
 def staggered(make_stream, delay):
-    return make_stream(clients=4, scenario=Staggered(ClassIncremental(2, rounds_per_experience=3), delay=delay))
+    return make_stream(num_clients=4, scenario=Delayed(ClassIncremental(2, rounds_per_experience=3), max_delay=delay))
 
 
 def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejected(fit, make_stream, make_task):
@@ -143,7 +152,7 @@ def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejecte
     for delay in (3, 0):
         stream = staggered(make_stream, delay)
         trainer = fit(make_task(), stream, [Alone()], seed=0)
-        server, own = expected(stream, stream.plan.train.__getitem__, stream.plan.rounds)
+        server, own = expected(stream, stream.plan.train.__getitem__, stream.plan.num_rounds)
         assert (server[0] == server[1]) == (delay > 0)
         more = 100 if delay else 0
         assert counted(trainer, "Alone") == (
@@ -158,10 +167,12 @@ def test_scaffold_is_the_papers_algorithm_in_each_experience_for_clients_that_co
 ):
     task = make_task()
     stream = make_stream(
-        partition="dirichlet", clients=4, experiences=experiences, rounds_per_experience=3, shuffle=False
+        partition="dirichlet", num_clients=4, num_experiences=experiences, rounds_per_experience=3, shuffle=False
     )
     hand, watch = copy.deepcopy(task), Variates()
-    trainer = fit(task, stream, [SCAFFOLD(), watch], participation=2, cohort_size=1, local_epochs=2, **UNIFORM)
+    trainer = fit(
+        task, stream, [SCAFFOLD(), watch], participation=2, max_vectorized_clients=1, local_epochs=2, **UNIFORM
+    )
     participation = trainer.strategy.federation.participation
 
     def with_samples(number):

@@ -45,14 +45,16 @@ class Layers(Callback):
 
     def on_round_end(self, trainer, pl_module):
         self.kept.append(layer_of(pl_module))
-        self.trained.append([*trainer.strategy.server.record.trained])
+        self.trained.append([*trainer.strategy.server.record.accepted])
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_the_layer_is_the_ridge_regression_of_all_samples(fit, make_stream, make_task, partition, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_the_layer_is_the_ridge_regression_of_all_samples(
+    fit, make_stream, make_task, partition, max_vectorized_clients
+):
     task, stream, layers = make_task(still), make_stream(partition=partition, rounds_per_experience=3), Layers()
-    fit(task, stream, [Fed3R(beta=0.3, temperature=0.2), layers], cohort_size=cohort_size)
+    fit(task, stream, [Fed3R(beta=0.3, temperature=0.2), layers], max_vectorized_clients=max_vectorized_clients)
     first, both = (expected_of(task, stream, rounds, 0.3, 0.2) for rounds in ([0], [0, 3]))
     for found, wanted in zip(layers.kept, [first] * 3 + [both] * 3, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -67,7 +69,7 @@ def test_training_goes_on_from_it_and_the_next_experience_begins_anew(fit, make_
 
 
 def test_a_client_that_comes_later_is_counted_when_it_comes(fit, make_stream, make_task):
-    task, stream, layers = make_task(still), make_stream(experiences=1, rounds_per_experience=8), Layers()
+    task, stream, layers = make_task(still), make_stream(num_experiences=1, rounds_per_experience=8), Layers()
     fit(task, stream, [Fed3R(), layers], participation=1, seed=0)
     drawn = [client for (client,) in layers.trained]
     assert len(set(drawn)) == 3 and drawn[0] in drawn[1:]
@@ -77,8 +79,8 @@ def test_a_client_that_comes_later_is_counted_when_it_comes(fit, make_stream, ma
 
 
 def test_what_a_missed_synchronisation_lost_is_sent_again(fit, make_stream, make_task):
-    task, stream, layers = make_task(still), make_stream(experiences=1, rounds_per_experience=2), Layers()
-    swarm = Swarm(missing={"0": [0]})
+    task, stream, layers = make_task(still), make_stream(num_experiences=1, rounds_per_experience=2), Layers()
+    swarm = Swarm(missed_rounds={"0": [0]})
     fit(task, stream, [Fed3R(), layers], swarm=swarm)
     assert not torch.equal(*layers.kept)
     torch.testing.assert_close(layers.kept[1], expected_of(task, stream, [0]), rtol=1e-4, atol=1e-4)

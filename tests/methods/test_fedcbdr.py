@@ -69,7 +69,7 @@ class Memories(Callback):
 def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make_stream, make_task):
     task, memories = wide(make_task), Memories()
     stream = make_stream(partition="dirichlet", rounds_per_experience=2)
-    fit(task, stream, [FedCBDR(max_size=30), memories])
+    fit(task, stream, [FedCBDR(memory_size=30), memories])
     assert not any("x" in memory for memory in memories.kept[0].values())
     for number, before in ((1, {}), (3, memories.kept[1])):
         own = {client: stream.get_samples(rows) for client, rows in stream.plan.train[number].items() if len(rows)}
@@ -109,7 +109,7 @@ def test_what_is_rare_among_all_is_kept_more_often(fit, make_stream, make_task):
             x, y, scenario=ClassIncremental(1), partition=IID(3), batch_size=8, seed=seed
         )
         memories = Memories()
-        fit(wide(make_task, seed=seed), stream, [FedCBDR(max_size=30), memories])
+        fit(wide(make_task, seed=seed), stream, [FedCBDR(memory_size=30), memories])
         kept = torch.cat([memory["y"] for memory in memories.kept[-1].values()])
         data = torch.cat([stream.get_samples(part)[1] for part in stream.plan.train[0].values()])
         ratios.append(float((kept == 3).float().mean()) / float((data == 3).float().mean()))
@@ -124,7 +124,12 @@ def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream
             counts.append((client_round.round_idx, client_round.num_replay_samples))
 
     task = wide(make_task)
-    fit(task, make_stream(rounds_per_experience=2), [FedCBDR(max_size=30), Counts(), metrics], cohort_size=1)
+    fit(
+        task,
+        make_stream(rounds_per_experience=2),
+        [FedCBDR(memory_size=30), Counts(), metrics],
+        max_vectorized_clients=1,
+    )
     assert all(rehearsed == 0 for number, rehearsed in counts if number < 2)
     assert 25 <= sum(rehearsed for number, rehearsed in counts if number == 2) <= 33
     rounds = metrics.record["rounds"]
@@ -149,10 +154,10 @@ def test_old_and_new_classes_have_temperatures_and_weights_of_their_own():
     assert FedCBDR(20).penalty(client, step) == 0.0
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_same, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_same, max_vectorized_clients):
     tasks = [wide(make_task, partial(torch.optim.SGD, lr=rate)) for rate in (0.1, 0.05)]
     for task, weight in zip(tasks, (1.0, 2.0), strict=True):
         method = FedCBDR(20, old_weight=weight, new_weight=weight)
-        fit(task, make_stream(rounds_per_experience=2), [method], cohort_size=cohort_size)
+        fit(task, make_stream(rounds_per_experience=2), [method], max_vectorized_clients=max_vectorized_clients)
     assert_same(*tasks, 1e-5)

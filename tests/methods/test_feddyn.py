@@ -9,7 +9,7 @@ from raising import raises
 
 from lightning_fcl.callbacks import CCVR, FOT, ContinualMetrics, Fed3R, FedDyn, FedNova, RegMean
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.swarm import Swarm
 
@@ -22,7 +22,7 @@ def by_hand(task, stream, drawn, alpha):
     """Algorithm 1 of the paper, with one gradient g of each client and h of the server, anew in each experience."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
     experiences = stream.plan.experiences[everyone[0]]
-    for round_idx in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.num_rounds):
         if round_idx == 0 or experiences[round_idx] != experiences[round_idx - 1]:
             h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
@@ -49,7 +49,7 @@ def by_hand(task, stream, drawn, alpha):
 def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size):
     task, stream = make_task(), make_stream(rounds_per_experience=2, shuffle=False)
     hand = copy.deepcopy(task)
-    options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
+    options = {"participation": participation, "max_vectorized_clients": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [FedDyn(0.2)], **options)
     by_hand(
         hand,
@@ -76,7 +76,7 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
     records = []
     for methods in ([FedDyn(0.1)], []):
         metrics = ContinualMetrics()
-        options = {"reductions": {"model.3.*": "none"}, **UNIFORM}
+        options = {"reductions": {"model.3.*": "local"}, **UNIFORM}
         trainer = fit(make_task(), make_stream(), [*methods, metrics], **options)
         records.append([(entry["upload_bytes"], entry["download_bytes"]) for entry in metrics.record["rounds"]])
         if methods:
@@ -89,8 +89,8 @@ def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
     for options, argument in (
         ({}, "client_weights"),
         ({**UNIFORM, "server_optimizer": lambda params: torch.optim.SGD(params, lr=1.0)}, "FedDyn"),
-        ({**UNIFORM, "swarm": Swarm(missing={"1": [0]})}, "FedDyn"),
-        ({**UNIFORM, "schedule": FedBuff(Speeds(0.01), 2)}, "FedDyn"),
+        ({**UNIFORM, "swarm": Swarm(missed_rounds={"1": [0]})}, "FedDyn"),
+        ({**UNIFORM, "synchronization": FedBuff(ClientSpeeds(0.01), 2)}, "FedDyn"),
     ):
         with raises(InvalidValueError, argument):
             fit(make_task(), make_stream(), [FedDyn()], **options)

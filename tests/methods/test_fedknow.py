@@ -57,7 +57,7 @@ def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
 def test_tuning_moves_the_task_s_own_weights_only_and_helps():
     task = make_task()
     plain = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
-    tuned = extracted(FedKNOW(rho=0.2, tune_epochs=40, tune_rate=0.02), task)
+    tuned = extracted(FedKNOW(rho=0.2, tune_epochs=40, tune_lr=0.02), task)
     for number, ((_, left), (_, right)) in enumerate(zip(plain, tuned, strict=True)):
         owner = right["owner.model.body.0.weight"]
         assert torch.equal(owner, left["owner.model.body.0.weight"])
@@ -97,7 +97,7 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
             )
             return gradient
 
-    task, stream = make_task(), make_stream(rounds=2)
+    task, stream = make_task(), make_stream(num_rounds=2)
     fit(task, stream, [Look(rho=0.3, temperature=3.0)], reductions=OWN, max_epochs=3)
     assert len(seen) == 2 * 4
     for client, (state, x, network, gradient, _) in zip([c for c in "01" for _ in range(4)], seen, strict=True):
@@ -112,7 +112,7 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
 
 
 def test_clients_that_trained_keep_weights(fit):
-    stream = make_stream(clients=3, batch_size=16)
+    stream = make_stream(num_clients=3, batch_size=16)
     trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
     drawn_in = trainer.strategy.federation.participation.expected_clients
     drawn = {client for round_idx in range(2) for client in drawn_in(stream.plan, round_idx)}

@@ -58,7 +58,7 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
     records, own = [], []
     for methods in ([FedNova()], []):
         metrics = ContinualMetrics()
-        options = {"reductions": {"model.3.*": "none"}, "seed": 0, "local_epochs": 2, "cohort_size": 1}
+        options = {"reductions": {"model.3.*": "local"}, "seed": 0, "local_epochs": 2, "max_vectorized_clients": 1}
         trainer = fit(make_task(), make_stream(), [*methods, metrics], max_epochs=1, **options)
         records.append(metrics.record["rounds"][0])
         own.append(trainer.strategy.server.client_store["1"]["model"])
@@ -80,9 +80,9 @@ def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, ma
         trainer = fit(task, make_stream(partition="dirichlet"), [method], seed=0)
         assert (trainer.strategy.num_vectorized_clients > 1) == several
     assert_same(*tasks[:2], 1e-5)
-    with raises(InvalidValueError, "cohort_size"):
-        fit(make_task(), make_stream(), [Halves()], cohort_size=2)
+    with raises(InvalidValueError, "max_vectorized_clients"):
+        fit(make_task(), make_stream(), [Halves()], max_vectorized_clients=2)
 
 
 def test_nodes_may_leave(fit, make_stream, make_task):
-    fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(leaves={"1": 1}))
+    fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(leaves_at={"1": 1}))

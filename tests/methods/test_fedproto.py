@@ -32,10 +32,12 @@ def sums_of(trainer):
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_prototypes_are_the_means_of_all_clients_samples(fit, make_stream, make_task, cohort_size, weights):
-    states, task, stream = States(), make_task(), make_stream(partition="dirichlet", experiences=1)
-    trainer = fit(task, stream, [FedProto(), states], cohort_size=cohort_size, client_weights=weights)
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_prototypes_are_the_means_of_all_clients_samples(fit, make_stream, make_task, max_vectorized_clients, weights):
+    states, task, stream = States(), make_task(), make_stream(partition="dirichlet", num_experiences=1)
+    trainer = fit(
+        task, stream, [FedProto(), states], max_vectorized_clients=max_vectorized_clients, client_weights=weights
+    )
     features = torch.cat([embeddings(task, state, x) for state, (x, _) in states.kept.values()])
     labels = torch.cat([y for _, (_, y) in states.kept.values()])
     means, known = class_means(sums_of(trainer))
@@ -49,7 +51,7 @@ def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype(fit, make_s
 
     class Watch(Callback):
         def on_round_end(self, trainer, pl_module):
-            seen.append((sums_of(trainer).clone(), set(trainer.strategy.server.record.trained)))
+            seen.append((sums_of(trainer).clone(), set(trainer.strategy.server.record.accepted)))
 
     fit(make_task(), make_stream(), [FedProto(clients=["0", "1"]), Watch()])
     (first, _), (second, _) = seen
@@ -61,14 +63,14 @@ def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype(fit, make_s
 
 
 def test_sums_are_those_of_a_round(fit, make_stream, make_task):
-    trainer = fit(make_task(), make_stream(experiences=1, rounds_per_experience=3), [FedProto()])
+    trainer = fit(make_task(), make_stream(num_experiences=1, rounds_per_experience=3), [FedProto()])
     assert sums_of(trainer)[:, 0].sum() == sum(map(len, trainer.datamodule.plan.train[2].values()))
 
 
 def test_without_strength_and_with_the_head_it_is_fedavg(fit, make_stream, make_task, assert_same):
     tasks, records = [make_task(), make_task()], [ContinualMetrics(), ContinualMetrics()]
-    fit(tasks[0], make_stream(), [FedProto(0.0, "head"), records[0]], cohort_size=1)
-    fit(tasks[1], make_stream(), [records[1]], cohort_size=1)
+    fit(tasks[0], make_stream(), [FedProto(0.0, "head"), records[0]], max_vectorized_clients=1)
+    fit(tasks[1], make_stream(), [records[1]], max_vectorized_clients=1)
     assert_same(*tasks, 0)
     left, right = ([entry["correct"] for entry in metrics.record["rounds"]] for metrics in records)
     assert left == right
@@ -94,7 +96,11 @@ def test_the_pull_by_hand(make_task, samples):
 
 @pytest.mark.parametrize("strategy", [None, "auto"])
 def test_the_nearest_prototype_predicts(fit, make_stream, make_task, strategy, quiet):
-    stream, method, task = make_stream(clients=1, experiences=1, rounds_per_experience=2), FedProto(), make_task()
+    stream, method, task = (
+        make_stream(num_clients=1, num_experiences=1, rounds_per_experience=2),
+        FedProto(),
+        make_task(),
+    )
     trainer = fit(task, stream, [method], strategy=strategy)
     server = entries_of(method)["sums"] if strategy else sums_of(trainer)
     means, _ = class_means(server)
@@ -119,15 +125,15 @@ def test_a_checkpoint_is_tested_with_its_prototypes(fit, make_stream, make_task,
 def test_only_prototypes_travel_as_in_the_paper(fit, make_stream, make_task):
     task, metrics = make_task(), ContinualMetrics()
     before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit(task, make_stream(), [FedProto(), metrics], reductions={"*": "none"})
+    fit(task, make_stream(), [FedProto(), metrics], reductions={"*": "local"})
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
     sent = metrics.record["rounds"][0]["upload_bytes"]["0"]
     assert sent <= ClassSums().upload_nbytes(torch.cat([torch.ones(2, 6), torch.zeros(2, 6)])) < 4 * 4 * 6
 
 
 def test_beside_a_teacher(fit, make_stream, make_task):
-    fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], cohort_size=1)
-    fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], cohort_size=3)
+    fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], max_vectorized_clients=1)
+    fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], max_vectorized_clients=3)
 
 
 def test_a_module_without_features(fit, make_stream):

@@ -19,7 +19,7 @@ def test_part():
     params = {"body.w": torch.randn(3, 2, requires_grad=True), "head.w": torch.randn(2, requires_grad=True)}
     server = {"body.w": torch.randn(3, 2), "head.w": torch.randn(2), "head.running_mean": torch.randn(2)}
     step = Step(params, server, None, torch.zeros(1, 2), None)
-    FedProx(mu=2.0, part="head.*").penalty(Client(), step).backward()
+    FedProx(mu=2.0, pattern="head.*").penalty(Client(), step).backward()
     assert step.params["body.w"].grad is None
     torch.testing.assert_close(
         step.params["head.w"].grad, 2 * (step.params["head.w"] - step.received_state["head.w"]).detach()
@@ -46,8 +46,8 @@ def test_frozen_parameters_stay_out(make_task, samples, train):
     before = task.model[1].weight.clone()
     train(task, [FedProx(0.5)], samples())
     assert torch.equal(task.model[1].weight, before)
-    with raises(InvalidValueError, "part"):
-        train(task, [FedProx(0.5, part="model.1.*")], samples())
+    with raises(InvalidValueError, "pattern"):
+        train(task, [FedProx(0.5, pattern="model.1.*")], samples())
 
 
 def test_loss_scaling_is_refused(make_task, samples, train):
@@ -74,7 +74,7 @@ def test_what_needs_no_output_works_with_any_training_step(make_stream, samples,
     plain = copy.deepcopy(tasks[0])
     for task, methods in (*((task, [make()]) for task in tasks), (plain, [])):
         if federated:
-            fit(task, make_stream(), methods, cohort_size=1, seed=0)
+            fit(task, make_stream(), methods, max_vectorized_clients=1, seed=0)
         else:
             for part in (samples([0, 2]), samples([1, 3], seed=1)):
                 train(task, methods, part)

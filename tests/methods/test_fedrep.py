@@ -13,7 +13,7 @@ from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedRep, FedViT
 from lightning_fcl.errors import InvalidValueError
 
-OWN = {"model.head.*": "none"}
+OWN = {"model.head.*": "local"}
 
 
 class Net(nn.Module):
@@ -75,7 +75,10 @@ def frozen(net):
 
 @pytest.mark.parametrize("change", [lambda net: None, tied, without_parameters, frozen])
 def test_equals_a_loop_by_hand(fit, make_stream, change):
-    stream, task = make_stream(clients=1, experiences=1, shuffle=False, batch_size=200), make_task(torch.optim.SGD)
+    stream, task = (
+        make_stream(num_clients=1, num_experiences=1, shuffle=False, batch_size=200),
+        make_task(torch.optim.SGD),
+    )
     change(task.model)
     net, learn = copy.deepcopy(task.model), [p.requires_grad for p in task.parameters()]
     modes = [layer.training for layer in net.modules()]
@@ -116,9 +119,9 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
     task.model.body[0].bias.requires_grad_(False)
     task.model.head.bias.requires_grad_(False)
     learn = [p.requires_grad for p in task.parameters()]
-    for method in (FedRep(), FedRep(head="model.tail.*"), FedViT()):
+    for method in (FedRep(), FedRep(head_pattern="model.tail.*"), FedViT()):
         with raises(InvalidValueError, "strategy"):
-            L.Trainer(max_epochs=1, callbacks=[method], **quiet).fit(task, datamodule=make_stream(clients=1))
+            L.Trainer(max_epochs=1, callbacks=[method], **quiet).fit(task, datamodule=make_stream(num_clients=1))
         with pytest.raises(ValueError, match="Expected"):
             fit(task, make_stream(), [method])
         assert [p.requires_grad for p in task.parameters()] == learn
@@ -127,5 +130,5 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
 def test_refusals(fit, make_stream):
     with raises(InvalidValueError, "reductions"):
         fit(make_task(), make_stream(), [FedRep()])
-    with raises(InvalidValueError, "head"):
-        fit(make_task(), make_stream(), [FedRep(head="model.tail.*")])
+    with raises(InvalidValueError, "head_pattern"):
+        fit(make_task(), make_stream(), [FedRep(head_pattern="model.tail.*")])

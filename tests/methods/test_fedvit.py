@@ -25,7 +25,7 @@ from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
 from .test_fedrep import Stages
 from .test_icarl import Trained
 
-OWN = {"model.head.*": "none"}
+OWN = {"model.head.*": "local"}
 
 
 class Net(nn.Module):
@@ -46,13 +46,18 @@ def make_task(optimizer=torch.optim.SGD, lr=0.2, dropout=0.0):
     return Classifier(net, 8, lambda params: optimizer(params, lr=lr), task_incremental=True)
 
 
-def make_stream(clients=2, tasks=2, rounds=2, seed=0, classes=(2, 2), **kwargs):
+def make_stream(num_clients=2, num_tasks=2, num_rounds=2, seed=0, classes=(2, 2), **kwargs):
     """Noisy classes, so that tasks are at odds."""
     rng = np.random.default_rng(seed)
     y = np.arange(480) % 8
     x = (rng.normal(size=(480, 6)) + 0.7 * np.eye(8, 6)[y]).astype(np.float32)
-    arguments = {"tasks": tasks, "clients": clients, "classes_per_client": classes, "share": (0.3, 0.4)}
-    arguments["rounds_per_task"] = rounds
+    arguments = {
+        "num_tasks": num_tasks,
+        "num_clients": num_clients,
+        "classes_per_client": classes,
+        "sample_fraction": (0.3, 0.4),
+    }
+    arguments["rounds_per_task"] = num_rounds
     options = {"batch_size": 400, "shuffle": False, "seed": 0, "scenario": FedViTScenario(**arguments), **kwargs}
     return FederatedStream.from_arrays(x, y.astype(np.int64), **options)
 
@@ -136,7 +141,7 @@ def best(loss, y, c, rho):
 @pytest.mark.seconds
 @pytest.mark.parametrize("margin", [0.0, 0.5])
 def test_equals_a_loop_by_hand(fit, margin):
-    stream, task = make_stream(rounds=4), make_task()
+    stream, task = make_stream(num_rounds=4), make_task()
     method = FedViT(rho=0.2, head_epochs=2, body_epochs=3, integration_epochs=2, margin=margin)
     trainer = fit(task, stream, [method], reductions=OWN)
     server, own, changed = by_hand(stream, 0.2, heads=2, bodies=3, integration=2, margin=margin)
@@ -154,7 +159,7 @@ def test_equals_a_loop_by_hand(fit, margin):
 @pytest.mark.seconds
 @pytest.mark.parametrize(("clip", "margin"), [(None, 0.0), (0.05, 0.0), (None, 0.5)])
 def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip, margin):
-    stream, task = make_stream(clients=3, rounds=3), make_task()
+    stream, task = make_stream(num_clients=3, num_rounds=3), make_task()
     words = {"integration_epochs": 2, "margin": margin}
     method, metrics = FedViT(rho=0.2, integrate_last=True, **words), ContinualMetrics(when="aggregated")
     local = Trained()
@@ -195,9 +200,9 @@ def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
         raise AssertionError("a projection")
 
     monkeypatch.setattr(module, "project", refuse)
-    fit(make_task(), make_stream(rounds=2), [FedViT(integration_epochs=0)], max_epochs=2, reductions=OWN)
+    fit(make_task(), make_stream(num_rounds=2), [FedViT(integration_epochs=0)], max_epochs=2, reductions=OWN)
     with pytest.raises(AssertionError, match="a projection"):
-        fit(make_task(), make_stream(rounds=2), [FedViT(integration_epochs=0)], max_epochs=3, reductions=OWN)
+        fit(make_task(), make_stream(num_rounds=2), [FedViT(integration_epochs=0)], max_epochs=3, reductions=OWN)
 
 
 @pytest.mark.seconds
@@ -271,7 +276,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
 @pytest.mark.seconds
 def test_resumed_is_uninterrupted(assert_resumes):
     def stream():
-        return make_stream(clients=3, batch_size=16, shuffle=True)
+        return make_stream(num_clients=3, batch_size=16, shuffle=True)
 
     options = {"reductions": OWN, "participation": 2, "client_store": "disk"}
     assert_resumes(lambda seed=0: make_task(torch.optim.AdamW, lr=0.01), FedViT, stream, **options)
@@ -283,7 +288,7 @@ def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
     """A client chooses anew, whoever has trained before it: another order, and a fit that was cut, give the same."""
 
     def run(order=sorted, epochs=8, **kwargs):
-        task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(tasks=4)
+        task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(num_tasks=4)
         stream.setup("fit")
         for current in (*stream.plan.train, stream.plan.experiences):
             for client in order(current):
@@ -309,7 +314,13 @@ def test_every_step_of_the_last_integration_draws_anew(fit):
             super().on_round_end(trainer, pl_module)
             hook.remove()
 
-    fit(task, make_stream(clients=1), [Look(integration_epochs=3, integrate_last=True)], reductions=OWN, max_epochs=2)
+    fit(
+        task,
+        make_stream(num_clients=1),
+        [Look(integration_epochs=3, integrate_last=True)],
+        reductions=OWN,
+        max_epochs=2,
+    )
     before, now = masks[::2], masks[1::2]
     assert len(masks) == 6 and all(torch.equal(*pair) for pair in zip(before, now, strict=True))
     assert not torch.equal(now[0], now[1]) and not torch.equal(now[1], now[2])
@@ -318,11 +329,11 @@ def test_every_step_of_the_last_integration_draws_anew(fit):
 @pytest.mark.seconds
 def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
     def kept(method, epochs, **kwargs):
-        store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
+        store = fit(make_task(), make_stream(num_rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
         return store.strategy.server.client_store
 
     assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model", "progress"}
-    before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves={"1": 4})) for epochs in (4, 6))
+    before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves_at={"1": 4})) for epochs in (4, 6))
     assert "at" in before["1"]["FedViT"]  # it has left in the midst of its task
     torch.testing.assert_close(after["1"], before["1"], rtol=0, atol=0)
 
@@ -335,7 +346,7 @@ def test_precision(fit, precision, tolerance, method):
     for one in ("32-true", precision):
         tasks.append(make_task())
         options = {"reductions": OWN, "participation": 2, "trainer_args": {"precision": one}}
-        trainer = fit(tasks[-1], make_stream(clients=3), [method(rho=0.2, integrate_last=True)], **options)
+        trainer = fit(tasks[-1], make_stream(num_clients=3), [method(rho=0.2, integrate_last=True)], **options)
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
     assert {p.dtype for p in tasks[1].parameters()} == {dtype}
     torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
@@ -346,5 +357,5 @@ def test_precision(fit, precision, tolerance, method):
 def test_refusals(fit):
     with raises(InvalidValueError, "reductions"):
         fit(make_task(), make_stream(), [FedViT()])
-    with raises(InvalidValueError, "tasks"):
-        fit(make_task(), make_stream(tasks=8, classes=(1, 1)), [FedViT()], reductions=OWN, max_epochs=1)
+    with raises(InvalidValueError, "num_tasks"):
+        fit(make_task(), make_stream(num_tasks=8, classes=(1, 1)), [FedViT()], reductions=OWN, max_epochs=1)

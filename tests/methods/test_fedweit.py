@@ -20,31 +20,36 @@ from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.context import Client
 from lightning_fcl.methods.fedweit import get_decomposed, kept_mask_units
 from lightning_fcl.methods.functional import evaluation_mode
-from lightning_fcl.models import Decomposed, ViT
+from lightning_fcl.models import FedWEITNet, ViT
 
-OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
+OWN = {"model.tasks.*": "local", "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"}
 
 
 def make_vit():
     torch.manual_seed(0)
-    return ViT(num_classes=6, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+    return ViT(num_classes=6, image_size=8, patch_size=4, width=8, depth=1, num_heads=2)
 
 
 def make_task(net=None, optimizer=torch.optim.AdamW, lr=5e-3, tasks=3):
-    net = Decomposed(make_vit(), tasks) if net is None else net
+    net = FedWEITNet(make_vit(), tasks) if net is None else net
     return Classifier(net, 6, lambda params: optimizer(params, lr=lr), task_incremental=True)
 
 
-def make_stream(clients=3, rounds=2, tasks=3, **kwargs):
+def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
     """Six classes of small images; each client's tasks have two of them."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(240) % 6
     x = 0.5 * torch.randn(240, 3, 8, 8, generator=generator) + torch.randn(6, 3, 8, 8, generator=generator)[y]
-    arguments = {"tasks": tasks, "clients": clients, "classes_per_client": [2, 2], "share": [0.2, 0.2]}
+    arguments = {
+        "num_tasks": num_tasks,
+        "num_clients": num_clients,
+        "classes_per_client": [2, 2],
+        "sample_fraction": [0.2, 0.2],
+    }
     return FederatedStream.from_arrays(
         x,
         y,
-        scenario=FedViTScenario(**{**arguments, "rounds_per_task": rounds}),
+        scenario=FedViTScenario(**{**arguments, "rounds_per_task": num_rounds}),
         split=Split(test=0.25),
         batch_size=8,
         seed=0,
@@ -88,7 +93,7 @@ def test_the_share_of_units_that_is_not_sent(sparsity):
 
 def prepared(**kwargs):
     """A method in the midst of a third task, a client's state in the network, and the client's memory."""
-    model = Decomposed(make_vit(), 3)
+    model = FedWEITNet(make_vit(), 3)
     for task in range(3):
         model.start_task(torch.tensor([2 * task, 2 * task + 1]))
     method = FedWEIT(**kwargs)
@@ -137,7 +142,7 @@ def test_what_is_sparse_and_what_decays(retroactive):
 
 
 def test_the_base_decays_in_the_first_task_alone():
-    model, method = Decomposed(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
+    model, method = FedWEITNet(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
     memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
     client = Client(memory, module=Classifier(model, 10, task_incremental=True))
     method.start_client(client)
@@ -164,7 +169,7 @@ class Still(FedWEIT):
 @pytest.mark.seconds
 def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fit):
     plain, task = make_task(make_vit(), torch.optim.SGD), make_task(optimizer=torch.optim.SGD)
-    left = fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1, participation=2)
+    left = fit(plain, make_stream(), reductions={"model.head.*": "local"}, max_vectorized_clients=1, participation=2)
     method = Still(l1=0.0, l2=0.0, weight_decay=0.0, sparsity=0.0, kb_size=0)
     right = fit(task, make_stream(), [method], reductions=OWN, participation=2)
     torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
@@ -205,7 +210,7 @@ def test_a_client_receives_no_more_adaptives_than_it_wants(fit):
     down = []
     for size in (0, 1, None):
         metrics = ContinualMetrics(clients="none")
-        fit(make_task(), make_stream(rounds=1, tasks=2), [metrics, FedWEIT(kb_size=size)], reductions=OWN)
+        fit(make_task(), make_stream(num_rounds=1, num_tasks=2), [metrics, FedWEIT(kb_size=size)], reductions=OWN)
         down.append(metrics.record["rounds"][1]["download_bytes"]["0"])
     assert down[0] < down[1] < down[2]
 
@@ -215,7 +220,7 @@ def test_adaptives_become_sparse(fit):
     shares = []
     for l1 in (0.0, 0.1):
         method, task = FedWEIT(l1=l1), make_task(lr=5e-4)
-        fit(task, make_stream(rounds=1), [method], reductions=OWN, local_epochs=16, max_epochs=1)
+        fit(task, make_stream(num_rounds=1), [method], reductions=OWN, local_epochs=16, max_epochs=1)
         like = torch.zeros(task.model.size)
         sent = [int(unpack_nonzero(packed, like).count_nonzero()) for packed in method.knowledge.values()]
         shares.append(max(sent) / task.model.size)
@@ -273,8 +278,8 @@ def test_knowledge_of_others_is_learnt_from(fit):
 def test_clients_that_are_not_drawn(fit):
     method, task = FedWEIT(), make_task()
     watch = Watch(method)
-    fit(task, make_stream(4, rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
-    drawn = [set(now.log.trained) for now in watch.rounds]
+    fit(task, make_stream(4, num_rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
+    drawn = [set(now.log.accepted) for now in watch.rounds]
     for end in (2, 5, 8):
         for round_idx in range(end - 2, end + 1):  # each may be the client's last one of the task
             assert set(watch.rounds[round_idx].log.upload_bytes) == drawn[round_idx]
@@ -289,8 +294,8 @@ def test_clients_that_are_not_drawn(fit):
 def test_client_out_of_reach_in_the_last_round_has_published_before(fit):
     method = FedWEIT()
     watch = Watch(method)
-    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missing={"1": [1]}))
-    assert watch.rounds[1].log.missed == ["1"] and set(watch.rounds[1].log.upload_bytes) == {"0", "2"}
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missed_rounds={"1": [1]}))
+    assert watch.rounds[1].log.missed_sync == ["1"] and set(watch.rounds[1].log.upload_bytes) == {"0", "2"}
     assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "1", "2"}, {"0", "1", "2"}, {"0", "1", "2"}]
 
 
@@ -298,7 +303,7 @@ def test_client_out_of_reach_in_the_last_round_has_published_before(fit):
 def test_who_has_left_publishes_nothing(fit):
     method = FedWEIT()
     watch = Watch(method)
-    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(leaves={"1": 3}))
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(leaves_at={"1": 3}))
     assert [set(now.log.upload_bytes) for now in watch.rounds[2:]] == [{"0", "1", "2"}, *[{"0", "2"}] * 3]
     torch.testing.assert_close(watch.rounds[4].known["1"], watch.rounds[2].known["1"], rtol=0, atol=0)
     assert len(watch.rounds[4].known["0"]) != len(watch.rounds[2].known["0"])
@@ -317,7 +322,7 @@ def test_resumed_is_uninterrupted(assert_resumes, per_task):
 @pytest.mark.seconds
 def test_other_clients_train_the_plain_network(fit):
     plain, task, watch = make_task(make_vit()), make_task(), Watch()
-    fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1)
+    fit(plain, make_stream(), reductions={"model.head.*": "local"}, max_vectorized_clients=1)
     fit(task, make_stream(), [FedWEIT(clients=[]), watch], reductions=OWN)
     torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
 
@@ -361,12 +366,12 @@ def test_refusals(fit, make_stream, make_task):
     task.task_incremental = False
     with raises(InvalidValueError, "task_incremental"):
         fit(task, own_stream(), [FedWEIT()])
-    with raises(InvalidValueError, "tasks", value=2):
+    with raises(InvalidValueError, "num_tasks", value=2):
         fit(own_task(tasks=2), own_stream(), [FedWEIT()], reductions=OWN)
     with raises(InvalidValueError, "reductions"):
         fit(own_task(), own_stream(), [FedWEIT()])
     with raises(InvalidValueError, "reductions", value="model.net.body.patch_embed.proj.weight"):
-        fit(own_task(), own_stream(), [FedWEIT()], reductions={"model.tasks.*": "none"})
+        fit(own_task(), own_stream(), [FedWEIT()], reductions={"model.tasks.*": "local"})
 
 
 # One mask and one adaptive for all tasks.
@@ -374,7 +379,7 @@ def test_refusals(fit, make_stream, make_task):
 
 def one_for_all(**kwargs):
     """A method in the midst of a third task whose only mask and adaptive have gone through two."""
-    model = Decomposed(make_vit(), 1)
+    model = FedWEITNet(make_vit(), 1)
     model.start_task(torch.tensor([0, 1]))
     method = FedWEIT(per_task=False, **kwargs)
     targets = {f"target.{i}": torch.randn(model.size) for i in range(2)}

@@ -47,7 +47,7 @@ def make(make_task, network="linear"):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_outputs_do_not_move_for_inputs_in_the_basis(fit, make_stream, make_task, network):
     watch, plain = Watch(), Watch()
-    stream = {"experiences": 2, "rounds_per_experience": 2}
+    stream = {"num_experiences": 2, "rounds_per_experience": 2}
     trainer = fit(make(make_task, network), make_stream(**stream), [FOT(eps=0.9), watch])
     fit(make(make_task, network), make_stream(**stream), [plain])
     assert trainer.strategy.server.get_section("FOT").keys() == watch.kept[0].keys()
@@ -65,7 +65,7 @@ def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, ma
     missing = []
     for seed in range(4):
         watch, task = Watch(), make(make_task)
-        stream = make_stream(experiences=1, partition="dirichlet", seed=seed)
+        stream = make_stream(num_experiences=1, partition="dirichlet", seed=seed)
         fit(task, stream, [FOT(eps=0.9), watch])
         name, *_ = averaged_layers(task)
         every = torch.cat([stream.get_samples(stream.plan.train[0][client])[0] for client in stream.plan.clients])
@@ -137,7 +137,7 @@ def test_rows_times_weights_are_the_layers_output(layer):
 
 def test_layers_see_what_they_see_in_evaluation(make_task, fit, make_stream):
     task = make(make_task)
-    fit(task, make_stream(experiences=1))
+    fit(task, make_stream(num_experiences=1))
     x = torch.randn(70, 6)
     found = {name: [] for name in averaged_layers(task)}
     for name, rows in layer_inputs(task, averaged_layers(task), task.state_dict(), x):

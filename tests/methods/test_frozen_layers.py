@@ -101,12 +101,14 @@ def assert_equal_ridge_sums(trainer, task, stream):
     np.testing.assert_allclose(b, states.T @ states, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 @pytest.mark.parametrize("network", [Net, lambda: Net(affine=False), Flat])
-def test_fed3r_with_a_frozen_body_sums_the_features_of_the_server(fit, shifted, make_task, network, cohort_size):
+def test_fed3r_with_a_frozen_body_sums_the_features_of_the_server(
+    fit, shifted, make_task, network, max_vectorized_clients
+):
     task, stream = make_task(model=network()), shifted()
     before = copy.deepcopy(task.state_dict())
-    trainer = fit(task, stream, [Fed3R()], cohort_size=cohort_size)
+    trainer = fit(task, stream, [Fed3R()], max_vectorized_clients=max_vectorized_clients)
     assert_equal_ridge_sums(trainer, task, stream)
     after = task.state_dict()
     assert [n for n, value in before.items() if not torch.equal(value, after[n])] == [*after][-2:]  # the head
@@ -219,7 +221,7 @@ def test_a_layer_that_is_trained_from_a_round_on_learns_its_statistics(fit, shif
 @pytest.mark.parametrize("frozen", [True, False])
 def test_entries_that_are_declared_fixed_give_the_features_of_the_server(fit, shifted, make_task, frozen):
     task, stream = make_task(model=Net(freeze=frozen)), shifted()
-    trainer = fit(task, stream, [Fed3R()], reductions={"model.body.*": "fixed"})
+    trainer = fit(task, stream, [Fed3R()], reductions={"model.body.*": "constant"})
     assert_equal_ridge_sums(trainer, task, stream)
 
 

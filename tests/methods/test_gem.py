@@ -146,7 +146,7 @@ def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_s
             expected = [count / 5 for count in client_round.labels.bincount(minlength=4).tolist()]
             kept = memory["y"][memory["task"] == client_round.experience_idx].bincount(minlength=4).tolist()
             assert all(abs(left - right) < 1 for left, right in zip(kept, expected, strict=True))
-            assert sum(kept) == int(0.5 + client_round.samples / 5)
+            assert sum(kept) == int(0.5 + client_round.num_samples / 5)
 
 
 def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):

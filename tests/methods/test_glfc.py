@@ -123,7 +123,7 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
             uploads.append((len(y), model.state_dict()))
         total = sum(n for n, _ in uploads)
         w.load_state_dict({name: sum(n * state[name] for n, state in uploads) / total for name in w.state_dict()})
-    fit(task, make_stream(rounds_per_experience=2, shuffle=False), [GLFC(0.6)], cohort_size=size, seed=0)
+    fit(task, make_stream(rounds_per_experience=2, shuffle=False), [GLFC(0.6)], max_vectorized_clients=size, seed=0)
     assert_same(task, w, 2e-5)
 
 
@@ -160,7 +160,9 @@ def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, 
     for seed in range(2):
         task = make_task(model=MLP([6, 16, 4]), seed=seed)
         models, stream = Models(), make_stream(partition=partition, rounds_per_experience=4, seed=seed)
-        trainer = fit(task, stream, [GLFC(proxy=True, iterations=5), models, Climbs()], cohort_size=1)
+        trainer = fit(
+            task, stream, [GLFC(proxy_server=True, num_iterations=5), models, Climbs()], max_vectorized_clients=1
+        )
         for first in (0, 4):
             rounds = range(first, first + 4)
             counts = [known(task, models.states[number], models.kept[first]) for number in rounds]
@@ -178,7 +180,7 @@ def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, 
 def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(fit, make_stream, make_task):
     task, models, stream = make_task(model=MLP([6, 16, 4])), Models(), make_stream(partition="dirichlet")
     metrics = ContinualMetrics()
-    fit(task, stream, [GLFC(proxy=True), models, metrics], cohort_size=1)
+    fit(task, stream, [GLFC(proxy_server=True), models, metrics], max_vectorized_clients=1)
     for number, kept in enumerate(models.kept):
         rows = stream.plan.train[number]
         held = [sorted(set(stream.get_samples(own)[1].tolist())) for own in rows.values() if len(own)]
@@ -194,9 +196,9 @@ def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(f
 
 
 def test_a_proxy_server_is_refused_where_there_is_no_federation(make_task, train, samples):
-    GLFC(proxy=False)
+    GLFC(proxy_server=False)
     with raises(InvalidValueError, "strategy"):
-        train(make_task(), [GLFC(proxy=True)], samples())
+        train(make_task(), [GLFC(proxy_server=True)], samples())
 
 
 def test_the_teacher_is_the_servers_model_before_the_newest_experience():

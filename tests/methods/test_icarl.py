@@ -54,7 +54,7 @@ def test_distils_nothing_before_the_second_experience(fit, make_stream, make_tas
     for experiences in (1, 2):
         tasks = [make_task() for _ in range(3)]
         for task, methods in zip(tasks, ([ICaRL(9, strength=5.0)], [ICaRL(9, strength=0.0)], []), strict=True):
-            fit(task, make_stream(experiences=2), methods, max_epochs=experiences, cohort_size=1)
+            fit(task, make_stream(num_experiences=2), methods, max_epochs=experiences, max_vectorized_clients=1)
         if experiences == 1:
             assert_same(tasks[0], tasks[2], 0)
             assert_same(tasks[1], tasks[2], 0)
@@ -94,10 +94,10 @@ class Trained(Callback):
         self.rounds[client_round.client_id] = client_round.round_idx
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, max_vectorized_clients):
     stream, task, trained = make_stream(partition="dirichlet"), make_task(model=MLP([6, 16, 4])), Trained()
-    trainer = fit(task, stream, [ICaRL(12), trained], cohort_size=cohort_size)
+    trainer = fit(task, stream, [ICaRL(12), trained], max_vectorized_clients=max_vectorized_clients)
     features, labels = [], []
     for client, state in trained.states.items():
         memory = trainer.strategy.server.client_store.get_section(client, "ICaRL")

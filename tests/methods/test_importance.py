@@ -275,12 +275,12 @@ def test_the_defaults_hold_a_small_network_s_important_weights_and_all_in_bounds
     assert 0 < held < 0.5 * free
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_size):
-    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), Trained()
+def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, max_vectorized_clients):
+    stream, task, trained = make_stream(num_experiences=1, rounds_per_experience=2), make_task(), Trained()
 
-    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), trained], cohort_size=cohort_size)
+    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), trained], max_vectorized_clients=max_vectorized_clients)
     assert len(trained.states) == 3
     own = make_task()
     for client, state in trained.states.items():
@@ -296,8 +296,8 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
 def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
     stream, trained = make_stream(rounds_per_experience=2), Trained()
 
-    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), trained]
-    trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "none"})
+    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head_pattern="model.3.*"), trained]
+    trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "local"})
     assert len(trained.states) == 3
     own = make_task()
     for client, state in trained.states.items():

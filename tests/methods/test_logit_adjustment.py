@@ -53,10 +53,15 @@ class Counts(Callback):
         self.kept.append(trainer.strategy.server.get_section("LogitAdjustment")["counts"].tolist())
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_the_federation_counts_every_sample_once_an_experience(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_the_federation_counts_every_sample_once_an_experience(fit, make_stream, make_task, max_vectorized_clients):
     stream, counts = make_stream(rounds_per_experience=3), Counts()
-    fit(make_task(), stream, [LogitAdjustment(prior="federation"), counts], cohort_size=cohort_size)
+    fit(
+        make_task(),
+        stream,
+        [LogitAdjustment(prior="federation"), counts],
+        max_vectorized_clients=max_vectorized_clients,
+    )
     plan, rounds = stream.plan, len(counts.kept)
     assert rounds == 6 and counts.kept[0] == counts.kept[2] != counts.kept[3] == counts.kept[5]
     seen = np.concatenate([own for e in (0, 3) for own in plan.train[e].values()])
@@ -66,8 +71,13 @@ def test_the_federation_counts_every_sample_once_an_experience(fit, make_stream,
 @pytest.mark.parametrize("prior", ["client", "federation"])
 def test_cohorts_learn_what_single_clients_learn(fit, make_stream, make_task, assert_same, prior):
     tasks = [make_task(), make_task()]
-    for task, cohort_size in zip(tasks, (1, 3), strict=True):
-        fit(task, make_stream(partition="dirichlet"), [LogitAdjustment(prior=prior)], cohort_size=cohort_size)
+    for task, max_vectorized_clients in zip(tasks, (1, 3), strict=True):
+        fit(
+            task,
+            make_stream(partition="dirichlet"),
+            [LogitAdjustment(prior=prior)],
+            max_vectorized_clients=max_vectorized_clients,
+        )
     assert_same(*tasks, 1e-5)
 
 

@@ -213,7 +213,7 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
 
     seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
     methods = [Look(3.0, 0.0, 0.0), FedRep(1, 2, head)][::order]
-    trainer = fit(make_net(), make_stream(), methods, reductions={head: "none"})
+    trainer = fit(make_net(), make_stream(), methods, reductions={head: "local"})
     held = [(epoch, learnt, memory, value) for epoch, learnt, memory, value in seen if memory]
     assert {epoch for epoch, *_ in held} == {0, 1, 2} and any(value > 0 for *_, value in held)
     for epoch, learnt, memory, value in held:
@@ -229,10 +229,11 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
 def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
     data = ArrayDataset(x, np.arange(96) % 6, None, tuple("abcdef"))
-    plan = {"tasks": 2, "clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3), "share": (0.5, 0.5)}
+    plan = {"num_tasks": 2, "num_clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3)}
+    plan["sample_fraction"] = (0.5, 0.5)
     stream = FederatedStream(data, scenario=FedViTScenario(**plan), split=Split(test=0.25), batch_size=4, seed=0)
     torch.manual_seed(0)
-    lvt = LVT(num_classes=6, patch_size=16, width=24, depth=2, heads=3)
+    lvt = LVT(num_classes=6, patch_size=16, width=24, depth=2, num_heads=3)
     task = Classifier(lvt, 6, lambda params: torch.optim.AdamW(params, 1e-3), task_incremental=True)
     trainer = fit(task, stream, [LVTMethod(rho=0.5)], participation=participation)
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())

@@ -112,9 +112,9 @@ def steps_by_hand(task, stream, loss):
 def test_a_federation_of_one_client_is_the_hand_written_loop(
     fit, make_stream, make_task, assert_same, scope, outputs, distance
 ):
-    stream = make_stream(clients=1, class_order=[2, 0, 3, 1], shuffle=False, rounds_per_experience=2, batch_size=64)
+    stream = make_stream(num_clients=1, class_order=[2, 0, 3, 1], shuffle=False, rounds_per_experience=2, batch_size=64)
     task, copied, sessions = make_task(), make_task(), [(0, 2), (1, 3)]
-    fit(task, stream, [MeanOutputLoss(1.5, outputs, distance, scope)], cohort_size=1)
+    fit(task, stream, [MeanOutputLoss(1.5, outputs, distance, scope)], max_vectorized_clients=1)
 
     def loss(output, y, labels, server):
         number = sessions.index(tuple(sorted(labels)))
@@ -133,7 +133,7 @@ def test_with_fedprox_on_the_head_alone(fit, assert_same):
     stream = FederatedStream.from_arrays(
         x,
         y,
-        scenario=ClassIncremental(experiences=2, rounds_per_experience=2, class_order=[0, 1, 2, 3]),
+        scenario=ClassIncremental(num_experiences=2, rounds_per_experience=2, class_order=[0, 1, 2, 3]),
         partition=IID(1),
         shuffle=False,
         batch_size=8,
@@ -144,7 +144,7 @@ def test_with_fedprox_on_the_head_alone(fit, assert_same):
     net.backbone.requires_grad_(False)
     task = Classifier(net, 4, lambda params: torch.optim.SGD(params, lr=0.05))
     copied, before = copy.deepcopy(task), copy.deepcopy(net.backbone.state_dict())
-    fit(task, stream, [MeanOutputLoss(2.0), FedProx(3.8, part="model.head.*")], cohort_size=1)
+    fit(task, stream, [MeanOutputLoss(2.0), FedProx(3.8, pattern="model.head.*")], max_vectorized_clients=1)
 
     def loss(output, y, labels, server):
         new, old = ([0, 1], []) if labels == {0, 1} else ([2, 3], [0, 1])
@@ -186,10 +186,10 @@ def test_a_class_of_no_session_so_far_is_told_from_the_session_and_itself():
 
 def test_replay_in_a_federation(fit, make_stream, make_task, assert_same):
     """The remembered samples join the batches with their labels."""
-    stream = make_stream(clients=1, class_order=[0, 1, 2, 3], shuffle=False, batch_size=100)
+    stream = make_stream(num_clients=1, class_order=[0, 1, 2, 3], shuffle=False, batch_size=100)
     task, copied = make_task(), make_task()
     replay = Replay(1000, "class-balanced", "experience")
-    fit(task, stream, [replay, MeanOutputLoss(2.0)], cohort_size=1)
+    fit(task, stream, [replay, MeanOutputLoss(2.0)], max_vectorized_clients=1)
     optimizer = copied.configure_optimizers()
     first, second = (stream.get_samples(current["0"]) for current in stream.plan.train)
     batches = [(first, [0, 1], []), ([torch.cat(pair) for pair in zip(second, first, strict=True)], [2, 3], [0, 1])]
@@ -227,5 +227,5 @@ def test_domains_are_sessions_of_the_clients_own_classes(fit, make_stream, make_
     tasks = []
     for size in (1, "auto"):
         tasks.append(make_task())
-        fit(tasks[-1], make_stream(owner, **options), [MeanOutputLoss(2.0)], cohort_size=size, seed=0)
+        fit(tasks[-1], make_stream(owner, **options), [MeanOutputLoss(2.0)], max_vectorized_clients=size, seed=0)
     assert_same(*tasks, tolerance=1e-5)

@@ -63,21 +63,21 @@ def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_pa
 @pytest.mark.parametrize(
     ("name", "arguments", "options"),
     [
-        ("AGEM", {"max_size": 5, "batch_size": 3}, {"client_store": "disk"}),
-        ("BCN", {"max_size": 0.3}, {"client_store": "disk"}),
-        ("CCVR", {"samples": 20}, {}),
-        ("CCVR", {"samples": 20, "logit_norm": 0.1}, {}),
+        ("AGEM", {"memory_size": 5, "batch_size": 3}, {"client_store": "disk"}),
+        ("BCN", {"memory_size": 0.3}, {"client_store": "disk"}),
+        ("CCVR", {"num_samples": 20}, {}),
+        ("CCVR", {"num_samples": 20, "logit_norm": 0.1}, {}),
         ("Fed3R", {}, {}),
-        ("FedCBDR", {"max_size": 20, "old_temperature": 0.9, "new_weight": 0.9}, {"client_store": "disk"}),
+        ("FedCBDR", {"memory_size": 20, "old_temperature": 0.9, "new_weight": 0.9}, {"client_store": "disk"}),
         ("FedDyn", {"alpha": 0.1}, {"client_weights": "uniform"}),
         ("FedNova", {}, {}),
         ("FOT", {"eps": 0.8}, {"participation": 0.6}),
-        ("GEM", {"max_size": 0.3}, {"client_store": "disk"}),
+        ("GEM", {"memory_size": 0.3}, {"client_store": "disk"}),
         ("GLFC", {}, {}),
-        ("GLFC", {"proxy": True, "iterations": 20}, {"cohort_size": 1}),
+        ("GLFC", {"proxy_server": True, "num_iterations": 20}, {"max_vectorized_clients": 1}),
         ("LVTMethod", {}, {"client_store": "disk"}),
         ("MOON", {"mu": 3.0}, {}),
-        ("ReFed", {"max_size": 20}, {"client_store": "disk"}),
+        ("ReFed", {"memory_size": 20}, {"client_store": "disk"}),
         ("RegMean", {"alpha": 0.5}, {}),
         ("SCAFFOLD", {}, {"client_weights": "uniform"}),
         ("SI", {"strength": 5.0}, {}),
@@ -109,7 +109,7 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
     for task, methods, strategy in zip(
         tasks, ([TASKS[name]()], [TASKS[name]()], []), ("auto", None, None), strict=True
     ):
-        stream = make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
+        stream = make_stream(num_clients=1, num_experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
         fit(task, stream, methods, strategy=strategy)
     assert_same(*tasks[:2], 1e-5)
     with pytest.raises(AssertionError):
@@ -125,13 +125,16 @@ WITHOUT_WEIGHT = {
 }
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("name", WITHOUT_WEIGHT)
-def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, name, cohort_size):
-    tasks, options = [make_task(), make_task()], {"cohort_size": cohort_size, "client_weights": "uniform", "seed": 0}
+def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, name, max_vectorized_clients):
+    tasks, options = (
+        [make_task(), make_task()],
+        {"max_vectorized_clients": max_vectorized_clients, "client_weights": "uniform", "seed": 0},
+    )
     fit(tasks[0], make_stream(rounds_per_experience=2), **options)
     trainer = fit(tasks[1], make_stream(rounds_per_experience=2), [WITHOUT_WEIGHT[name]()], **options)
-    assert_same(*tasks, 0 if cohort_size == 1 else 1e-6)
+    assert_same(*tasks, 0 if max_vectorized_clients == 1 else 1e-6)
     if name in ("FedDyn", "LVT", "MOON"):
         kept = {name for name, memory in trainer.strategy.server.client_store["0"].items() if memory}
         assert kept <= {"progress"} and not trainer.strategy.server.extra_tensors
@@ -233,7 +236,7 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
     class Log(Callback):
         def on_round_end(self, trainer, pl_module):
             log = trainer.strategy.server.record
-            rounds.append((set(log.trained), set(log.dropped)))
+            rounds.append((set(log.accepted), set(log.dropped)))
 
     stream, rounds = make_stream(rounds_per_experience=3, samples_per_round=8), []
     stream.setup("fit")
@@ -241,7 +244,7 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
         rows = stream.plan.train[round_idx]["1"]
         stream.samples.x[torch.from_numpy(rows[: int(share * len(rows))])] = float("nan")
     method = method(**({"integrate_last": True} if issubclass(method, FedViT) else {}))
-    options = {"reductions": {"model.head.*": "none"}, "participation": participation, "seed": 1}
+    options = {"reductions": {"model.head.*": "local"}, "participation": participation, "seed": 1}
     trainer = fit(make_task(model=with_head(type(method))), stream, [method, Log()], **options)
     assert ("1" in rounds[2][1]) == (participation == 1.0)
     assert all("1" in rounds[round_idx][round_idx in poisoned] for round_idx in (0, 1))
@@ -277,7 +280,7 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
     expected = [(r, r // 2, r % 2 == 1) for r in range(4)]
     for strategy in (None, "auto"):
         client_rounds = []
-        fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
+        fit(make_task(), make_stream(num_clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
         assert client_rounds == [(when, *client_round) for client_round in expected for when in ("begin", "end")]
 
 

@@ -52,7 +52,8 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
         w.load_state_dict({name: sum(n * state[name] for n, state in uploads) / total for name in w.state_dict()})
     for size in (1, "auto"):
         own = copy.deepcopy(task)
-        trainer = fit(own, make_stream(rounds_per_experience=2, shuffle=False), [MOON(2.0)], cohort_size=size,
+        trainer = fit(own, make_stream(rounds_per_experience=2, shuffle=False), [MOON(2.0)],
+                  max_vectorized_clients=size,
                       local_epochs=2, seed=0)  # fmt: skip
         assert_same(own, w, 1e-5)
         kept = {name[4:]: value for name, value in trainer.strategy.server.client_store["1"]["MOON"].items()}

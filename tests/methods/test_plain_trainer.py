@@ -31,20 +31,20 @@ FEDERATED = sorted(name for name, kind in METHODS.items() if kind.needs.federati
 LOCAL = sorted(set(METHODS) - set(FEDERATED))
 
 ARGUMENTS = {
-    "AGEM": [{"max_size": 6, "batch_size": 4}],
-    "BCN": [{"max_size": 6, "inner_lr": 0.1}],
-    "DERpp": [{"max_size": 9, "batch_size": 4}],
-    "DyToxTraining": [{"max_size": 0.3, "balanced_epochs": 2}],
+    "AGEM": [{"memory_size": 6, "batch_size": 4}],
+    "BCN": [{"memory_size": 6, "inner_lr": 0.1}],
+    "DERpp": [{"memory_size": 9, "batch_size": 4}],
+    "DyToxMethod": [{"memory_size": 0.3, "balanced_epochs": 2}],
     "FLwF2T": [{"alpha": 0.4, "beta": 0.3}],
     "FLwF": [{"alpha": 0.1}],
-    "GEM": [{"max_size": 6}],
-    "ICaRL": [{"max_size": 6}],
+    "GEM": [{"memory_size": 6}],
+    "ICaRL": [{"memory_size": 6}],
     "IntrinsicPlasticity": [{}, {"local_epochs": 3}],
     "LwF": [{"strength": 2.0}, {"strength": 2.0, "teacher": "server"}],
-    "ReFed": [{"max_size": 6}],
+    "ReFed": [{"memory_size": 6}],
     "Replay": [
-        {"max_size": 6, "policy": "reservoir", "update": "experience"},
-        {"max_size": 6, "policy": "class-balanced", "update": "round"},
+        {"memory_size": 6, "policy": "reservoir", "update": "experience"},
+        {"memory_size": 6, "policy": "class-balanced", "update": "round"},
     ],
 }
 CASES = [(name, arguments) for name in LOCAL for arguments in ARGUMENTS.get(name, [{}])]
@@ -60,7 +60,7 @@ class SameDraws(Callback):
 class Local(Method):
     """Uses the functions that no method of the library has in a plain Trainer."""
 
-    reductions: ClassVar = {"sums": "sum", "kept": "fixed"}
+    reductions: ClassVar = {"sums": "sum", "kept": "constant"}
 
     def init_server_state(self, module):
         return {"mean": torch.zeros(2), "sums": torch.zeros(3), "kept": torch.zeros(())}
@@ -77,7 +77,7 @@ class Local(Method):
 
     def upload_statistics(self, client, trained_state, data):
         return {
-            "mean": torch.tensor([client.client_round.round_idx + 1.0, client.steps])
+            "mean": torch.tensor([client.client_round.round_idx + 1.0, client.num_steps])
             + torch.randn(2, generator=client.generator)
         }
 
@@ -106,12 +106,12 @@ def make_case(make_task, make_stream, make_reservoir_task, make_series):
             x, y = make_series(40)
             stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=IID(1), batch_size=8, seed=0)
             return make_reservoir_task(), stream
-        if name == "DyToxTraining":
+        if name == "DyToxMethod":
             y = np.arange(48) % 4
             x = np.random.default_rng(0).normal(size=(48, 3, 8, 8)).astype(np.float32)
             stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=IID(1), batch_size=8, seed=0)
             return Classifier(DyTox(2, 4, **TINY), 4, lambda params: torch.optim.SGD(params, lr=0.1)), stream
-        stream = make_stream(clients=1, experiences=2, rounds_per_experience=2, samples=96)
+        stream = make_stream(num_clients=1, num_experiences=2, rounds_per_experience=2, samples=96)
         return make_task(model=net(name)), stream
 
     return make
@@ -132,7 +132,7 @@ def assert_equal(method, server, tolerance):
 def test_plain_trainer_equals_federation_of_one_client(fit, make_case, name, arguments):
     kind = METHODS.get(name, Local)
     tasks = []
-    for strategy in ("auto", FederatedStrategy(cohort_size=1, seed=0)):
+    for strategy in ("auto", FederatedStrategy(max_vectorized_clients=1, seed=0)):
         task, stream = make_case(name)
         method = kind(**arguments)
         draws = [SameDraws()] if strategy == "auto" else []
@@ -211,7 +211,7 @@ def test_federation_of_one_client_on_loaders_of_the_user(make_task, fit, quiet, 
     options = {**quiet, "accumulate_grad_batches": accumulate}
     trainer = L.Trainer(max_epochs=2, callbacks=[methods[0]], **options)
     trainer.fit(tasks[0], loader)
-    federated = fit(tasks[1], stream, [methods[1]], cohort_size=1, trainer_args=options)
+    federated = fit(tasks[1], stream, [methods[1]], max_vectorized_clients=1, trainer_args=options)
     # A federation divides the sum of the gradients, Lightning each loss.
     assert_same(*tasks, 0 if accumulate == 1 else 1e-7)
     kept = federated.strategy.server.client_store.get_section("0", "EWC")
@@ -243,7 +243,10 @@ class Counting(Method):
     """Counts the rounds of the client."""
 
     def update_client_state(self, client, trained_state, data):
-        return {"rounds": client.method_state.get("rounds", torch.tensor(0)) + 1, "steps": torch.tensor(client.steps)}
+        return {
+            "rounds": client.method_state.get("rounds", torch.tensor(0)) + 1,
+            "steps": torch.tensor(client.num_steps),
+        }
 
 
 @pytest.mark.parametrize("make", [lambda: FedProx(0.5), lambda: EWC(5.0), Counting])
@@ -295,6 +298,6 @@ def test_fit_on_another_stream_enters_another_experience(fit, make_stream, make_
     """Rounds of an earlier stream are no rounds of another one."""
     method = Replay(20, "reservoir", "experience")
     for seed in (0, 1):
-        stream = make_stream(clients=1, experiences=1, rounds_per_experience=2, samples=48, seed=seed)
+        stream = make_stream(num_clients=1, num_experiences=1, rounds_per_experience=2, samples=48, seed=seed)
         fit(make_task(), stream, [method], strategy="auto")
     assert int(memory_of(method)["seen"]) == 2 * 48 - 2 * len(stream.plan.test)

@@ -30,7 +30,7 @@ def adapt(by_numpy):
         for value, direction in ((gain, dg), (bias, db)):
             mean = direction.sum(axis=1).mean(axis=0)
             if method.normalize_grad:  # layer by layer
-                mean = np.concatenate([part / np.linalg.norm(part) for part in np.split(mean, reservoir.layers)])
+                mean = np.concatenate([part / np.linalg.norm(part) for part in np.split(mean, reservoir.num_layers)])
             moved.append(value + method.eta * mean)
         return np.maximum(moved[0], method.min_gain), moved[1]
 
@@ -95,14 +95,22 @@ def assert_plasticity(reservoir, expected, tolerance=1e-9):
 
 
 @pytest.mark.parametrize("options", [{}, {"mu": 0.2, "sigma": 0.3}, ROUGH, {"local_epochs": 3, "eta": 0.02}])
-@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
-@pytest.mark.parametrize("reservoir", [{}, {"layers": 2, "units": 7, "washout": 2, "bias_scaling": 0.3}])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
+@pytest.mark.parametrize("reservoir", [{}, {"num_layers": 2, "units": 7, "washout": 2, "bias_scaling": 0.3}])
 def test_federated_plasticity_is_written_by_hand(
-    fit, make_series_stream, make_reservoir, make_reservoir_task, fedip, by_numpy, options, cohort_size, reservoir
+    fit,
+    make_series_stream,
+    make_reservoir,
+    make_reservoir_task,
+    fedip,
+    by_numpy,
+    options,
+    max_vectorized_clients,
+    reservoir,
 ):
     stream, method = make_series_stream(3, rounds_per_experience=3), IntrinsicPlasticity(**options)
     task, start = make_reservoir_task(make_reservoir(**reservoir)), make_reservoir(**reservoir)
-    fit(task, stream, [method], cohort_size=cohort_size)
+    fit(task, stream, [method], max_vectorized_clients=max_vectorized_clients)
     expected = fedip(start, stream, method, rounds=[0, 1])  # the last round leaves the reservoir alone
     assert_plasticity(task.reservoir, expected)
     x, y = stream.get_samples(np.concatenate(list(stream.plan.train[2].values())))
@@ -151,7 +159,7 @@ def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, m
 
 def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make_reservoir_task, fedip, by_numpy):
     stream, method = make_series_stream(3, 2, rounds_per_experience=2), IntrinsicPlasticity()
-    task, start, watch = make_reservoir_task(share="weights"), make_reservoir_task().reservoir, Watch()
+    task, start, watch = make_reservoir_task(upload="weights"), make_reservoir_task().reservoir, Watch()
     fit(task, stream, [method, watch])
     gain, bias = fedip(start, stream, method, [0])
     gain, bias = fedip(start, stream, method, [2], gain, bias)
@@ -166,17 +174,23 @@ def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make
 
 
 @pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_experiences_follow_each_other(
-    fit, make_series_stream, make_reservoir_task, fedip, by_numpy, restart, cohort_size, share
+    fit, make_series_stream, make_reservoir_task, fedip, by_numpy, restart, max_vectorized_clients, share
 ):
     """Gain and bias go on or restart; the buffers join the data of both, and grow at the end of an experience."""
     stream = make_series_stream(3, 2, rounds_per_experience=3)
     method, watch = IntrinsicPlasticity(local_epochs=2, restart=restart), Watch()
     task, start = make_reservoir_task(), make_reservoir_task().reservoir
     replay = Replay(share, "reservoir")
-    fit(task, stream, [method, replay, watch], client_weights="trained", cohort_size=cohort_size)
+    fit(
+        task,
+        stream,
+        [method, replay, watch],
+        client_weights="trained_samples",
+        max_vectorized_clients=max_vectorized_clients,
+    )
 
     buffers = [entry["buffers"] for entry in watch.rounds]
     for early, entry in zip(buffers[:2], watch.rounds, strict=False):
@@ -217,7 +231,7 @@ def test_experiences_follow_each_other(
 @pytest.mark.parametrize("share", ["statistics", "weights"])
 def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share):
     def run(folder=None, ckpt_path=None, seed=0):
-        task = make_reservoir_task(share=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
+        task = make_reservoir_task(upload=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
         with torch.no_grad():
             task.reservoir.gain += seed  # what is not restored shows
         stream = make_series_stream(4, 2, rounds_per_experience=3, validation=0.2)
@@ -239,9 +253,9 @@ def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, 
 
 
 @pytest.mark.parametrize("round_idx", [1, 2, 4])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
-    fit, make_series_stream, make_reservoir_task, round_idx, cohort_size
+    fit, make_series_stream, make_reservoir_task, round_idx, max_vectorized_clients
 ):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -252,7 +266,13 @@ def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
         task = make_reservoir_task()
         stream = make_series_stream(3, 2, rounds_per_experience=3)
         try:
-            fit(task, stream, [IntrinsicPlasticity(), *callbacks], cohort_size=cohort_size, **kwargs)
+            fit(
+                task,
+                stream,
+                [IntrinsicPlasticity(), *callbacks],
+                max_vectorized_clients=max_vectorized_clients,
+                **kwargs,
+            )
         except RuntimeError as error:
             assert str(error) == "stopped"
         return task

@@ -81,7 +81,7 @@ class Memories(Callback):
 def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, linear):
     task, memories, metrics = linear(), Memories(), ContinualMetrics()
     stream = make_stream(rounds_per_experience=2)
-    fit(task, stream, [ReFed(15, 3, 0.2, 0.7), memories, metrics], cohort_size=1)
+    fit(task, stream, [ReFed(15, 3, 0.2, 0.7), memories, metrics], max_vectorized_clients=1)
     assert all(not memory for memory in memories.kept[0].values())
     assert {(number, rehearsed) for number, rehearsed in memories.rehearsed} == {(0, 0), (1, 0), (2, 15), (3, 15)}
     for number, before in ((1, {}), (3, memories.kept[1])):
@@ -116,5 +116,5 @@ def test_what_is_no_number_is_not_kept(make_task, samples):
 
 
 def test_a_personal_model_that_diverges_is_refused(fit, make_stream, make_task):
-    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "learning_rate"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "lr"):
         fit(make_task(), make_stream(), [ReFed(5, 200, 1e6, 1.0)], max_epochs=1)

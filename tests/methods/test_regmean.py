@@ -56,12 +56,12 @@ def smooth():
 
 
 @pytest.mark.parametrize("network", [smooth, small_cnn])
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_layers_are_least_squares_on_all_answers(fit, make_stream, make_task, network, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
+def test_layers_are_least_squares_on_all_answers(fit, make_stream, make_task, network, max_vectorized_clients):
     torch.manual_seed(0)
     task, uploads = make_task(model=network()), Uploads()
-    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=2)
-    fit(task, stream, [RegMean(), uploads], cohort_size=cohort_size, local_epochs=3)
+    stream = make_stream(partition="dirichlet", num_experiences=1, rounds_per_experience=2)
+    fit(task, stream, [RegMean(), uploads], max_vectorized_clients=max_vectorized_clients, local_epochs=3)
     for number in (0, 1):
         for name in uploads.names:
             parts = [own[name] for at, own in uploads.clients if at == number]
@@ -77,7 +77,7 @@ def test_one_client_gets_its_own_weights_back(fit, make_stream, make_task, asser
     """Also where it has too few samples for all directions of a layer's inputs."""
     tasks = [make_task(), make_task()]
     for task, methods in zip(tasks, ([RegMean(alpha)], []), strict=True):
-        fit(task, make_stream(clients=1, samples=samples, experiences=1, batch_size=2), methods)
+        fit(task, make_stream(num_clients=1, samples=samples, num_experiences=1, batch_size=2), methods)
     assert_same(*tasks, 1e-6)
 
 
@@ -116,7 +116,7 @@ def test_of_the_diagonal_alone_d_numbers_travel(fit, make_stream, make_task):
     sent = []
     for methods in ([], [RegMean(0.0)], [RegMean(1.0)]):
         metrics = ContinualMetrics()
-        fit(make_task(), make_stream(experiences=1), [*methods, metrics])
+        fit(make_task(), make_stream(num_experiences=1), [*methods, metrics])
         sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
     layers = [(5, 7), (4, 6)]
     assert sent[1] - sent[0] == 8 * sum(outputs * size + size for outputs, size in layers)
@@ -131,7 +131,7 @@ def lora(make_task, seed=0):
 def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_task):
     task, uploads = lora(make_task), Uploads()
     begun = task.model.net[1].a.weight.detach().double().clone()
-    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=3)
+    stream = make_stream(partition="dirichlet", num_experiences=1, rounds_per_experience=3)
     fit(task, stream, [LoRM(1.0), uploads], local_epochs=3)
     a, b = "model.net.1.a", "model.net.1.b"
     first, second = ([own for at, own in uploads.clients if at == number] for number in (0, 1))
@@ -166,7 +166,7 @@ class Merging(LoRM):
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_tasks_come_together_by_least_squares_on_their_answers(fit, make_stream, make_task, rounds):
     task, uploads, method = lora(make_task), Uploads(), Merging(1.0)
-    stream = make_stream(partition="dirichlet", experiences=2, rounds_per_experience=rounds)
+    stream = make_stream(partition="dirichlet", num_experiences=2, rounds_per_experience=rounds)
     fit(task, stream, [method, uploads], local_epochs=3)
     ends, parts = [rounds - 1, 2 * rounds - 1], []
     for number in ends:

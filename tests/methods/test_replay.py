@@ -99,7 +99,7 @@ def test_reservoir_is_uniform_over_all_that_passed(policy):
 def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
     method, memory = Replay(share, policy, "round"), {}
     for round_idx in range(4):
-        client_round = ClientRound("a", round_idx, 0, samples=10, num_stream_samples=40)
+        client_round = ClientRound("a", round_idx, 0, num_samples=10, num_stream_samples=40)
         memory = method.update_client_state(
             Client(memory, client_round=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round_idx)
         )
@@ -107,7 +107,7 @@ def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, si
 
 
 def test_a_share_needs_a_stream(make_task, samples, train):
-    with raises(InvalidValueError, "max_size"):
+    with raises(InvalidValueError, "memory_size"):
         train(make_task(), [Replay(0.5)], samples())
 
 
@@ -179,10 +179,10 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
 
 def test_repeated_samples_are_as_many_as_were_offered():
     parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
-    once, repeated = (learn(Replay(7, "reservoir", repeat=repeat), parts) for repeat in (False, True))
+    once, repeated = (learn(Replay(7, "reservoir", oversample=repeat), parts) for repeat in (False, True))
     x, y = Replay(7, "reservoir").replay_samples(Client(once))
     assert len(y) == 7
-    many_x, many_y = Replay(7, "reservoir", repeat=True).replay_samples(Client(repeated))
+    many_x, many_y = Replay(7, "reservoir", oversample=True).replay_samples(Client(repeated))
     assert len(many_y) == 60
     values, counts = many_x.flatten().unique(return_counts=True)
     assert values.tolist() == x.flatten().sort().values.tolist()
@@ -262,7 +262,7 @@ def test_avalanches_buffers_are_kept_as_tensors(name):
     method = Replay(buffer=given, update="round")
     parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
     memory = learn(method, parts)
-    assert method.max_size == 12 and len(given.buffer) == 0  # a template: every client has one like it
+    assert method.memory_size == 12 and len(given.buffer) == 0  # a template: every client has one like it
     assert all(isinstance(value, torch.Tensor) for value in memory.values())
     assert_consistent(memory, parts)
     counted = torch.bincount(memory["y"], minlength=4).tolist()
@@ -292,7 +292,7 @@ def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_tas
         task = make_task()
         stream = make_stream(rounds_per_experience=2)
         method = Replay(buffer=policies.ParametricBuffer(8, "class", Nearest()))
-        trainer = fit(task, stream, [method], cohort_size=size, seed=0)
+        trainer = fit(task, stream, [method], max_vectorized_clients=size, seed=0)
         store = trainer.strategy.server.client_store
         results.append([store[client]["Replay"]["x"] for client in stream.plan.clients])
         assert all(store[client]["Replay"]["y"].bincount().tolist() == [2] * 4 for client in stream.plan.clients)
@@ -325,8 +325,8 @@ def test_what_wants_avalanches_own_loop_is_refused_by_name():
     method = Replay(buffer=policies.ParametricBuffer(3, None, Curious()), update="round")
     with raises(InvalidTypeError, "Curious", value="experience"):
         learn(method, [data([0] * 5)])
-    with raises(InvalidValueError, "repeat"):
-        Replay(buffer=policies.ReservoirSamplingBuffer(3), repeat=True)
+    with raises(InvalidValueError, "oversample"):
+        Replay(buffer=policies.ReservoirSamplingBuffer(3), oversample=True)
 
 
 class Sentences(torch.utils.data.Dataset):

@@ -137,7 +137,7 @@ def test_batches_of_a_federation_equal_a_hand_computation(fit, make_stream, make
     seen = []
     for transform in (None, Noise()):
         batches = Batches()
-        options = {"cohort_size": 1, "local_epochs": 2, "seed": 7}
+        options = {"max_vectorized_clients": 1, "local_epochs": 2, "seed": 7}
         fit(make_task(), make_stream(), [Replay(5, transform=transform), batches], **options)
         seen.append(batches.seen)
     place, changed = {}, 0
@@ -197,7 +197,7 @@ def test_an_identity_changes_no_bit(fit, make_stream, make_task, size, data):
         for transform in (None, discards):
             task = make()
             stream = make_stream(rounds_per_experience=2) if data == "arrays" else drawing_stream()
-            fit(task, stream, [Replay(9, update="round", transform=transform)], cohort_size=size, seed=0)
+            fit(task, stream, [Replay(9, update="round", transform=transform)], max_vectorized_clients=size, seed=0)
             states.append(task.state_dict())
         assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -212,10 +212,10 @@ def test_sequential_training_draws_the_same_as_vectorized(fit, make_stream, make
     workers = [0, 2] if kind == "dataset" and make_noise is Noise else [0, 0]
     for size, number in zip((1, "auto"), workers, strict=True):
         noise, task = make_noise(), Own() if kind == "own step" else make_task()
-        words = {"rounds_per_experience": 2, "clients": 4}
+        words = {"rounds_per_experience": 2, "num_clients": 4}
         stream = make_stream(**words) if kind != "dataset" else drawing_stream(num_workers=number)
         methods = [ICaRL(8), Replay(9, transform=noise)] if kind == "arrays" else [Replay(9, transform=noise)]
-        trainer = fit(task, stream, methods, cohort_size=size, local_epochs=2, seed=0)
+        trainer = fit(task, stream, methods, max_vectorized_clients=size, local_epochs=2, seed=0)
         trainers.append(type(trainer.strategy.federation.local_trainer))
         made.append(bits(noise.made))
         states.append(task.state_dict())
@@ -281,7 +281,9 @@ def test_stored_samples_do_not_change(fit, make_stream, make_task):
 def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
     """Without `transform`, every replay sample that joins a batch is a stored one, to the bit."""
     batches, stream = Batches(), drawing_stream()
-    trainer = fit(make_task(), stream, [Replay(9), batches], cohort_size=1, local_epochs=2, max_epochs=3, seed=0)
+    trainer = fit(
+        make_task(), stream, [Replay(9), batches], max_vectorized_clients=1, local_epochs=2, max_epochs=3, seed=0
+    )
     raw = Drawn().x
     joined = 0
     for client in stream.plan.clients:
@@ -376,7 +378,7 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
 
     def run(transform):
         task = make_task()
-        fit(task, make_stream(), [Pulls(transform), OfLastRound()], cohort_size=size, seed=0)
+        fit(task, make_stream(), [Pulls(transform), OfLastRound()], max_vectorized_clients=size, seed=0)
         return task.state_dict()
 
     def noisy(sample):
@@ -439,4 +441,4 @@ def test_a_recipe_names_a_transform_by_its_class_path():
         spoken = {"method": {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"transform": given}}}
         method = parser.instantiate(parser.parse_object(spoken)).method
         assert torch.equal(method.transform(image), expected)
-        assert method.hparams()["transform"] == given["class_path"].rpartition(".")[2]
+        assert method.fingerprint()["transform"] == given["class_path"].rpartition(".")[2]

@@ -17,7 +17,7 @@ from lightning_fcl.methods.drift_correction import local_gradient_weight
 from .quadratics import clients, minimum, quadratic, value
 
 UNIFORM = {"client_weights": "uniform", "seed": 0}
-ROUNDS = {"experiences": 1, "rounds_per_experience": 3, "shuffle": False}
+ROUNDS = {"num_experiences": 1, "rounds_per_experience": 3, "shuffle": False}
 
 
 class Variates(Callback):
@@ -31,14 +31,14 @@ class Variates(Callback):
         own = {
             client: dict(server.client_store[client].get("SCAFFOLD", {})) for client in trainer.datamodule.plan.clients
         }
-        self.rounds.append((dict(server.get_section("SCAFFOLD")), own, {*server.record.trained}))
+        self.rounds.append((dict(server.get_section("SCAFFOLD")), own, {*server.record.accepted}))
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
     """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
-    for round_idx in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.num_rounds):
         if round_idx % 3 == 0:
             c, own = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
@@ -74,8 +74,8 @@ def by_hand(task, stream, drawn, every=1, momentum=0.0):
 )
 def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size, momentum, every):
     task = make_task(lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum))
-    hand, stream = copy.deepcopy(task), make_stream(partition="dirichlet", clients=3, **ROUNDS)
-    options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
+    hand, stream = copy.deepcopy(task), make_stream(partition="dirichlet", num_clients=3, **ROUNDS)
+    options = {"participation": participation, "max_vectorized_clients": size, "local_epochs": 2, **UNIFORM}
     trainer = fit(task, stream, [SCAFFOLD()], trainer_args={"accumulate_grad_batches": every}, **options)
     plan, who = stream.plan, trainer.strategy.federation.participation
     c, own = by_hand(hand, stream, lambda round_idx: who.expected_clients(plan, round_idx), every, momentum)
@@ -92,9 +92,9 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
 def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
     fit, make_stream, make_task, assert_same, size
 ):
-    task, stream = make_task(), make_stream(partition="dirichlet", clients=6, **{**ROUNDS, "experiences": 4})
+    task, stream = make_task(), make_stream(partition="dirichlet", num_clients=6, **{**ROUNDS, "num_experiences": 4})
     hand = copy.deepcopy(task)
-    trainer = fit(task, stream, [SCAFFOLD()], cohort_size=size, local_epochs=2, **UNIFORM)
+    trainer = fit(task, stream, [SCAFFOLD()], max_vectorized_clients=size, local_epochs=2, **UNIFORM)
     trained = [[client for client, rows in each.items() if len(rows)] for each in stream.plan.train]
     assert len({*itertools.chain(*trained)}) > min(map(len, trained))  # somebody has no samples of an experience
     by_hand(hand, stream, lambda round_idx: trained[round_idx])
@@ -103,10 +103,10 @@ def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
     assert max(float(c.norm()) for c in variates.values()) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"participation": 2}, {"swarm": Swarm(missing={"1": [0, 2]})}])
+@pytest.mark.parametrize("options", [{"participation": 2}, {"swarm": Swarm(missed_rounds={"1": [0, 2]})}])
 def test_undrawn_clients_keep_their_variates_and_all_average_to_the_servers(fit, make_stream, make_task, options):
     watch = Variates()
-    fit(make_task(), make_stream(clients=4, **ROUNDS), [SCAFFOLD(), watch], **options, **UNIFORM)
+    fit(make_task(), make_stream(num_clients=4, **ROUNDS), [SCAFFOLD(), watch], **options, **UNIFORM)
     before = {client: {} for client in "0123"}
     for kept, own, trained in watch.rounds:
         for client in {*"0123"} - trained:
@@ -131,10 +131,10 @@ def test_it_finds_the_minimum_of_all_losses_where_fedavg_does_not(fit):
 
 
 def test_parameters_that_stay_with_clients_have_no_variates_and_the_rest_costs_twice(fit, make_stream, make_task):
-    stream, bytes_of = {**ROUNDS, "clients": 3}, []
+    stream, bytes_of = {**ROUNDS, "num_clients": 3}, []
     for methods in ([SCAFFOLD()], []):
         metrics = ContinualMetrics()
-        trainer = fit(make_task(), make_stream(**stream), [*methods, metrics], reductions={"model.3.*": "none"},
+        trainer = fit(make_task(), make_stream(**stream), [*methods, metrics], reductions={"model.3.*": "local"},
                       **UNIFORM)  # fmt: skip
         bytes_of.append(metrics.record["rounds"][-1])
         if methods:
@@ -176,7 +176,7 @@ def scheduled(task):
 def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
     with raises(InvalidValueError, "client_weights", value="samples"):
         fit(make_task(), make_stream(), [SCAFFOLD()])
-    fit(make_task(), make_stream(clients=1), [SCAFFOLD()], max_epochs=1)
+    fit(make_task(), make_stream(num_clients=1), [SCAFFOLD()], max_epochs=1)
     adam, damped = torch.optim.Adam, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
     for task in (
         make_task(lambda params: adam(params)),

@@ -82,6 +82,6 @@ def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task
 
     stops = Stops()
     with pytest.raises(KeyError, match="second round"):
-        fit(make_task(), make_stream(rounds_per_experience=3), [SI(), stops], cohort_size=1)
+        fit(make_task(), make_stream(rounds_per_experience=3), [SI(), stops], max_vectorized_clients=1)
     torch.testing.assert_close(dict(stops.server.client_store["0"]["SI"]), stops.kept, rtol=0, atol=0)
     assert float(stops.kept["fall.model.1.weight"].abs().max()) > 0

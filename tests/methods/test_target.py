@@ -50,7 +50,7 @@ def classifier(width=4, seed=0):
 
 
 def small(**kwargs):
-    return TARGET(**{"images": 24, "batch_size": 8, "steps": 3, "width": 4, **kwargs})
+    return TARGET(**{"num_images": 24, "batch_size": 8, "num_steps": 3, "width": 4, **kwargs})
 
 
 class Kept(Callback):
@@ -69,7 +69,7 @@ def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
     for experiences, same in ((1, True), (2, False)):
         tasks = [classifier() for _ in range(2)]
         for task, methods in zip(tasks, ([small()], []), strict=True):
-            fit(task, digits(experiences), methods, cohort_size=1)
+            fit(task, digits(experiences), methods, max_vectorized_clients=1)
         if same:
             assert_same(*tasks, 0)
         else:
@@ -79,7 +79,7 @@ def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
 
 def test_images_and_what_the_model_says_of_them_come_when_an_experience_ends(fit):
     task, kept, metrics = classifier(), Kept(), ContinualMetrics()
-    fit(task, digits(rounds=2), [small(), kept, metrics], cohort_size=1)
+    fit(task, digits(rounds=2), [small(), kept, metrics], max_vectorized_clients=1)
     assert not kept.kept[0]["images"].numel()
     images, logits = kept.kept[1]["images"], kept.kept[1]["logits"]
     assert images.shape == (24, 1, 8, 8) and torch.equal(kept.kept[2]["images"], images)
@@ -100,7 +100,7 @@ def test_images_made_to_match_statistics_are_nearer_to_those_of_the_model(fit):
     for seed, weight in product(range(3), apart):
         task, kept = classifier(seed=seed), Kept()
         made = small(images=32, batch_size=32, steps=150, statistics=weight)
-        fit(task, digits(1, seed=seed), [made, kept], cohort_size=1)
+        fit(task, digits(1, seed=seed), [made, kept], max_vectorized_clients=1)
         apart[weight] += float(with_statistics_distance(task.eval(), kept.kept[0]["images"])[1])
     assert 1.2 * apart[10.0] < apart[0.0], apart  # without: 17.2; with: 11.9
 
@@ -112,7 +112,7 @@ def test_old_classes_alone_are_distilled_softened():
     own, said, old = torch.randn(5, 4), torch.randn(5, 4), [0, 2]
     shared = {"images": torch.randn(5, 1, 8, 8), "logits": said}
     client = Client(client_round=ClientRound("0", 1, 1, num_classes=4, new_classes=(3,), old_classes=(0, 2)))
-    method = TARGET(kd=3.0)
+    method = TARGET(distillation_weight=3.0)
     client.method_state = method.prepare_client_state(client)
     step = Step(
         {}, {}, None, own, lambda state, x: x, forward_fn=lambda x: own, replay_samples=shared, replay_weight=1.0
@@ -126,7 +126,7 @@ def test_old_classes_alone_are_distilled_softened():
 def test_side_by_side_it_is_as_one_at_a_time(fit, assert_same):
     tasks = [classifier() for _ in range(2)]
     for task, size in zip(tasks, (1, 3), strict=True):
-        fit(task, digits(), [small()], cohort_size=size)
+        fit(task, digits(), [small()], max_vectorized_clients=size)
     assert_same(*tasks, 1e-4)
 
 
@@ -153,8 +153,8 @@ def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
                 drawn.append({name: value.clone() for name, value in step.replay_samples.items()})
             return super().penalty(client, step)
 
-    made = Watched(kd=3.0, images=24, batch_size=8, steps=3, width=4)
-    fit(classifier(), stream, [made, MeanOutputLoss(0.0), kept, steps], cohort_size=1)
+    made = Watched(distillation_weight=3.0, num_images=24, batch_size=8, num_steps=3, width=4)
+    fit(classifier(), stream, [made, MeanOutputLoss(0.0), kept, steps], max_vectorized_clients=1)
     old, new = (torch.tensor(sorted(group)) for group in stream.plan.tasks["0"])
     assert len(drawn) == len(steps.batches) > 3
     for kd, equal in ((3.0, True), (0.0, False)):
@@ -178,7 +178,7 @@ def test_resumed_is_uninterrupted(assert_resumes):
     def make(seed=0):
         return classifier(seed=seed)
 
-    assert_resumes(make, small, lambda: digits(rounds=2), cohort_size=1)
+    assert_resumes(make, small, lambda: digits(rounds=2), max_vectorized_clients=1)
 
 
 def test_refused(fit, make_stream, make_task):

@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import GLFC, ContinualMetrics, LwF
-from lightning_fcl.data.scenarios import ClassIncremental, Staggered
-from lightning_fcl.federation.client_speeds import Speeds
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed
+from lightning_fcl.federation.client_speeds import ClientSpeeds
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.methods.context import strip_prefix
 
@@ -47,8 +47,8 @@ def first_round(plan, experience):
 @pytest.mark.parametrize("participation", [1, 2, 1.0])
 def test_a_client_is_taught_by_the_model_before_the_experience(fit, make_stream, make_task, name, participation):
     method = METHODS[name]()
-    watch, stream = Watch(method), make_stream(clients=4, rounds_per_experience=4)
-    fit(make_task(), stream, [method, watch], participation=participation, cohort_size=1, seed=1)
+    watch, stream = Watch(method), make_stream(num_clients=4, rounds_per_experience=4)
+    fit(make_task(), stream, [method, watch], participation=participation, max_vectorized_clients=1, seed=1)
     late = 0
     for part, teacher in watch.taught:
         if part.experience_idx:
@@ -61,9 +61,9 @@ def test_a_client_is_taught_by_the_model_before_the_experience(fit, make_stream,
 @pytest.mark.parametrize("name", METHODS)
 def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, make_task, name):
     method = METHODS[name]()
-    scenario = Staggered(ClassIncremental(4, rounds_per_experience=2), delay=2)
-    watch, stream = Watch(method), make_stream(clients=4, scenario=scenario)
-    trainer = fit(make_task(), stream, [method, watch], participation=0.5, cohort_size=1, seed=0)
+    scenario = Delayed(ClassIncremental(4, rounds_per_experience=2), max_delay=2)
+    watch, stream = Watch(method), make_stream(num_clients=4, scenario=scenario)
+    trainer = fit(make_task(), stream, [method, watch], participation=0.5, max_vectorized_clients=1, seed=0)
     plan, server, copies = stream.plan, trainer.strategy.server, set()
     for part, teacher in watch.taught:
         of = plan.present(part.round_idx)[-1] if name == "GLFC" else part.experience_idx
@@ -72,14 +72,14 @@ def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, 
             assert same(teacher, watch.models[first_round(plan, of)])
     assert max(copies) > 1
     present = {name.split(".")[1] for name in server.get_section(name) if name.startswith("before.")}
-    assert present == {str(number) for number in plan.present(plan.rounds - 1) if number}
+    assert present == {str(number) for number in plan.present(plan.num_rounds - 1) if number}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_client_local_entries_of_the_teacher_are_the_clients_own(fit, make_stream, make_task, name):
     method = METHODS[name]()
-    watch, stream = Watch(method), make_stream(clients=3, rounds_per_experience=3)
-    fit(make_task(), stream, [method, watch], cohort_size=1, reductions={"model.3.*": "none"})
+    watch, stream = Watch(method), make_stream(num_clients=3, rounds_per_experience=3)
+    fit(make_task(), stream, [method, watch], max_vectorized_clients=1, reductions={"model.3.*": "local"})
     for client in stream.plan.clients:
         teachers = [teacher for part, teacher in watch.taught if part.client_id == client and part.experience_idx]
         assert all(same(teacher, teachers[0]) for teacher in teachers[1:])
@@ -93,7 +93,11 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
     for methods in ([METHODS[name]()], []):
         metrics = ContinualMetrics()
         trainer = fit(
-            make_task(), make_stream(clients=4, rounds_per_experience=4), [*methods, metrics], participation=2, seed=0
+            make_task(),
+            make_stream(num_clients=4, rounds_per_experience=4),
+            [*methods, metrics],
+            participation=2,
+            seed=0,
         )
         records.append(metrics.record)
         if methods:
@@ -111,15 +115,21 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
     assert sum(value.nbytes for n, value in server.get_section(name).items() if n.startswith("before.")) == size
     stored = {client: server.client_store.nbytes(client) for client in server.client_store}
     assert max(stored.values()) < size  # no client has a copy in the simulation, and yet each one counts it
-    for client, count in records[0]["kept_bytes"].items():
+    for client, count in records[0]["client_state_bytes"].items():
         assert count == stored.get(client, 0) + size * (client in of_teacher)
 
 
 def test_a_stale_client_is_taught_by_the_same_model(fit, make_stream, make_task):
     method = LwF(teacher="server")
-    watch, stream = Watch(method), make_stream(clients=4, rounds_per_experience=4)
-    schedule = FedBuff(Speeds(0.01, spread=1.5), buffer_size=2)
-    trainer = fit(make_task(), stream, [method, watch, metrics := ContinualMetrics()], schedule=schedule, cohort_size=1)
+    watch, stream = Watch(method), make_stream(num_clients=4, rounds_per_experience=4)
+    schedule = FedBuff(ClientSpeeds(0.01, spread=1.5), buffer_size=2)
+    trainer = fit(
+        make_task(),
+        stream,
+        [method, watch, metrics := ContinualMetrics()],
+        synchronization=schedule,
+        max_vectorized_clients=1,
+    )
     later = [teacher for part, teacher in watch.taught if part.experience_idx]
     assert all(same(teacher, watch.models[4]) for teacher in later) and len(later) == 8
     assert any(each["staleness"] for each in metrics.record["rounds"]) and trainer.current_epoch == 8
@@ -130,8 +140,8 @@ def test_vectorised_clients_are_taught_by_the_same_model(fit, make_stream, make_
     results = []
     for size in (1, 2):
         task = make_task()
-        stream = make_stream(clients=4, rounds_per_experience=3)
-        fit(task, stream, [METHODS[name]()], participation=2, cohort_size=size, seed=0)
+        stream = make_stream(num_clients=4, rounds_per_experience=3)
+        fit(task, stream, [METHODS[name]()], participation=2, max_vectorized_clients=size, seed=0)
         results.append(task)
     assert_same(*results, 1e-5)
 
@@ -152,7 +162,7 @@ def test_in_a_plain_trainer_the_teacher_is_the_model_before_the_fit(train, make_
 
 
 def test_in_a_plain_trainer_with_a_stream_it_is_that_before_the_experience(quiet, make_stream, make_task):
-    method, stream = LwF(teacher="server"), make_stream(clients=1, rounds_per_experience=3)
+    method, stream = LwF(teacher="server"), make_stream(num_clients=1, rounds_per_experience=3)
     watch = Watch(method)
     L.Trainer(max_epochs=6, callbacks=[method, watch], **quiet).fit(make_task(), datamodule=stream)
     later = [teacher for part, teacher in watch.taught if part.experience_idx == 1]

@@ -80,7 +80,7 @@ class Scaffold(Method):
         rate = client.module.optimizers().param_groups[0]["lr"]
         moved = {f"c.{n}": value - trained_state[n] for n, value in client.received_state.items() if n in trained_state}
         return {
-            n: v - client.server_state[n] + moved[n] / (client.steps * rate) for n, v in client.method_state.items()
+            n: v - client.server_state[n] + moved[n] / (client.num_steps * rate) for n, v in client.method_state.items()
         }
 
     def update_client_state(self, client, trained_state, data):
@@ -90,7 +90,7 @@ class Scaffold(Method):
 class Momentum(Method):
     """FedAvgM, Hsu et al. 2019: the server goes on where it was going."""
 
-    needs, reductions = Needs(federation_reason="it has no server"), {"*": "fixed"}
+    needs, reductions = Needs(federation_reason="it has no server"), {"*": "constant"}
 
     def init_server_state(self, module):
         return {name: torch.zeros_like(value) for name, value in module.named_parameters()}
@@ -120,8 +120,8 @@ def test_it_is_short_and_needs_nothing_else(kind):
 def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, theirs, ours, experiences, size):
     tasks = [make_task() for _ in range(3)]
     for task, callbacks in zip(tasks, ([theirs], [ours], []), strict=True):
-        options = {"local_epochs": 2, "cohort_size": size, "seed": 0, "client_weights": "uniform"}
-        fit(task, make_stream(experiences=experiences, rounds_per_experience=3), callbacks, **options)
+        options = {"local_epochs": 2, "max_vectorized_clients": size, "seed": 0, "client_weights": "uniform"}
+        fit(task, make_stream(num_experiences=experiences, rounds_per_experience=3), callbacks, **options)
     assert_same(tasks[0], tasks[1], 1e-5)
     with pytest.raises(AssertionError):
         assert_same(tasks[0], tasks[2], 1e-3)
@@ -136,16 +136,16 @@ def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, ma
             return with_prefix(trained_state, "own") if client.client_round.client_id == "1" else {}
 
     with raises(InvalidValueError, "Later"):
-        fit(make_task(), make_stream(), [Later()], cohort_size=3)
-    fit(make_task(), make_stream(), [Later()], cohort_size=1)
+        fit(make_task(), make_stream(), [Later()], max_vectorized_clients=3)
+    fit(make_task(), make_stream(), [Later()], max_vectorized_clients=1)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_turn_of_the_server_is_an_optimizer_s_step(fit, make_stream, make_task, assert_same, size):
     tasks = [make_task() for _ in range(2)]
-    fit(tasks[0], make_stream(), [Momentum()], cohort_size=size)
+    fit(tasks[0], make_stream(), [Momentum()], max_vectorized_clients=size)
     momentum = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
-    fit(tasks[1], make_stream(), cohort_size=size, server_optimizer=momentum)
+    fit(tasks[1], make_stream(), max_vectorized_clients=size, server_optimizer=momentum)
     assert_same(*tasks, 1e-6)
 
 
@@ -167,7 +167,7 @@ def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_s
         pass
 
     first, second = First(), Second()
-    fit(make_task(), make_stream(experiences=1), [Ends(), first, second], participation=1)
+    fit(make_task(), make_stream(num_experiences=1), [Ends(), first, second], participation=1)
     assert turns == ["First", "Second"] and torch.equal(second.given, first.given + 1)
     assert len(seen) == 1 and all(torch.equal(one, second.given + 1) for one in seen)
 
@@ -175,5 +175,5 @@ def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_s
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             next(pl_module.parameters()).data.fill_(torch.nan)
 
-    fit(make_task(), make_stream(experiences=1), [NaN(), First()], on_unusable_round="warn", cohort_size=1)
+    fit(make_task(), make_stream(num_experiences=1), [NaN(), First()], on_empty_round="warn", max_vectorized_clients=1)
     assert turns == ["First", "Second"]

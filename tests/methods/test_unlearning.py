@@ -30,7 +30,7 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
     stream = FederatedStream.from_arrays(
         x[chosen],
         y[chosen],
-        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds, samples_per_round=steps),
+        scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds, samples_per_round=steps),
         split=Split(test=0.0),
         client_ids=owner[chosen],
         seed=0,
@@ -40,16 +40,18 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
     order = {str(c): np.flatnonzero(owner[chosen] == c) for c in clients}
     for round_idx, current in enumerate(stream.plan.train):
         current.update({c: rows[round_idx * steps : (round_idx + 1) * steps] for c, rows in order.items()})
-    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3, share=share, symmetric=symmetric).double()
+    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3, upload=share, symmetric=symmetric).double()
     trainer = fit(task, stream, callbacks, seed=0, **kwargs)
     return task, trainer
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
-    forgotten, _ = run(fit, callbacks=[Unlearning({1: after})], cohort_size=cohort_size, symmetric=symmetric)
+def test_forgotten_is_never_seen(fit, after, max_vectorized_clients, symmetric):
+    forgotten, _ = run(
+        fit, callbacks=[Unlearning({1: after})], max_vectorized_clients=max_vectorized_clients, symmetric=symmetric
+    )
     never, _ = run(fit, clients=(0, 2, 3), symmetric=symmetric)
     everybody, _ = run(fit, symmetric=symmetric)
     assert int(forgotten.readout.n) == int(never.readout.n)
@@ -90,7 +92,7 @@ def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
     there = (owner != 1) | (
         y != 2
     )  # client 1 has nothing of the last experience, so that its part is of the one before
-    scenario = ClassIncremental(experiences=3, rounds_per_experience=2, class_order=[0, 1, 2])
+    scenario = ClassIncremental(num_experiences=3, rounds_per_experience=2, class_order=[0, 1, 2])
     stream = FederatedStream.from_arrays(
         x[there], y[there], owner[there], scenario=scenario, split=Split(test=0.0), seed=0
     )

@@ -65,7 +65,7 @@ def test_projection_is_a_convolution_of_the_map(stride, others):
 
 
 def test_block_written_out():
-    layer = shaken(ConvolutionalBlock(8, heads=2))
+    layer = shaken(ConvolutionalBlock(8, num_heads=2))
     tokens = torch.randn(3, 1 + 16, 8, dtype=torch.float64)
     normed = F.layer_norm(tokens, (8,), layer.norm1.weight, layer.norm1.bias)
     query, key, value = (part(normed, 4) for part in (layer.query, layer.key, layer.value))
@@ -82,7 +82,7 @@ def test_block_written_out():
 
 
 def test_the_last_block_computes_what_the_class_token_would_be():
-    full, last = ConvolutionalBlock(8, heads=2), ConvolutionalBlock(8, heads=2, class_only=True)
+    full, last = ConvolutionalBlock(8, num_heads=2), ConvolutionalBlock(8, num_heads=2, class_only=True)
     shaken(full)
     state = {name.replace("query.linear", "query"): value for name, value in full.state_dict().items()}
     last.double().eval().load_state_dict({name: state[name] for name in last.state_dict()})
@@ -92,7 +92,7 @@ def test_the_last_block_computes_what_the_class_token_would_be():
 
 def test_stages_halve_the_map():
     seen = []
-    model = CvTBody(32, widths=(8, 12, 16), depths=(1, 2, 2), heads=(1, 2, 4), kernels=(3, 3, 3), strides=(2, 2, 2))
+    model = CvTBody(32, widths=(8, 12, 16), depths=(1, 2, 2), num_heads=(1, 2, 4), kernels=(3, 3, 3), strides=(2, 2, 2))
     for layer in model.modules():
         if isinstance(layer, ConvolutionalBlock):
             layer.register_forward_hook(lambda _, args, out: seen.append((args[1], args[0].shape[1], out.shape[1])))
@@ -102,7 +102,7 @@ def test_stages_halve_the_map():
 
 def test_no_position_is_added():
     """Away from the borders a shifted image has shifted tokens."""
-    model = CvTBody(48, widths=(8, 8), depths=(0, 1), heads=(1, 1), kernels=(7, 3), strides=(4, 2)).eval()
+    model = CvTBody(48, widths=(8, 8), depths=(0, 1), num_heads=(1, 1), kernels=(7, 3), strides=(4, 2)).eval()
     x = torch.zeros(1, 3, 48, 48)
     x[..., 16:24, 16:24] = torch.randn(1, 3, 8, 8)
     maps, shifted = model.stages[0](x), model.stages[0](x.roll(4, dims=3))
@@ -110,7 +110,7 @@ def test_no_position_is_added():
 
 
 WRONG = {
-    "heads": ({"heads": (1, 5, 6)}, "width"),
+    "num_heads": ({"num_heads": (1, 5, 6)}, "width"),
     "stride": ({"image_size": 52}, "image_size"),
     "small": ({"image_size": 32}, "image_size"),
 }

@@ -9,17 +9,17 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.models import Decomposed, SplitViT, ViT, fcl_vit
+from lightning_fcl.models import FedWEITNet, SplitViT, ViT, create_vit
 
 
 def small(classes=6):
     torch.manual_seed(0)
-    return ViT(num_classes=classes, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+    return ViT(num_classes=classes, image_size=8, patch_size=4, width=8, depth=1, num_heads=2)
 
 
 def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
     """A network with some tasks begun, each with a knowledge base of its own and numbers far from where they begin."""
-    model = Decomposed(small(), 4, threshold=threshold)
+    model = FedWEITNet(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):
         model.start_task(torch.tensor([2 * task, 2 * task + 1]), adaptives[task])
@@ -64,7 +64,7 @@ def test_weights_are_those_of_the_equation(train):
 
 
 def test_a_past_task_has_the_weights_and_all_else_that_it_had():
-    model = Decomposed(small(), 3).eval()
+    model = FedWEITNet(small(), 3).eval()
     x = torch.randn(4, 3, 8, 8)
     model.start_task(torch.tensor([0, 1]), 1)
     model.set_adaptives([torch.randn(model.size) * 0.1])
@@ -107,13 +107,13 @@ def test_classes_that_no_task_has_are_the_present_task_s():
 
 def test_without_a_task_it_is_the_network():
     net = small()
-    model, x = Decomposed(net, 2), torch.randn(2, 3, 8, 8)
+    model, x = FedWEITNet(net, 2), torch.randn(2, 3, 8, 8)
     assert torch.equal(model(x), net(x)) and torch.equal(model.outputs_by_task(x, torch.zeros(2).long()), net(x))
     assert model.state_dict()["tasks.0.adaptive"].shape == (0,)
 
 
 def test_where_a_task_begins():
-    model = Decomposed(small(), 2)
+    model = FedWEITNet(small(), 2)
     base = model.base_vector().clone()
     model.start_task(torch.tensor([0]), 3)
     own = model.tasks[0]
@@ -125,12 +125,12 @@ def test_where_a_task_begins():
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["vit", "cait", "levit", "swin", "cvt", "t2t"])
 def test_other_transformers(name):
-    options = {"cait": {"depth": 1}, "t2t": {"depth": 1}, "vit": {"depth": 1, "width": 24, "heads": 3}}
+    options = {"cait": {"depth": 1}, "t2t": {"depth": 1}, "vit": {"depth": 1, "width": 24, "num_heads": 3}}
     torch.manual_seed(0)
-    net, x = fcl_vit(name, num_classes=4, **options.get(name, {})), torch.randn(2, 3, 32, 32)
+    net, x = create_vit(name, num_classes=4, **options.get(name, {})), torch.randn(2, 3, 32, 32)
     net(x).sum().backward()
-    learn = [name for name in Decomposed(net, 2).names if net.get_parameter(name).grad.any()]
-    model = Decomposed(net, 2)
+    learn = [name for name in FedWEITNet(net, 2).names if net.get_parameter(name).grad.any()]
+    model = FedWEITNet(net, 2)
     model.start_task(torch.tensor([0, 1]))
     model(x).sum().backward()
     pieces = model.tasks[0].adaptive.grad.split(model.sizes)
@@ -141,15 +141,15 @@ def test_other_transformers(name):
 
 
 def test_what_it_refuses():
-    with raises(InvalidValueError, "tasks"):
-        Decomposed(small(), 0)
+    with raises(InvalidValueError, "num_tasks"):
+        FedWEITNet(small(), 0)
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "threshold"):
-        Decomposed(small(), 1, threshold=-1)
+        FedWEITNet(small(), 1, threshold=-1)
     with raises(InvalidValueError, "layers"):
-        Decomposed(SplitViT(nn.Flatten(), 12, image_size=2), 1)
+        FedWEITNet(SplitViT(nn.Flatten(), 12, image_size=2), 1)
     with raises(InvalidValueError, "layers"):
-        Decomposed(nn.Sequential(nn.LayerNorm(3)), 1)
-    model = Decomposed(small(), 1)
+        FedWEITNet(nn.Sequential(nn.LayerNorm(3)), 1)
+    model = FedWEITNet(small(), 1)
     model.start_task(torch.tensor([0]))
-    with raises(InvalidValueError, "tasks", value=1):
+    with raises(InvalidValueError, "num_tasks", value=1):
         model.start_task(torch.tensor([1]))

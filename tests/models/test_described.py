@@ -13,15 +13,15 @@ from torch import nn
 
 import lightning_fcl.models
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
-from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, decomposed_vit, fcl_vit
+from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, create_vit, fedweit_vit
 from lightning_fcl.models.serialization import Serializable, build_from_config, to_plain_config, validate_arguments
 
 NETWORKS = lightning_fcl.models.__all__
 NEEDED = {
     "CvTBody": {"image_size": 64},
-    "Decomposed": {"net": MLP([4, 3, 2]), "layers": "1.*", "tasks": 2},
+    "FedWEITNet": {"net": MLP([4, 3, 2]), "layers": "1.*", "num_tasks": 2},
     "EchoStateNetwork": {"in_features": 3, "units": 7},
-    "FeatureReadout": {"network": MLP([4, 3, 2]), "outputs": 5},
+    "FeatureReadout": {"network": MLP([4, 3, 2]), "num_outputs": 5},
     "Generator": {"size": (3, 8, 8)},
     "LVTBody": {
         "image_size": 32,
@@ -29,17 +29,17 @@ NEEDED = {
         "patch_size": 4,
         "width": 12,
         "depth": 1,
-        "heads": 2,
+        "num_heads": 2,
         "mlp_ratio": 2.0,
     },
     "LoRA": {"net": MLP([4, 3, 2]), "rank": 2, "head": "3.*"},
     "MLP": {"sizes": [4, 3, 2]},
     "RandomFeatures": {"in_features": 3, "out_features": 5},
-    "ReservoirReadout": {"reservoir": EchoStateNetwork(3, units=7), "outputs": 2},
+    "ReservoirReadout": {"reservoir": EchoStateNetwork(3, units=7), "num_outputs": 2},
     "RidgeReadout": {"in_features": 3, "out_features": 2},
     "SplitViT": {"body": MLP([12, 3]), "features": 3, "image_size": 2},
     "T2TBody": {"image_size": 32, "splits": ((3, 2), (3, 2)), "token_width": 8},
-    "frozen": {"network": DSICNet(), "backbone": "float"},
+    "with_frozen_backbone": {"network": DSICNet(), "backbone": "float"},
 }
 
 
@@ -57,14 +57,14 @@ def test_every_network_is_made_again_from_its_description(name):
 
 
 def test_a_function_is_told_in_place_of_what_it_makes():
-    assert fcl_vit("deit", depth=1).init_config["init_args"] == {
+    assert create_vit("deit", depth=1).init_config["init_args"] == {
         "name": "deit",
         "image_size": 32,
         "num_classes": 100,
         "channels": 3,
         "depth": 1,
     }
-    assert decomposed_vit(2, depth=1).init_config["class_path"] == "lightning_fcl.models.decomposed_vit"
+    assert fedweit_vit(2, depth=1).init_config["class_path"] == "lightning_fcl.models.fedweit_vit"
 
 
 def test_parsers_see_the_signature_of_init():
@@ -114,7 +114,7 @@ def test_optimizers_of_torch_are_made_again(make):
             (InvalidValueError, "model.init"),
         ),
         (
-            {"class_path": "lightning_fcl.models.Decomposed", "init_args": {"net": "os.system", "tasks": 2}},
+            {"class_path": "lightning_fcl.models.FedWEITNet", "init_args": {"net": "os.system", "num_tasks": 2}},
             (InvalidValueError, "model.net"),
         ),
         (

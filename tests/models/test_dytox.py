@@ -13,7 +13,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import DyTox
 from lightning_fcl.models.lifelong_vit import TaskAttention
 
-TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "heads": 2}
+TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "num_heads": 2}
 
 
 def tiny(tasks=3, num_classes=6, **options):
@@ -63,9 +63,9 @@ def by_hand(block, token, patches):
     """One token and its patches, head by head."""
     z = torch.cat([token.expand(len(patches), 1, -1), patches], dim=1)
     normed = F.layer_norm(z, z.shape[2:], block.norm1.weight, block.norm1.bias)
-    width = z.shape[2] // block.heads
+    width = z.shape[2] // block.num_heads
     attended = []
-    for head in range(block.heads):
+    for head in range(block.num_heads):
         part = slice(head * width, (head + 1) * width)
         query = block.query(normed[:, :1])[..., part]
         key, value = block.key(normed)[..., part], block.value(normed)[..., part]
@@ -77,7 +77,7 @@ def by_hand(block, token, patches):
 
 def test_all_tokens_at_once_are_each_on_its_own():
     torch.manual_seed(0)
-    block = shaken(TaskAttention(12, heads=3)).double()
+    block = shaken(TaskAttention(12, num_heads=3)).double()
     tokens, patches = torch.randn(4, 12).double(), torch.randn(5, 7, 12).double()
     alone = torch.stack([by_hand(block, token, patches) for token in tokens], dim=1)
     torch.testing.assert_close(block(tokens, patches), alone)
@@ -140,7 +140,7 @@ def test_a_stream_tells_the_classes():
 
 WRONG = {
     "image": ({"image_size": 10}, "image_size"),
-    "heads": ({"heads": 5}, "width"),
+    "num_heads": ({"num_heads": 5}, "width"),
     "tasks": ({"tasks": 4}, "tasks"),
     "none": ({"tasks": 0}, "tasks"),
     "twice": ({"tasks": [[0, 1], [1, 2, 3, 4, 5]]}, "tasks"),
@@ -171,16 +171,22 @@ def test_a_recipe_names_it(tasks):
     assert isinstance(model, DyTox) and model.sizes == [2, 2, 2]
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_without_its_method_it_is_a_model_as_any(fit, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_without_its_method_it_is_a_model_as_any(fit, max_vectorized_clients):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 3, 8, 8)).astype(np.float32), np.arange(60) % 6
-    scenario = {"tasks": 3, "clients": 2, "rounds_per_task": 1, "classes_per_client": (2, 2), "share": (0.5, 0.5)}
+    scenario = {
+        "num_tasks": 3,
+        "num_clients": 2,
+        "rounds_per_task": 1,
+        "classes_per_client": (2, 2),
+        "sample_fraction": (0.5, 0.5),
+    }
     stream = FederatedStream.from_arrays(x, y, scenario=FedViTScenario(**scenario), batch_size=4, seed=0)
     model = tiny([[0, 3], [1, 4], [2, 5]])
     position, token = model.position.clone(), model.tokens[0].detach().clone()
     task = Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=0.1), task_incremental=True)
-    trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == cohort_size
+    trainer = fit(task, stream, max_vectorized_clients=max_vectorized_clients, seed=0)
+    assert trainer.strategy.federation.local_trainer.num_vectorized_clients == max_vectorized_clients
     assert torch.equal(model.position, position) and not model.learnt.any()
     assert not torch.equal(model.tokens[0], token)

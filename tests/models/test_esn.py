@@ -28,10 +28,10 @@ def adapted(reservoir, seed=1):
 VARIANTS = [
     {},
     {"leaking_rate": 1.0},
-    {"layers": 3, "units": 7},
+    {"num_layers": 3, "units": 7},
     {"washout": 4},
     {"bias_scaling": 0.7},
-    {"layers": 2, "washout": 3, "bias_scaling": 0.2, "input_scaling": 2.5, "spectral_radius": 1.3},
+    {"num_layers": 2, "washout": 3, "bias_scaling": 0.2, "input_scaling": 2.5, "spectral_radius": 1.3},
     {"input_connectivity": 2, "recurrent_connectivity": 0.5},
 ]
 
@@ -44,7 +44,7 @@ def test_states_are_those_of_a_plain_loop(make_reservoir, by_numpy, options, pla
         adapted(reservoir)
     expected = by_numpy.run(reservoir, x)[2][:, reservoir.washout :]
     states = reservoir(x)
-    assert states.shape == (4, 11 - reservoir.washout, reservoir.layers * reservoir.units)
+    assert states.shape == (4, 11 - reservoir.washout, reservoir.num_layers * reservoir.units)
     np.testing.assert_allclose(states.numpy(), expected, rtol=0, atol=1e-12)
     assert np.abs(expected).max() > 0.1
 
@@ -59,7 +59,7 @@ def test_single_precision_is_the_same_up_to_rounding(make_reservoir, by_numpy):
 @pytest.mark.parametrize("block", [1, 3, 4, 11, 100])
 @pytest.mark.parametrize("washout", [0, 4, 10])
 def test_states_do_not_depend_on_the_size_of_blocks(make_reservoir, monkeypatch, block, washout):
-    reservoir, x = adapted(make_reservoir(layers=2, units=6, washout=washout)), inputs()
+    reservoir, x = adapted(make_reservoir(num_layers=2, units=6, washout=washout)), inputs()
     states, directions = reservoir(x), reservoir.plasticity_gradients(x, 0.1, 0.3)
     monkeypatch.setattr(esn, "BLOCK", block)
     blocks = list(reservoir.iter_states(x))
@@ -134,7 +134,7 @@ def test_without_a_seed_the_global_generator_makes_them():
     assert one.weights_hash() == again.weights_hash() != two.weights_hash()
 
 
-@pytest.mark.parametrize("options", [{}, {"layers": 2, "washout": 2, "bias_scaling": 0.4}, {"leaking_rate": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "washout": 2, "bias_scaling": 0.4}, {"leaking_rate": 1.0}])
 def test_baked_has_the_same_states(make_reservoir, options):
     reservoir, x = adapted(make_reservoir(**options)), inputs()
     baked = reservoir.fold_plasticity()
@@ -175,7 +175,7 @@ def test_tag_of_low_precision(make_reservoir, dtype):
 
 @pytest.mark.parametrize("mu", [0.0, 0.3])
 @pytest.mark.parametrize(
-    "options", [{}, {"layers": 2, "units": 6}, {"washout": 5}, {"bias_scaling": 0.5, "leaking_rate": 1.0}]
+    "options", [{}, {"num_layers": 2, "units": 6}, {"washout": 5}, {"bias_scaling": 0.5, "leaking_rate": 1.0}]
 )
 @pytest.mark.parametrize("own", [False, True])
 def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
@@ -205,7 +205,7 @@ def test_no_graph_is_built(make_reservoir):
     [
         ({"in_features": 0}, "in_features"),
         ({"units": 0}, "units"),
-        ({"layers": 0}, "layers"),
+        ({"num_layers": 0}, "num_layers"),
         ({"washout": -1}, "washout"),
         ({"leaking_rate": 0.0}, "leaking_rate"),
         ({"leaking_rate": 1.1}, "leaking_rate"),

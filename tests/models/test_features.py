@@ -11,7 +11,7 @@ NETWORKS = {
     "one layer": (lambda: MLP([12, 5]), (3, 4)),
     "har_cnn": (lambda: HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=5), (3, 10)),
     "dsicnet": (lambda: DSICNet(5, (16, 16)), (1, 16, 16)),
-    "lvt": (lambda: LVT(5, patch_size=16, width=24, depth=1, heads=2), (3, 32, 32)),
+    "lvt": (lambda: LVT(5, patch_size=16, width=24, depth=1, num_heads=2), (3, 32, 32)),
 }
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.rounding
 
 @pytest.mark.parametrize("size", [(1, 8, 8), (3, 32, 32), (2, 9, 14), (1, 1, 1)])
 def test_images_have_the_size(size):
-    assert Generator(size, noise=5, width=2)(torch.randn(3, 5)).shape == (3, *size)
+    assert Generator(size, noise_dim=5, width=2)(torch.randn(3, 5)).shape == (3, *size)
 
 
 def two_layers():

@@ -37,11 +37,11 @@ class Uploads(Callback):
 
 @pytest.mark.parametrize("train_a", [True, False])
 def test_the_mean_of_products_is_the_product_of_means_with_a_common_a_alone(fit, make_stream, make_task, train_a):
-    rules = {} if train_a else {"model.*.a.weight": "fixed"}
+    rules = {} if train_a else {"model.*.a.weight": "constant"}
     task, uploads = make(make_task, train_a), Uploads()
     begun = copy.deepcopy(task.state_dict())
-    stream = make_stream(experiences=1, partition="dirichlet", rounds_per_experience=1)
-    fit(task, stream, [uploads], local_epochs=5, reductions=rules, cohort_size=1)
+    stream = make_stream(num_experiences=1, partition="dirichlet", rounds_per_experience=1)
+    fit(task, stream, [uploads], local_epochs=5, reductions=rules, max_vectorized_clients=1)
     after, wanted = task.state_dict(), uploads.mean(full)
     away = float((full(after) - wanted).abs().max())
     moved = float((wanted - full(begun)).abs().max())
@@ -70,7 +70,7 @@ def test_its_rank_and_scale():
 
 def test_only_b_and_the_head_travel(fit, make_stream, make_task):
     metrics = ContinualMetrics()
-    fit(make(make_task, False), make_stream(), [metrics], reductions={"model.*.a.weight": "fixed"})
+    fit(make(make_task, False), make_stream(), [metrics], reductions={"model.*.a.weight": "constant"})
     sent = metrics.record["rounds"][-1]["upload_bytes"]
     assert set(sent.values()) == {4 * (2 * 16 + 16 * 4 + 4)}
 
@@ -91,7 +91,7 @@ def test_b_of_zeros_that_does_not_learn_is_fedavg_of_the_head(fit, make_stream, 
 def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
     tasks = [make(make_task), make(make_task)]
     for task, size in zip(tasks, (1, 3), strict=True):
-        trainer = fit(task, make_stream(partition="dirichlet"), cohort_size=size)
+        trainer = fit(task, make_stream(partition="dirichlet"), max_vectorized_clients=size)
         assert trainer.strategy.federation.local_trainer.num_vectorized_clients == size
     for name, value in tasks[0].state_dict().items():
         torch.testing.assert_close(tasks[1].state_dict()[name], value, rtol=0, atol=1e-5)
@@ -99,7 +99,7 @@ def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
 
 @pytest.mark.seconds
 def test_layers_of_a_vision_transformer():
-    net = ViT(num_classes=4, image_size=32, width=24, depth=1, heads=2)
+    net = ViT(num_classes=4, image_size=32, width=24, depth=1, num_heads=2)
     x = torch.randn(2, 3, 32, 32)
     wanted = net.eval()(x)
     adapted = LoRA(net, rank=2).eval()

@@ -13,7 +13,7 @@ from lightning_fcl.models.lifelong_vit import InterTaskAttention, LVTBody, _offs
 
 def tiny(**kwargs):
     torch.manual_seed(0)
-    return LVT(**{"num_classes": 5, "patch_size": 16, "width": 24, "depth": 2, "heads": 3, **kwargs})
+    return LVT(**{"num_classes": 5, "patch_size": 16, "width": 24, "depth": 2, "num_heads": 3, **kwargs})
 
 
 def test_parameters_are_those_of_the_vit_but_for_the_keys(parameters_of):
@@ -33,7 +33,7 @@ def test_attention_with_the_input_s_own_keys_is_self_attention():
     layer, tokens, key = InterTaskAttention(24, 3, side=2), torch.randn(1, 5, 24), nn.Linear(24, 24)
     with torch.no_grad():
         layer.external_key.copy_(key(tokens)[0].unflatten(1, (3, 8)).transpose(0, 1))
-    expected = layer.output(attend(layer.query(tokens), key(tokens), layer.value(tokens), heads=3))
+    expected = layer.output(attend(layer.query(tokens), key(tokens), layer.value(tokens), num_heads=3))
     torch.testing.assert_close(layer(tokens), expected)
 
 
@@ -95,7 +95,7 @@ def test_other_sizes_and_one_image():
 @pytest.mark.parametrize(
     ("arguments", "argument"),
     [
-        ({"heads": 5}, "width"),
+        ({"num_heads": 5}, "width"),
         (
             {"image_size": 30},
             "image_size",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.models import LVT, DyTox, ViT, fcl_vit
+from lightning_fcl.models import LVT, DyTox, ViT, create_vit
 from lightning_fcl.models._layers import (
     attend,
     check_blocks,
@@ -35,12 +35,12 @@ def test_attention_head_by_head(heads):
     torch.testing.assert_close(attend(query, key, value, heads), torch.cat(wanted, dim=2))
 
 
-SMALL = {"patch_size": 16, "width": 24, "depth": 1, "heads": 2}
+SMALL = {"patch_size": 16, "width": 24, "depth": 1, "num_heads": 2}
 NETWORKS = {
     "ViT": lambda: ViT(10, **SMALL),
     "LVT": lambda: LVT(10, **SMALL),
     "DyTox": lambda: DyTox(5, 10, **SMALL),
-    "t2t": lambda: fcl_vit("t2t", depth=1),
+    "t2t": lambda: create_vit("t2t", depth=1),
 }
 
 
@@ -119,8 +119,8 @@ def test_linear_layers_are_initialised_and_no_other():
 
 
 def test_sizes_of_which_no_block_can_be_made():
-    for name, value in {"width": 0, "heads": 0, "depth": 0, "mlp_ratio": -1.0}.items():
-        options = {"width": 192, "heads": 12, "depth": 1, "mlp_ratio": 4.0, name: value}
+    for name, value in {"width": 0, "num_heads": 0, "depth": 0, "mlp_ratio": -1.0}.items():
+        options = {"width": 192, "num_heads": 12, "depth": 1, "mlp_ratio": 4.0, name: value}
         for build in (check_blocks, partial(ViT, num_classes=2), partial(LVT, num_classes=2)):
             with raises(InvalidValueError, name, value=value):
                 build(**options)

@@ -242,7 +242,7 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
         task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.05))
         before = copy.deepcopy(task.state_dict())
         stream = small_stream()
-        trainer = fit(task, stream, cohort_size=size)
+        trainer = fit(task, stream, max_vectorized_clients=size)
         assert find_padding_obstacle(task, [], trainer.strategy.federation.optimizers[0], stream) is None
         results.append(task.state_dict())
         for name, value in task.state_dict().items():

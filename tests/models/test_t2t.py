@@ -24,7 +24,7 @@ def body(width, depth, ratio):
     return module + width + depth * block + 2 * width
 
 
-@pytest.mark.parametrize("changes", [{}, {"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0}])
+@pytest.mark.parametrize("changes", [{}, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}])
 def test_parameters_by_hand(changes):
     with torch.device("meta"):
         model = T2TBody(224, **changes)
@@ -49,7 +49,7 @@ def test_soft_split_by_a_loop(kernel, stride, around):
 
 
 def test_the_module_splits_three_times():
-    model = T2TBody(16, width=6, depth=1, heads=2, splits=((3, 2), (3, 2), (3, 1)), token_width=5).eval()
+    model = T2TBody(16, width=6, depth=1, num_heads=2, splits=((3, 2), (3, 2), (3, 1)), token_width=5).eval()
     x = torch.randn(2, 3, 16, 16)
     maps = x
     for split, layer in zip(model.splits, model.transformers, strict=False):
@@ -76,7 +76,7 @@ def test_token_transformer_written_out():
 
 
 def test_without_positions_the_order_of_tokens_tells_nothing():
-    model = T2TBody(16, width=8, depth=2, heads=2, splits=((4, 4),)).eval()
+    model = T2TBody(16, width=8, depth=2, num_heads=2, splits=((4, 4),)).eval()
     rows = torch.randn(1, 3, 4, 4, 4, 4)  # 4 x 4 patches of 4 x 4
 
     def image(order):
@@ -101,14 +101,14 @@ def test_positions_are_sines_and_cosines():
 
 
 def test_positions_do_not_travel():
-    model = T2TBody(16, width=8, depth=1, heads=2, splits=((4, 4),))
+    model = T2TBody(16, width=8, depth=1, num_heads=2, splits=((4, 4),))
     assert "positions" not in model.state_dict() and "positions" in dict(model.named_buffers())
     assert model.double().positions.dtype is torch.float64
 
 
 WRONG = {
-    "heads": ({"heads": 3}, "width"),
-    "odd": ({"width": 9, "heads": 3}, "width"),
+    "num_heads": ({"num_heads": 3}, "width"),
+    "odd": ({"width": 9, "num_heads": 3}, "width"),
     "size": ({"image_size": 40}, "image_size"),
     "small": (
         {"image_size": 4},

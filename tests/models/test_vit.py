@@ -16,26 +16,26 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.federation.aggregation import state_tensors
-from lightning_fcl.models import SplitViT, ViT, fcl_vit
+from lightning_fcl.models import SplitViT, ViT, create_vit
 from lightning_fcl.models._backbones import FAMILIES, VARIANTS, LevitBody
 
 # The smallest of each family, with the positions of the whole: those depend on patches and strides alone.
 TINY = {
-    "vit": {"width": 12, "depth": 2, "heads": 3},
-    "deit": {"width": 12, "depth": 2, "heads": 3},
+    "vit": {"width": 12, "depth": 2, "num_heads": 3},
+    "deit": {"width": 12, "depth": 2, "num_heads": 3},
     "cait": {"embed_dim": 12, "depth": 2, "num_heads": 2, "init_values": 0.1},
     "pit": {"base_dims": (8, 8, 8), "depth": (1, 1, 1), "heads": (1, 2, 4)},
     "pvt": {"embed_dims": (8, 12, 16, 20), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)},
     "levit": {"embed_dim": (16, 24, 32), "key_dim": 8, "num_heads": (2, 3, 4), "depth": (1, 1, 1)},
     "swin": {"embed_dim": 8, "depths": (2, 2, 2, 1), "num_heads": (1, 2, 2, 2)},
-    "cvt": {"widths": (8, 12, 16), "depths": (1, 1, 2), "heads": (1, 2, 2)},
-    "t2t": {"width": 12, "depth": 2, "heads": 2, "token_width": 8},
+    "cvt": {"widths": (8, 12, 16), "depths": (1, 1, 2), "num_heads": (1, 2, 2)},
+    "t2t": {"width": 12, "depth": 2, "num_heads": 2, "token_width": 8},
 }
 each = pytest.mark.parametrize("name", TINY)
 
 
 def tiny(name, image_size=32, num_classes=5, **options):
-    return fcl_vit(name, image_size, num_classes, **{**TINY[name], **options})
+    return create_vit(name, image_size, num_classes, **{**TINY[name], **options})
 
 
 def shaken(model):
@@ -58,7 +58,7 @@ def test_parameters_of_the_papers_vit(parameters_of):
     assert 4 * parameters_of(model.body) == 10_766_592
     assert parameters_of(model.head) == 192 * 7 + 7 and isinstance(model.head, nn.Linear)
     assert all(f"{number:,}" in ViT.__doc__ for number in (BLOCK, parameters_of(model.body)))
-    assert parameters_of(ViT(num_classes=7, heads=3)) == parameters_of(model)
+    assert parameters_of(ViT(num_classes=7, num_heads=3)) == parameters_of(model)
     assert len(model.body.blocks) == 6 and model.body.blocks[0].attn.num_heads == 12
 
 
@@ -66,14 +66,14 @@ def test_vit_by_name_is_the_papers():
     torch.manual_seed(0)
     left = ViT(num_classes=7)
     torch.manual_seed(0)
-    right = fcl_vit("vit", num_classes=7)
+    right = create_vit("vit", num_classes=7)
     state = right.state_dict()
     assert state.keys() == left.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
 
 
 def test_vit_written_out():
-    model = shaken(ViT(width=12, heads=2, depth=1)).double().eval()
+    model = shaken(ViT(width=12, num_heads=2, depth=1)).double().eval()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     body, block = model.body, model.body.blocks[0]
     pixels, layer = F.unfold(x, 4, stride=4).transpose(1, 2), body.patch_embed.proj  # channel by channel, row by row
@@ -125,15 +125,15 @@ def test_every_variant_has_a_published_size():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_at_224_are_the_published(name, parameters_of):
     with torch.device("meta"):
-        model = fcl_vit(name, image_size=224, num_classes=1000)
+        model = create_vit(name, image_size=224, num_classes=1000)
     assert parameters_of(model) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.012)
 
 
 @each
 def test_the_documented_sizes(name, parameters_of):
-    columns = " ".join(fcl_vit.__doc__.split())
+    columns = " ".join(create_vit.__doc__.split())
     with torch.device("meta"):
-        small, large = (parameters_of(fcl_vit(name, image_size).body) for image_size in (32, 224))
+        small, large = (parameters_of(create_vit(name, image_size).body) for image_size in (32, 224))
     assert f"{name} {small:,} {large:,}" in columns
 
 
@@ -150,7 +150,7 @@ def test_the_documented_sizes(name, parameters_of):
 def test_at_224_the_parameters_are_those_of_timms_own_models(name, original):
     timm = pytest.importorskip("timm")
     with torch.device("meta"):
-        model, theirs = fcl_vit(name, 224, 1000), timm.create_model(original)
+        model, theirs = create_vit(name, 224, 1000), timm.create_model(original)
     ours = {name.removeprefix("body."): tuple(value.shape) for name, value in model.named_parameters()}
     shapes = {name.replace("head.fc.", "head."): tuple(value.shape) for name, value in theirs.named_parameters()}
     assert ours == shapes
@@ -195,7 +195,7 @@ def test_every_attention_has_several_keys_at_32(name, monkeypatch):
 
 @each
 def test_shapes_at_32(name):
-    model = fcl_vit(name, num_classes=7).eval()
+    model = create_vit(name, num_classes=7).eval()
     x = torch.randn(2, 3, 32, 32)
     features = model.body(x)
     assert features.shape == (2, model.features) and torch.isfinite(features).all()
@@ -206,7 +206,7 @@ def test_shapes_at_32(name):
 
 @each
 def test_shapes_at_224(name):
-    model = fcl_vit(name, image_size=224, num_classes=7).eval()
+    model = create_vit(name, image_size=224, num_classes=7).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 3, 224, 224)).shape == (1, 7)
 
@@ -331,7 +331,7 @@ def test_a_cohort_is_one_by_one(fit, name):
         stream = FederatedStream.from_arrays(
             *images(), scenario=ClassIncremental(1), partition=IID(2), batch_size=4, seed=0
         )
-        fit(task, stream, max_epochs=1, seed=0, cohort_size=cohort)
+        fit(task, stream, max_epochs=1, seed=0, max_vectorized_clients=cohort)
         states.append(task.state_dict())
     for key, value in states[0].items():
         torch.testing.assert_close(value, states[1][key], rtol=0, atol=1e-5)
@@ -341,7 +341,7 @@ def test_a_recipe_names_it():
     parser = ArgumentParser()
     parser.add_subclass_arguments(Classifier, "model")
     network = {
-        "class_path": "lightning_fcl.models.fcl_vit",
+        "class_path": "lightning_fcl.models.create_vit",
         "init_args": {"name": "t2t", "num_classes": 7},
         "dict_kwargs": {"depth": 1},
     }
@@ -354,7 +354,7 @@ def test_a_recipe_names_it():
 @pytest.mark.parametrize("name", ["deit-tiny", "DeiT_Tiny", "deit"])
 def test_spellings(name, parameters_of):
     with torch.device("meta"):
-        assert parameters_of(fcl_vit(name, 224, 1000)) == 5_717_416
+        assert parameters_of(create_vit(name, 224, 1000)) == 5_717_416
 
 
 WRONG = {
@@ -363,7 +363,7 @@ WRONG = {
     "classes": (("vit",), {"num_classes": 0}, (InvalidValueError, "num_classes")),
     "option": (("deit",), {"depht": 3}, (UnknownNameError, "depht")),
     "timm's": (("swin",), {"img_size": 3}, (UnknownNameError, "img_size")),
-    "heads": (("vit",), {"heads": 7}, (InvalidValueError, "width")),
+    "num_heads": (("vit",), {"num_heads": 7}, (InvalidValueError, "width")),
     "vit": (
         ("vit", 30),
         {},
@@ -382,7 +382,7 @@ WRONG = {
 def test_wrong_arguments(case):
     positional, options, expected = WRONG[case]
     with raises(*expected), torch.device("meta"):
-        fcl_vit(*positional, **options)
+        create_vit(*positional, **options)
 
 
 @each

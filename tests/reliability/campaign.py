@@ -228,8 +228,8 @@ def small_recipe(folder: Path) -> list[str]:
     content = {
         "trainer": {"max_epochs": 4, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
         "data": {
-            "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 2}},
-            "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+            "scenario": {"init_args": {"num_experiences": 2, "rounds_per_experience": 2}},
+            "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
             "split": {"validation": 0.2},
         },
     }

@@ -23,8 +23,8 @@ def changed_recipe(callbacks: list[dict[str, Any]], **strategy: object) -> dict[
     del recipe["out"]
     recipe["trainer"] |= {"max_epochs": 2, "enable_progress_bar": False, "callbacks": callbacks}
     recipe["trainer"]["strategy"]["init_args"] = {"local_epochs": 1, **strategy}
-    recipe["data"]["scenario"]["init_args"] = {"experiences": 2, "rounds_per_experience": 1}
-    recipe["data"]["partition"]["init_args"] = {"clients": 3}
+    recipe["data"]["scenario"]["init_args"] = {"num_experiences": 2, "rounds_per_experience": 1}
+    recipe["data"]["partition"]["init_args"] = {"num_clients": 3}
     return recipe
 
 
@@ -34,11 +34,11 @@ def _method(name: str, **arguments: object) -> dict[str, Any]:
 
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}}
 RECIPES = [
-    changed_recipe([_method("FLwF2T", alpha=0.5, beta=0.2), _method("Replay", max_size=50)]),
+    changed_recipe([_method("FLwF2T", alpha=0.5, beta=0.2), _method("Replay", memory_size=50)]),
     changed_recipe([_method("EWC"), _method("FedProx", mu=0.1)], participation=0.7, client_store="disk"),
-    changed_recipe([_method("GEM")], reductions={"model.3.*": "none"}),
-    changed_recipe([_method("DERpp", max_size=30)], server_optimizer=ADAM, client_weights="uniform"),
-    changed_recipe([_method("ICaRL"), _method("ContinualMetrics")], cohort_size=2, seed=3),
+    changed_recipe([_method("GEM")], reductions={"model.3.*": "local"}),
+    changed_recipe([_method("DERpp", memory_size=30)], server_optimizer=ADAM, client_weights="uniform"),
+    changed_recipe([_method("ICaRL"), _method("ContinualMetrics")], max_vectorized_clients=2, seed=3),
 ]
 MORE = (
     *("accelerator", "accumulate_grad_batches", "barebones", "batch_size", "callbacks", "check_val_every_n_epoch"),

@@ -57,7 +57,7 @@ def uploads(fit):
     def run(make, clients, **kwargs):
         torch.manual_seed(0)
         watch = Uploads()
-        fit(make(), stream_of(clients), [watch], seed=0, **{"local_epochs": 2, "cohort_size": 1, **kwargs})
+        fit(make(), stream_of(clients), [watch], seed=0, **{"local_epochs": 2, "max_vectorized_clients": 1, **kwargs})
         return watch.of
 
     return run
@@ -293,20 +293,20 @@ def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
             return torch.optim.LBFGS(self.parameters(), lr=0.1)
 
     assert same(uploads(Lbfgs, "b")["b"], uploads(Lbfgs, "ab")["b"])
-    with raises(InvalidValueError, "keep_optimizer"):
-        uploads(Lbfgs, "b", keep_optimizer=True)
+    with raises(InvalidValueError, "keep_optimizer_state"):
+        uploads(Lbfgs, "b", keep_optimizer_state=True)
 
 
 # The optimizer's groups.
 
 
 @pytest.mark.may(
-    "go on with each client's optimizer (`keep_optimizer=True`)", "its state and its groups are kept whole"
+    "go on with each client's optimizer (`keep_optimizer_state=True`)", "its state and its groups are kept whole"
 )
 def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     def kept(keep):
         stream = stream_of("ab", rounds=2)
-        trainer = fit(KeepsInGroups(), stream, keep_optimizer=keep, cohort_size=1, seed=0)
+        trainer = fit(KeepsInGroups(), stream, keep_optimizer_state=keep, max_vectorized_clients=1, seed=0)
         return {client: dict(trainer.strategy.server.client_store[client]).get("optimizer", {}) for client in "ab"}
 
     for memory in kept(True).values():
@@ -317,7 +317,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
 
 
 @pytest.mark.may(
-    "keep an optimizer that gathers lists, such as LBFGS (`keep_optimizer=True`)",
+    "keep an optimizer that gathers lists, such as LBFGS (`keep_optimizer_state=True`)",
     "refused: tensors and numbers can be kept",
 )
 def test_an_optimizer_that_keeps_something_else_is_named(fit):
@@ -332,8 +332,8 @@ def test_an_optimizer_that_keeps_something_else_is_named(fit):
         def configure_optimizers(self):
             return Lists(self.parameters(), lr=0.1)
 
-    with raises(InvalidValueError, "keep_optimizer"):
-        fit(Listing(), stream_of("ab"), keep_optimizer=True, cohort_size=1)
+    with raises(InvalidValueError, "keep_optimizer_state"):
+        fit(Listing(), stream_of("ab"), keep_optimizer_state=True, max_vectorized_clients=1)
 
 
 @pytest.mark.may(
@@ -354,7 +354,7 @@ def test_schedules_by_round_stay(fit, by_hand):
                 self.lr_schedulers().step()
 
     task = Scheduled()
-    trainer = fit(task, stream_of("abc", rounds=3), cohort_size=1)
+    trainer = fit(task, stream_of("abc", rounds=3), max_vectorized_clients=1)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
     assert task.optimizers().param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
 
@@ -417,7 +417,7 @@ def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathere
             pl_module.rounds += 1
 
     task, stream = Gathers(), stream_of("abc", rounds=2, validation=["c"])
-    fit(task, stream, [Counts()], cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    fit(task, stream, [Counts()], max_vectorized_clients=1, trainer_args={"num_sanity_val_steps": 0})
     samples = [sum(map(len, current.values())) for current in stream.plan.train]
     batches = [sum(-(-len(rows) // 8) for rows in current.values()) for current in stream.plan.train]
     assert task.seen == list(zip(batches, samples, strict=True)) and task.rounds == 2
@@ -454,7 +454,12 @@ class EndsRounds(Base):
 @pytest.mark.may("change attributes in `on_train_epoch_end`", "the next round's clients begin with that")
 def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
     task = EndsRounds()
-    fit(task, stream_of("abc", rounds=3, validation=["c"]), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    fit(
+        task,
+        stream_of("abc", rounds=3, validation=["c"]),
+        max_vectorized_clients=1,
+        trainer_args={"num_sanity_val_steps": 0},
+    )
     assert task.begins == [
         *2 * [(1.0, 0, 0.0, 0.0)],
         *2 * [(0.5, -1, 10.0, 100.0)],
@@ -468,8 +473,8 @@ def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp
         torch.manual_seed(0)
         task, by_hand = Gathers(), AccumulatesByHand()
         options = {"trainer_args": {"enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 0}, "seed": 0}
-        fit(task, stream_of("abc", rounds=2, validation=["c"]), callbacks, cohort_size=1, **options)
-        fit(by_hand, stream_of("ab"), callbacks, cohort_size=1, **options)
+        fit(task, stream_of("abc", rounds=2, validation=["c"]), callbacks, max_vectorized_clients=1, **options)
+        fit(by_hand, stream_of("ab"), callbacks, max_vectorized_clients=1, **options)
         return task.state_dict(), by_hand.state_dict()
 
     class Each(Callback):
@@ -488,7 +493,7 @@ def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
 
     task = Attributes()
     with pytest.raises(ValueError, match="enough"):
-        fit(task, stream_of("abc"), [Stop()], cohort_size=1)
+        fit(task, stream_of("abc"), [Stop()], max_vectorized_clients=1)
     assert task.average == 0.0 and not hasattr(task, "first") and not task.kinds["seen"] and not task.recent
     assert len(task.losses) == 6  # a record
 
@@ -499,7 +504,7 @@ def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
         return Attributes()
 
     whole, cut, rest = tasks(), tasks(), tasks()
-    options = {"cohort_size": 1, "seed": 0}
+    options = {"max_vectorized_clients": 1, "seed": 0}
     fit(whole, stream_of("abc", rounds=2), **options)
     saving = {**options, "trainer_args": {"enable_checkpointing": True}}
     fit(cut, stream_of("abc", rounds=2), [ModelCheckpoint(tmp_path, "last")], max_epochs=1, **saving)
@@ -519,7 +524,7 @@ def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
         def loss(self, x, y):
             return super().loss(x, y) * next(self.values)
 
-    fit(Iterates(), stream_of("ab", rounds=2), cohort_size=1)
+    fit(Iterates(), stream_of("ab", rounds=2), max_vectorized_clients=1)
     message = "Clients find `values` of `Iterates` as those before have left it, if training changes it"
     assert caplog.text.count(message) == 1
 
@@ -542,7 +547,7 @@ def test_steps_and_hooks_count_the_client_s_batches(fit):
         def on_train_batch_start(self, batch, batch_idx):
             hooks.append((batch_idx, self.global_step))
 
-    fit(Counts(), stream_of("ab"), cohort_size=1, local_epochs=2)
+    fit(Counts(), stream_of("ab"), max_vectorized_clients=1, local_epochs=2)
     assert steps == [*range(8), *range(8)] and hooks == [(n, n) for n in steps]
 
 
@@ -629,10 +634,12 @@ class Positions(nn.Linear):
     [(lambda: Averages(True), False), (lambda: Averages(False), False), (Recomputes, False), (Positions, True)],
 )
 def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_side):
-    def uploads(clients, cohort_size):
+    def uploads(clients, max_vectorized_clients):
         torch.manual_seed(0)
         watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))
-        trainer = fit(task, stream_of(clients), [watch], seed=0, local_epochs=2, cohort_size=cohort_size)
+        trainer = fit(
+            task, stream_of(clients), [watch], seed=0, local_epochs=2, max_vectorized_clients=max_vectorized_clients
+        )
         return watch.of, trainer.strategy.federation.local_trainer.num_vectorized_clients
 
     (alone, _), (among, number) = uploads("b", 1), uploads("abc", "auto")

@@ -138,7 +138,9 @@ def test_hooks_count_as_in_a_plain_trainer_with_the_client_s_data(fit, automatic
         seen.clear()
     # The plain Trainer steps the schedule a little later: after `processed`, which is not compared, has been counted.
     options = {"accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0}
-    trainer = fit(kind(automatic), stream_of("abc"), [callback()], trainer_args=options, cohort_size=1, max_epochs=1)
+    trainer = fit(
+        kind(automatic), stream_of("abc"), [callback()], trainer_args=options, max_vectorized_clients=1, max_epochs=1
+    )
     assert len(seen) == len(expected) > 100
     assert seen == expected
     assert trainer.global_step == 7 + 5 + 1 and not TRAINING
@@ -168,7 +170,7 @@ def uploads(fit):
             make(),
             stream_of(clients),
             [*callbacks, watch],
-            **{"seed": 0, "cohort_size": 1, "local_epochs": 2, **kwargs},
+            **{"seed": 0, "max_vectorized_clients": 1, "local_epochs": 2, **kwargs},
         )
         return watch.of
 
@@ -296,7 +298,10 @@ class EndsGently(Callback):
     ],
 )
 def test_so_it_does_in_what_modules_do_by_counters(uploads, make, callbacks, accumulate):
-    options = {"trainer_args": {"accumulate_grad_batches": accumulate}, "cohort_size": "auto" if callbacks else 1}
+    options = {
+        "trainer_args": {"accumulate_grad_batches": accumulate},
+        "max_vectorized_clients": "auto" if callbacks else 1,
+    }
     found = [uploads(make, clients, [made() for made in callbacks], **options) for clients in ("b", "ab", "cab")]
     assert same(found[0]["b"], found[1]["b"]) and same(found[0]["b"], found[2]["b"])
     assert same(found[1]["a"], found[2]["a"]) and not same(found[1]["a"], found[1]["b"])
@@ -338,7 +343,7 @@ class CountsInLoss(Classifier):
 def test_clients_of_one_step_share_the_counters_of_each(fit, uploads, make, accumulate):
     options = {"trainer_args": {"accumulate_grad_batches": accumulate}}
     alone = {client: uploads(make, client, **options)[client] for client in "abc"}
-    together = uploads(make, "abc", cohort_size=3, **options)
+    together = uploads(make, "abc", max_vectorized_clients=3, **options)
     for client in "abc":
         torch.testing.assert_close(together[client], alone[client], rtol=1e-5, atol=1e-6)
     watch = Uploads()
@@ -364,7 +369,7 @@ def test_clients_whose_training_depends_on_their_number_of_batches_train_one_at_
 
     make = InStep if base is CountsInStep else InLoss
     assert fit(make(), stream_of("abc")).strategy.num_vectorized_clients == 1
-    alone, after = (uploads(make, clients, cohort_size="auto")["b"] for clients in ("b", "ab"))
+    alone, after = (uploads(make, clients, max_vectorized_clients="auto")["b"] for clients in ("b", "ab"))
     assert same(alone, after)
 
 
@@ -413,7 +418,7 @@ def test_lightning_counts_over_all_clients(fit, tmp_path):
     bar, saves = Bar(), Saves(tmp_path)
     arguments = {"enable_checkpointing": True, "enable_progress_bar": True}
     callbacks = [bar, saves, ModelCheckpoint(tmp_path, "{step}")]
-    fit(Base(), stream_of("abc"), callbacks, trainer_args=arguments, cohort_size=1, max_epochs=1)
+    fit(Base(), stream_of("abc"), callbacks, trainer_args=arguments, max_vectorized_clients=1, max_epochs=1)
     assert (tmp_path / "step=13.ckpt").exists()
     assert bar.seen == [(n, n + 1, 13, n == 12) for n in range(13)]
     assert saves.outside == [(0, 13), (13, 13)]
@@ -431,7 +436,10 @@ def test_an_error_in_a_client_s_hook_leaves_the_counters_of_the_round_before(fit
 
     stops = type("Stops", (Callback,), {hook: fail})()
     trainer = L.Trainer(
-        strategy=FederatedStrategy(cohort_size=1, seed=0), callbacks=[stops], **quiet, accumulate_grad_batches=2
+        strategy=FederatedStrategy(max_vectorized_clients=1, seed=0),
+        callbacks=[stops],
+        **quiet,
+        accumulate_grad_batches=2,
     )
     with pytest.raises(RuntimeError, match="enough"):
         trainer.fit(Base(), datamodule=stream_of("ab", rounds=2))
@@ -453,7 +461,7 @@ def test_another_trainer_in_a_client_s_hook_has_counters_of_its_own(fit):
                 plain_fit(Inner(), "b", [], 1)
                 assert trainer.global_step == batch_idx + 1
 
-    fit(Base(), stream_of("ab"), [Trains()], cohort_size=1)
+    fit(Base(), stream_of("ab"), [Trains()], max_vectorized_clients=1)
     assert found == 2 * [(n, n) for n in range(5)]
 
 
@@ -488,7 +496,7 @@ class ByHand(Base):
 )
 @pytest.mark.parametrize("clients", ["abc", "cba"])
 def test_a_schedule_that_steps_with_last_batches_alone_is_by_round(fit, when, rate, clients):
-    trainer = fit(ByHand(when), stream_of(clients, rounds=3), cohort_size=1)
+    trainer = fit(ByHand(when), stream_of(clients, rounds=3), max_vectorized_clients=1)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
 
 
@@ -514,7 +522,7 @@ class SetsRates(Base):
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_rate_that_a_client_s_last_hook_sets_is_no_other_client_s(fit, automatic):
     task = SetsRates(automatic)
-    fit(task, stream_of("abc", rounds=3), cohort_size=1)
+    fit(task, stream_of("abc", rounds=3), max_vectorized_clients=1)
     assert task.begins == pytest.approx([0.1] * 3 + [0.2] * 3 + [0.4] * 3)
 
 
@@ -526,5 +534,5 @@ def test_a_schedule_may_step_with_the_last_batch_in_a_hook(fit, hook):
                 self.lr_schedulers().step()
 
     task = InAHook(lambda trainer, _: hook == "training_step" and trainer.is_last_batch)
-    trainer = fit(task, stream_of("abc", rounds=3), cohort_size=1)
+    trainer = fit(task, stream_of("abc", rounds=3), max_vectorized_clients=1)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)

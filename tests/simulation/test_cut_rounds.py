@@ -14,14 +14,14 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import TopK
 
-STREAM = {"clients": 4, "rounds_per_experience": 2}
+STREAM = {"num_clients": 4, "rounds_per_experience": 2}
 OPTIONS = {
     "plain": ({}, list),
     "a method's memory": ({}, lambda: [EWC(5.0)]),
     "remembered samples": ({}, lambda: [Replay(9)]),
-    "on disk": ({"client_store": "disk", "keep_optimizer": True}, lambda: [Replay(9)]),
-    "optimizers": ({"keep_optimizer": True}, list),
-    "own entries": ({"reductions": {"model.3.*": "none"}}, list),
+    "on disk": ({"client_store": "disk", "keep_optimizer_state": True}, lambda: [Replay(9)]),
+    "optimizers": ({"keep_optimizer_state": True}, list),
+    "own entries": ({"reductions": {"model.3.*": "local"}}, list),
     "what compression leaves over": ({"compression": TopK(0.2)}, list),
 }
 
@@ -63,11 +63,11 @@ def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tm
     stopped, two, whole, again = (make_task() for _ in range(4))
     stop = Stop(lambda trainer: setattr(trainer, "should_stop", True))
     saving, kept = ModelCheckpoint(tmp_path, save_last=True), {"enable_checkpointing": True}
-    trainer = fit(stopped, make_stream(**STREAM), [stop, saving], trainer_args=kept, cohort_size=1)
-    fit(two, make_stream(**STREAM), max_epochs=2, cohort_size=1)
+    trainer = fit(stopped, make_stream(**STREAM), [stop, saving], trainer_args=kept, max_vectorized_clients=1)
+    fit(two, make_stream(**STREAM), max_epochs=2, max_vectorized_clients=1)
     assert trainer.current_epoch == 2 and equal(stopped, two) and not trainer.fit_loop.min_epochs
-    fit(whole, make_stream(**STREAM), cohort_size=1)
-    fit(again, make_stream(**STREAM), ckpt_path=tmp_path / "last.ckpt", cohort_size=1)
+    fit(whole, make_stream(**STREAM), max_vectorized_clients=1)
+    fit(again, make_stream(**STREAM), ckpt_path=tmp_path / "last.ckpt", max_vectorized_clients=1)
     assert equal(again, whole)
 
 
@@ -86,10 +86,10 @@ def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
 def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, make_task, quiet, tmp_path, kind, act):
     options, methods = OPTIONS[kind]
     whole, cut, again = (make_task(momentum) for _ in range(3))
-    fit(whole, make_stream(**STREAM), methods(), cohort_size=1, **options)
+    fit(whole, make_stream(**STREAM), methods(), max_vectorized_clients=1, **options)
     saving = OnExceptionCheckpoint(tmp_path, "cut")
     trainer = L.Trainer(
-        strategy=FederatedStrategy(cohort_size=1, **options),
+        strategy=FederatedStrategy(max_vectorized_clients=1, **options),
         max_epochs=4,
         callbacks=[*methods(), Stop(act), saving],
         **{**quiet, "enable_checkpointing": True},
@@ -99,7 +99,7 @@ def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, ma
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     for name in ("after.ckpt", *(["cut.ckpt"] if act is fail else [])):
         again = make_task(momentum)
-        fit(again, make_stream(**STREAM), methods(), ckpt_path=tmp_path / name, cohort_size=1, **options)
+        fit(again, make_stream(**STREAM), methods(), ckpt_path=tmp_path / name, max_vectorized_clients=1, **options)
         assert equal(again, whole)
     trainer.fit(cut, datamodule=trainer.datamodule)  # the same Trainer goes on as well
     assert equal(cut, whole)
@@ -124,7 +124,7 @@ def test_a_module_that_ends_an_epoch_by_its_batch_hook_is_told(fit, make_stream,
     task = make_task()
     task.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None
     with raises(InvalidValueError, "on_train_batch_start"):
-        fit(task, make_stream(**STREAM), cohort_size=1)
+        fit(task, make_stream(**STREAM), max_vectorized_clients=1)
 
 
 @pytest.mark.parametrize("often", [{"every_n_train_steps": 5}, {"train_time_interval": timedelta(minutes=1)}])

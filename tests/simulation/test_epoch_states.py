@@ -247,20 +247,22 @@ def check_by_hand(found, stream, epochs):
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("kind", "callback", "cohort_size"),
+    ("kind", "callback", "max_vectorized_clients"),
     [
         pytest.param(Network, Batches, 1, marks=pytest.mark.long),
         (Network, Clients, 2),
         pytest.param(Nested, Batches, 1, marks=pytest.mark.rounding),  # `Nested` has all metrics of `Network`
     ],
 )
-def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, callback, cohort_size):
+def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, callback, max_vectorized_clients):
     """Each of six unequal clients counts once, on every process, in the order of the clients."""
     found = []
     for number in (1, 2, 3):
-        stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
-        everywhere, trainer = seen(number, kind(), stream, callback, cohort_size=cohort_size, local_epochs=2)
-        assert trainer.strategy.num_vectorized_clients == cohort_size or number > 1
+        stream = make_stream(partition="dirichlet", num_clients=6, num_experiences=2, rounds_per_experience=2)
+        everywhere, trainer = seen(
+            number, kind(), stream, callback, max_vectorized_clients=max_vectorized_clients, local_epochs=2
+        )
+        assert trainer.strategy.num_vectorized_clients == max_vectorized_clients or number > 1
         for other in everywhere[1:]:
             check_close(other, everywhere[0])
         check_by_hand(everywhere[0], stream, epochs=2)
@@ -296,8 +298,10 @@ def test_epoch_states_validation_counts_once(seen, make_stream):
     """Validation runs on every process, and finds the training samples of all clients."""
     found = []
     for number in (1, 3):
-        stream = make_stream(clients=3, rounds_per_experience=2, validation=0.2)
-        everywhere, _ = seen(number, Validated(), stream, arguments={"num_sanity_val_steps": 0}, cohort_size=1)
+        stream = make_stream(num_clients=3, rounds_per_experience=2, validation=0.2)
+        everywhere, _ = seen(
+            number, Validated(), stream, arguments={"num_sanity_val_steps": 0}, max_vectorized_clients=1
+        )
         for noted, clients in zip(everywhere[-1], trained(stream), strict=True):
             training = sum(len(y) for _, y in clients.values())
             assert float(noted["module"]["training"]) == training < float(noted["module"]["both"])
@@ -309,8 +313,11 @@ def test_epoch_states_validation_counts_once(seen, make_stream):
 @pytest.mark.seconds
 def test_epoch_states_include_a_process_without_clients(seen, make_stream):
     """The third process trains nobody in the second round, and has the metrics of the two other clients."""
-    swarm = Swarm(leaves={"1": 1})
-    found = [seen(number, Nested(), make_stream(clients=3), cohort_size=1, swarm=swarm)[0] for number in (1, 3)]
+    swarm = Swarm(leaves_at={"1": 1})
+    found = [
+        seen(number, Nested(), make_stream(num_clients=3), max_vectorized_clients=1, swarm=swarm)[0]
+        for number in (1, 3)
+    ]
     for everywhere in found[1]:
         check_close(everywhere, found[0][0])
 
@@ -364,8 +371,8 @@ def test_epoch_states_that_cannot_be_merged_are_named_once(seen, make_stream, tm
     for number in (1, 2):
         handler = logging.FileHandler(tmp_path / f"{number}.log")
         logging.getLogger("lightning_fcl").addHandler(handler)
-        stream = make_stream(clients=6, rounds_per_experience=2, batch_size=8)
-        found.append(seen(number, Network(), stream, Strange, cohort_size=1)[0])
+        stream = make_stream(num_clients=6, rounds_per_experience=2, batch_size=8)
+        found.append(seen(number, Network(), stream, Strange, max_vectorized_clients=1)[0])
         logging.getLogger("lightning_fcl").removeHandler(handler)
         handler.close()
         said = (tmp_path / f"{number}.log").read_text()

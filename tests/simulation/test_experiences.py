@@ -25,7 +25,7 @@ from lightning_fcl.callbacks import (
     Replay,
 )
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, Online, Staggered
+from lightning_fcl.data.scenarios import ClassIncremental, Delayed, Online
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.context import strip_prefix
@@ -51,7 +51,7 @@ STREAMS = {
     "same samples": {},
     "samples_per_round": {"samples_per_round": 4},
     "Online": {"wrap": Online},
-    "Staggered": {"wrap": lambda of: Staggered(of, delay=1)},
+    "Delayed": {"wrap": lambda of: Delayed(of, max_delay=1)},
     "seen": {"history": "seen"},
 }
 
@@ -91,7 +91,7 @@ def numbers_in(stream, client, rounds):
 def rounds_of(trainer, stream, client):
     """Return the rounds in which a client was sampled."""
     drawn = trainer.strategy.federation.participation.expected_clients
-    return [round_idx for round_idx in range(stream.plan.rounds) if client in drawn(stream.plan, round_idx)]
+    return [round_idx for round_idx in range(stream.plan.num_rounds) if client in drawn(stream.plan, round_idx)]
 
 
 @pytest.mark.seconds
@@ -99,7 +99,7 @@ def rounds_of(trainer, stream, client):
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_client_keeps_each_sample_that_it_trained_on_once(fit, make, make_task, name, kind, participation):
-    if name == "FedCBDR" and kind == "Staggered" and participation < 1:
+    if name == "FedCBDR" and kind == "Delayed" and participation < 1:
         pytest.skip("rejected: see test_experience_sums_need_clients_that_enter_together")
     stream = make(**STREAMS[kind])
     trainer = fit(small(make_task), stream, [SAMPLES[name]()], participation=participation, local_epochs=1)
@@ -197,7 +197,7 @@ def test_client_whose_last_upload_is_dropped_keeps_the_experience(fit, make, mak
         small(make_task),
         stream,
         [Replay(1000), Diverge(*rounds)],
-        cohort_size=1,
+        max_vectorized_clients=1,
         max_epochs=ROUNDS,
         participation=participation,
         local_epochs=1,
@@ -234,7 +234,7 @@ class Own(Callback):
 def test_server_has_the_moments_of_all_samples_that_clients_trained_on(fit, make, make_task, participation, kind):
     stream, own = make(**STREAMS[kind]), Own()
     task = make_task()
-    trainer = fit(task, stream, [CCVR(samples=8), own], participation=participation, local_epochs=1)
+    trainer = fit(task, stream, [CCVR(num_samples=8), own], participation=participation, local_epochs=1)
     latest = {}
     for (client, round_idx), state in own.states.items():  # in the order of the rounds
         key = (client, round_idx) if kind == "Online" else (client, stream.plan.experiences[client][round_idx])
@@ -267,15 +267,15 @@ def test_sums_and_counts_have_each_sample_once(fit, make, make_task, kind, parti
 
 
 def test_experience_sums_need_clients_that_enter_together(fit, make, make_task):
-    stream = make(**STREAMS["Staggered"])
-    for method in (CCVR(samples=8), FedCBDR(), FOT()):
+    stream = make(**STREAMS["Delayed"])
+    for method in (CCVR(num_samples=8), FedCBDR(), FOT()):
         with raises(InvalidValueError, "participation"):
             fit(make_task(), stream, [method], participation=0.5)
-    fit(make_task(), stream, [CCVR(samples=8)], local_epochs=1)
+    fit(make_task(), stream, [CCVR(num_samples=8)], local_epochs=1)
 
 
 @pytest.mark.parametrize(
-    "method", [EWC, lambda: Replay(20), lambda: CCVR(samples=8), lambda: Replay(20, update="round")]
+    "method", [EWC, lambda: Replay(20), lambda: CCVR(num_samples=8), lambda: Replay(20, update="round")]
 )
 def test_resumed_fit_has_the_same_results(fit, make, make_task, tmp_path, method):
     options = {"participation": 0.5, "local_epochs": 1}

@@ -113,7 +113,7 @@ class Sums(Gaussian):
 @pytest.mark.parametrize(("kind", "name"), [(Gaussian, "embeddings"), (Bank, "bank.rows")])
 def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, name):
     task = kind()
-    fit(task, stream_of(), cohort_size=1)
+    fit(task, stream_of(), max_vectorized_clients=1)
     assert caplog.text.count(MESSAGE.format(name)) == 1
     assert 'whose reduction is "sum"' in caplog.text
     assert len(task.embeddings) == 12 if kind is Gaussian else task.memory.shape == (2, 5)
@@ -121,14 +121,14 @@ def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, nam
 
 @pytest.mark.parametrize("kind", [Losses, Sums])
 def test_values_that_do_not_become_state_are_not_named(fit, caplog, kind):
-    fit(kind(), stream_of(), cohort_size=1)
+    fit(kind(), stream_of(), max_vectorized_clients=1)
     assert "at the end of a round" not in caplog.text
 
 
 def test_sums_in_buffers_give_what_gathered_values_give(fit):
     gathered, summed, stream = Gaussian(), Sums(), stream_of()
-    fit(gathered, stream_of(1), cohort_size=1, seed=0)
-    trainer = fit(summed, stream, cohort_size=1, seed=0)
+    fit(gathered, stream_of(1), max_vectorized_clients=1, seed=0)
+    trainer = fit(summed, stream, max_vectorized_clients=1, seed=0)
     expected = gathered.body(stream.get_samples(np.arange(48))[0]).mean(0)
     torch.testing.assert_close(gathered.mean, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(summed.mean, expected, rtol=1e-5, atol=1e-6)

@@ -25,8 +25,8 @@ FILE = Path(__file__).with_name("golden.json")
 
 
 def digits():
-    scenario = ClassIncremental(experiences=2, rounds_per_experience=2)
-    return FederatedStream("digits", scenario, Dirichlet(clients=6), batch_size=16, seed=0)
+    scenario = ClassIncremental(num_experiences=2, rounds_per_experience=2)
+    return FederatedStream("digits", scenario, Dirichlet(num_clients=6), batch_size=16, seed=0)
 
 
 def stream_of(x, y, owner):
@@ -69,7 +69,7 @@ RUNS = {
     ),
     "DER++": (mlp, digits, [DERpp(30, batch_size=8)], {}),
     "GEM with a head of one's own": (
-        mlp, digits, [GEM(5)], {"reductions": {"model.3.*": "none"}}
+        mlp, digits, [GEM(5)], {"reductions": {"model.3.*": "local"}}
     ),
     "a median": (mlp, digits, [], {"reductions": {"*": "median"}}),
     "HAR-CNN": (lambda: HARClassifier("4-8C_2M_16D"), windows, [], {}),

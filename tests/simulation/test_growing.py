@@ -50,10 +50,10 @@ def stream():
 
 
 @pytest.mark.may("grow from round to round", "it learns where its optimizer is given the new parameters; else refused")
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_a_head_that_grows_learns(fit, stream, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_a_head_that_grows_learns(fit, stream, max_vectorized_clients):
     module = Grows("given")
-    fit(module, stream, cohort_size=cohort_size)
+    fit(module, stream, max_vectorized_clients=max_vectorized_clients)
     assert [head.out_features for head in module.begun] == [4, 6, 8] and module.model.weight.shape == (8, 6)
     # A client has a single batch: the mean of their steps is a step along the mean of their gradients.
     last = module.begun[-1]

@@ -87,17 +87,17 @@ def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, 
 
 
 @pytest.mark.callback("LearningRateMonitor", "honoured: the rates of rounds, or of each client's steps")
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, max_vectorized_clients):
     for interval in ("epoch", "step"):
         logger = CSVLogger(tmp_path / interval, "", "")
-        fit(Net(interval), stream, [LearningRateMonitor(interval)], cohort_size=cohort_size,
+        fit(Net(interval), stream, [LearningRateMonitor(interval)], max_vectorized_clients=max_vectorized_clients,
             trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
     assert column(tmp_path / "epoch", "lr-SGD") == [0.1, 0.05, 0.025, 0.0125]
     steps = column(tmp_path / "step", "lr-SGD")
     assert steps[:4] == [0.1, 0.05, 0.025, 0.0125]
     # Every client begins with the first rate again: once a client, or once a cohort of all three.
-    assert steps.count(0.1) == (4 if cohort_size == "auto" else 12)
+    assert steps.count(0.1) == (4 if max_vectorized_clients == "auto" else 12)
 
 
 def test_validate_test_and_predict(fit, stream, task, quiet):
@@ -163,15 +163,15 @@ def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert
             return torch.optim.SGD(several if groups == "head first" else head.parameters(), lr=0.1)
 
     one, together, start = Ordered(), Ordered(), Ordered()
-    fit(one, stream, cohort_size=1, max_epochs=2)
-    fit(together, stream, cohort_size=3, max_epochs=2)
+    fit(one, stream, max_vectorized_clients=1, max_epochs=2)
+    fit(together, stream, max_vectorized_clients=3, max_epochs=2)
     assert_same(one, together, 1e-5)
     assert torch.equal(together.model[1].weight, start.model[1].weight) == (groups == "head")
 
 
 @pytest.mark.callback("BackboneFinetuning", "honoured: the backbone is trained from a round on, on all clients")
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, max_vectorized_clients):
     task, seen = Net(), []
 
     class Watch(L.Callback):
@@ -179,7 +179,7 @@ def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, cohort_size):
             seen.append(pl_module.backbone[1].weight.clone())
 
     start = task.backbone[1].weight.clone()
-    fit(task, stream, [BackboneFinetuning(2), Watch()], cohort_size=cohort_size)
+    fit(task, stream, [BackboneFinetuning(2), Watch()], max_vectorized_clients=max_vectorized_clients)
     assert torch.equal(seen[0], start) and torch.equal(seen[1], start)
     assert not torch.equal(seen[2], seen[1]) and not torch.equal(seen[3], seen[2])
 
@@ -204,7 +204,7 @@ def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quie
     net, trainer = Scheduled(), L.Trainer(strategy="federated", **unset, **quiet)
     before = trainer.max_epochs
     trainer.fit(net, datamodule=stream)
-    assert trainer.current_epoch == net.rounds == stream.plan.rounds == 4
+    assert trainer.current_epoch == net.rounds == stream.plan.num_rounds == 4
     assert before in (None, trainer.max_epochs) and trainer.max_epochs in (-1, 1000)
     assert not [one for one in recwarn if "max_epochs" in str(one.message)]
     longer = FederatedStream("digits", ClassIncremental(2, rounds_per_experience=3), IID(3), batch_size=64, seed=0)
@@ -241,9 +241,9 @@ def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments,
     tasks = [Net(), Net()]
     everything, limited = Steps(), Steps()
     rounds = 1 if "fast_dev_run" in arguments else 4
-    fit(Net(), stream, [everything], cohort_size=1, local_epochs=2, max_epochs=rounds)
-    trainer = fit(tasks[0], stream, [limited], cohort_size=1, local_epochs=2, trainer_args=arguments)
-    fit(tasks[1], stream, cohort_size=3, local_epochs=2, trainer_args=arguments)
+    fit(Net(), stream, [everything], max_vectorized_clients=1, local_epochs=2, max_epochs=rounds)
+    trainer = fit(tasks[0], stream, [limited], max_vectorized_clients=1, local_epochs=2, trainer_args=arguments)
+    fit(tasks[1], stream, max_vectorized_clients=3, local_epochs=2, trainer_args=arguments)
     assert_same(*tasks, 1e-5)
     assert limited.by_client.keys() == everything.by_client.keys()
     assert {part[0] for part in limited.by_client} == set(range(rounds))
@@ -254,7 +254,7 @@ def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments,
             assert kept == batches[: len(kept)]
     if "overfit_batches" in arguments:  # unshuffled: those of each round of an experience, which it has the same of
         assert limited.by_client[0, "0"] == limited.by_client[1, "0"]
-    assert {client for _, client in limited.by_client} == {*trainer.strategy.server.record.trained}
+    assert {client for _, client in limited.by_client} == {*trainer.strategy.server.record.accepted}
     given = arguments.get("limit_train_batches", arguments.get("overfit_batches", arguments.get("fast_dev_run")))
     assert trainer.limit_train_batches == given and type(trainer.limit_train_batches) is type(given)
 
@@ -267,20 +267,20 @@ class Uploads(L.Callback):
 
     def on_client_end(self, trainer, pl_module, client_round):
         self.states.append(pl_module.model[1].weight.detach().double())
-        self.samples.append(client_round.samples)
+        self.samples.append(client_round.num_samples)
 
     def mean(self, weights):
         return sum(w * state for w, state in zip(weights, self.states, strict=True)) / sum(weights)
 
 
-@pytest.mark.parametrize("weights", ["samples", "trained", "uniform"])
+@pytest.mark.parametrize("weights", ["samples", "trained_samples", "uniform"])
 def test_a_client_weighs_what_its_data_are_whatever_a_limit_leaves_of_them(fit, weights):
     owners = torch.arange(64).clamp(max=40) // 40  # 40 samples and 24
     x, y = torch.randn(64, 64), torch.arange(64) % 10
     words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "seed": 0}
     stream, task, sent = FederatedStream.from_arrays(x, y, owners, **words), Net(), Uploads()
     limit = {"limit_train_batches": 1}
-    fit(task, stream, [sent], client_weights=weights, cohort_size=1, trainer_args=limit)
+    fit(task, stream, [sent], client_weights=weights, max_vectorized_clients=1, trainer_args=limit)
     assert sorted(sent.samples) == [24, 40]
     by_samples, alike = sent.mean(sent.samples), sent.mean([1, 1])
     near, far = (alike, by_samples) if weights == "uniform" else (by_samples, alike)
@@ -311,10 +311,10 @@ def test_a_compiled_network_is_the_network(fit, stream, assert_same):
             network.compile(backend="eager")
         return Classifier(network, 10, torch.optim.SGD)
 
-    for cohort_size in (1, "auto"):
+    for max_vectorized_clients in (1, "auto"):
         plain, compiled = task(False), task(True)
-        fit(plain, stream, cohort_size=cohort_size, max_epochs=1)
-        fit(compiled, stream, cohort_size=cohort_size, max_epochs=1)
+        fit(plain, stream, max_vectorized_clients=max_vectorized_clients, max_epochs=1)
+        fit(compiled, stream, max_vectorized_clients=max_vectorized_clients, max_epochs=1)
         assert_same(plain, compiled)
 
 

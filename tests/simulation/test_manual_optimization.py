@@ -98,7 +98,7 @@ def by_hand(clients, rounds, keeps):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_several_optimizers_train_as_by_hand(fit, assert_same, keeps):
     module = GAN()
-    trainer = fit(module, stream_of("ab", rounds=2), keep_optimizer=keeps)
+    trainer = fit(module, stream_of("ab", rounds=2), keep_optimizer_state=keeps)
     assert_same(module, by_hand("ab", 2, keeps), 1e-6)
     assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [0.05, 0.2]
     assert all(parameter.requires_grad for parameter in module.parameters())

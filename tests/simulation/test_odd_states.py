@@ -56,8 +56,8 @@ class Masked(Base):
 @pytest.mark.parametrize("rule", ["mean", "median"])
 def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_stream, rule):
     task, plain = Masked(), Base()
-    trainer = fit(task, make_stream(), cohort_size=1, seed=0, reductions={"mask": rule, "late": rule})
-    fit(plain, make_stream(), cohort_size=1, seed=0)
+    trainer = fit(task, make_stream(), max_vectorized_clients=1, seed=0, reductions={"mask": rule, "late": rule})
+    fit(plain, make_stream(), max_vectorized_clients=1, seed=0)
     near(plain.state_dict(), task.state_dict())
     assert not trainer.strategy.server.record.dropped
     assert torch.equal(task.mask, torch.full((3, 3), -torch.inf).triu(1))
@@ -74,7 +74,7 @@ def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
             self.tag[1] += 3
 
     task, stream = Tagged(), make_stream(batch_size=1000)
-    fit(task, stream, cohort_size=1, local_epochs=2)
+    fit(task, stream, max_vectorized_clients=1, local_epochs=2)
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds of two steps
 
 
@@ -89,7 +89,7 @@ def test_numbers_of_one_place(fit, make_stream):
             self.ones = (self.ones[:1] + 1).expand(4)
 
     task = Expanded()
-    fit(task, make_stream(batch_size=1000), cohort_size=1)
+    fit(task, make_stream(batch_size=1000), max_vectorized_clients=1)
     assert task.ones.tolist() == [3.0] * 4 and task.others.tolist() == [1.0] * 4
 
 
@@ -110,8 +110,8 @@ def test_a_state_of_adapters_only(fit, make_stream):
         prepare = Frozen.prepare
 
     task, whole = Frozen(), Whole()
-    record = fit(task, make_stream(), cohort_size=1, seed=0).strategy.server.record
-    fit(whole, make_stream(), cohort_size=1, seed=0)
+    record = fit(task, make_stream(), max_vectorized_clients=1, seed=0).strategy.server.record
+    fit(whole, make_stream(), max_vectorized_clients=1, seed=0)
     near(task.state_dict(), whole.state_dict())
     assert set(record.upload_bytes.values()) == {4 * (8 * 4 + 4)}
 
@@ -165,7 +165,7 @@ class LateBuffer(Base):
 )
 def test_what_cannot_go_to_the_clients_and_back_is_named(fit, make_stream, make, argument):
     with raises(InvalidValueError, argument):
-        fit(make(), make_stream(), cohort_size=1)
+        fit(make(), make_stream(), max_vectorized_clients=1)
 
 
 # Rounds of which nothing is of use.
@@ -183,23 +183,23 @@ class Diverges(Callback):
 
 
 @pytest.mark.may(
-    "diverge on every client", 'the fit ends with the clients and the reason; `on_unusable_round="warn"` goes on'
+    "diverge on every client", 'the fit ends with the clients and the reason; `on_empty_round="warn"` goes on'
 )
 def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
     task, one, warned = Base(), Base(), Base()
-    with raises(InvalidValueError, "on_unusable_round"):
-        fit(task, make_stream(), [Diverges("012")], cohort_size=1, seed=0)
-    fit(one, make_stream(), cohort_size=1, seed=0, max_epochs=1)
-    fit(warned, make_stream(), [Diverges("012")], cohort_size=1, seed=0, on_unusable_round="warn")
+    with raises(InvalidValueError, "on_empty_round"):
+        fit(task, make_stream(), [Diverges("012")], max_vectorized_clients=1, seed=0)
+    fit(one, make_stream(), max_vectorized_clients=1, seed=0, max_epochs=1)
+    fit(warned, make_stream(), [Diverges("012")], max_vectorized_clients=1, seed=0, on_empty_round="warn")
     near(one.state_dict(), task.state_dict())
     near(one.state_dict(), warned.state_dict())
     assert "No upload of this round was usable" in caplog.text
-    with pytest.raises(UnknownNameError, check=lambda error: error.argument == "on_unusable_round"):
-        fit(Base(), make_stream(), on_unusable_round="stopp")
+    with pytest.raises(UnknownNameError, check=lambda error: error.argument == "on_empty_round"):
+        fit(Base(), make_stream(), on_empty_round="stopp")
 
 
 def test_rounds_that_others_are_in_or_nobody_is_end_none(fit, make_stream):
-    fit(Base(), make_stream(), [Diverges("01")], cohort_size=1)
-    missed = Swarm(missing={"0": [1]}), Swarm(missing={"0": [1], "1": [1], "2": [1]})
-    fit(Base(), make_stream(), [Diverges("12")], cohort_size=1, swarm=missed[0])
-    fit(Base(), make_stream(), cohort_size=1, swarm=missed[1])
+    fit(Base(), make_stream(), [Diverges("01")], max_vectorized_clients=1)
+    missed = Swarm(missed_rounds={"0": [1]}), Swarm(missed_rounds={"0": [1], "1": [1], "2": [1]})
+    fit(Base(), make_stream(), [Diverges("12")], max_vectorized_clients=1, swarm=missed[0])
+    fit(Base(), make_stream(), max_vectorized_clients=1, swarm=missed[1])

@@ -89,7 +89,7 @@ def uploads(fit):
             del in_function.calls
         with_default.__defaults__[1].clear()
         torch.manual_seed(0)
-        watch, options = Uploads(), {"local_epochs": 2, "cohort_size": 1, "seed": 0, **kwargs}
+        watch, options = Uploads(), {"local_epochs": 2, "max_vectorized_clients": 1, "seed": 0, **kwargs}
         fit(module(), stream_of(clients, rounds), [*(make() for make in callbacks), watch], **options)
         return watch.of
 
@@ -281,7 +281,7 @@ def test_callback_that_changes_steps_between_clients_acts_within_a_round(uploads
 
 @pytest.mark.parametrize("make", [Noise, WarmUp, Scales])
 def test_callback_state_of_a_round_starts_as_the_round_began(uploads, make):
-    alone, after = (uploads(Base, [make], clients, rounds=2, reductions={"*": "none"}) for clients in ("b", "ab"))
+    alone, after = (uploads(Base, [make], clients, rounds=2, reductions={"*": "local"}) for clients in ("b", "ab"))
     assert same(alone["b", 0], after["b", 0]) and same(alone["b", 1], after["b", 1])
     assert not same(alone["b", 0], alone["b", 1])
 
@@ -389,10 +389,13 @@ MODULES = [
     "keep state in its class, in global variables or in metrics, and let its loss read it",
     "[such state starts anew with each client](trainer.md#what-begins-anew-with-each-client)",
 )
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("make", MODULES)
-def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, cohort_size):
-    alone, again, after = (uploads(make, [], clients, cohort_size=cohort_size)["b", 0] for clients in ("b", "b", "ab"))
+def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, max_vectorized_clients):
+    alone, again, after = (
+        uploads(make, [], clients, max_vectorized_clients=max_vectorized_clients)["b", 0]
+        for clients in ("b", "b", "ab")
+    )
     assert same(alone, again) and same(alone, after)
     assert not same(alone, uploads(Base, [], "b")["b", 0])
 
@@ -419,7 +422,7 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
         torch.manual_seed(0)
         stream = FederatedStream(DrawsInTransfer(), ClassIncremental(1), IID(2), Split(test=0.0), seed=0)
         watch = Uploads()
-        fit(Base(), stream, [watch], cohort_size=1, seed=seed, participation=participation)
+        fit(Base(), stream, [watch], max_vectorized_clients=1, seed=seed, participation=participation)
         return {client: state for (client, _), state in watch.of.items()}
 
     # A seed for which the client that is drawn alone trains second when both are drawn.
@@ -475,7 +478,7 @@ def test_state_that_training_does_not_read_accumulates_over_clients(fit, watch):
     Measures.numbers.clear()
     Watches.counts["batches"] = 0
     task, callbacks = Measures(), [watch()] if watch else []
-    fit(task, stream_of("abc", rounds=2), callbacks, cohort_size=1)
+    fit(task, stream_of("abc", rounds=2), callbacks, max_vectorized_clients=1)
     assert SEEN == Measures.numbers == [8] * 24 and task.accuracy.update_count == 24
     assert int(task.accuracy.tp + task.accuracy.fn) == 8 * 24
     for callback in callbacks:
@@ -510,7 +513,7 @@ def test_metric_that_training_reads_has_all_values_after_the_round(fit, kind):
             self.seen.append((float(self.metric().compute()), float(expected.compute()), len(self.given)))
 
     task = Task()
-    fit(task, stream_of("abc", rounds=2), cohort_size=1)
+    fit(task, stream_of("abc", rounds=2), max_vectorized_clients=1)
     assert [number for *_, number in task.seen] == [12, 24]
     for seen, expected, _ in task.seen:
         assert seen == pytest.approx(expected, rel=1e-6)
@@ -525,7 +528,7 @@ def test_metric_that_cannot_be_merged_is_named(fit, caplog):
             self.spread.update(output[:, 0].detach(), y.float())
             return loss * (1 + self.spread.compute().nan_to_num().abs())
 
-    fit(Task(), stream_of("ab"), cohort_size=1)
+    fit(Task(), stream_of("ab"), max_vectorized_clients=1)
     assert "The metric `spread` starts anew with each client, because training reads it" in caplog.text
 
 
@@ -628,7 +631,9 @@ def test_trial_leaves_no_trace(fit, caplog, capsys, monkeypatch):
         Measures.numbers.clear()
         torch.manual_seed(0)
         task, logger, watch = Traces(), Logged(), Watches()
-        trainer = fit(task, stream_of("ab", rounds=2), [watch], cohort_size=1, seed=0, trainer_args={"logger": logger})
+        trainer = fit(
+            task, stream_of("ab", rounds=2), [watch], max_vectorized_clients=1, seed=0, trainer_args={"logger": logger}
+        )
         numbers = torch.rand(()), random.random(), np.random.rand(), trainer.global_step
         optimizer = [*trainer.optimizers[0].state]
         counts = [watch.batches, watch.samples.update_count, task.accuracy.update_count, [*SEEN], [*task.numbers]]
@@ -652,7 +657,7 @@ def test_trial_is_short(fit, monkeypatch):
             super()._step(samples, number)
 
     monkeypatch.setattr(isolation_trial, "TrialSteps", Counted)
-    fit(Base(), stream_of("abc", rounds=2), cohort_size=1)
+    fit(Base(), stream_of("abc", rounds=2), max_vectorized_clients=1)
     assert steps == [0, 1, 2]
-    fit(Classifier(MLP([6, 8, 4]), num_classes=4), stream_of("abc"), [FedProx(0.1)], cohort_size=1)
+    fit(Classifier(MLP([6, 8, 4]), num_classes=4), stream_of("abc"), [FedProx(0.1)], max_vectorized_clients=1)
     assert steps == [0, 1, 2]  # no code of a user's

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_fcl import FedBuff, FederatedStrategy, RidgeClassifier, Speeds
+from lightning_fcl import ClientSpeeds, FedBuff, FederatedStrategy, RidgeClassifier
 from lightning_fcl.callbacks import (
     CCVR,
     EWC,
@@ -120,30 +120,36 @@ METHODS = {
     "averages": lambda: ([], {}),
     "a server optimizer": lambda: ([], {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.01)}),
     "compression": lambda: ([], {"compression": TopK(0.2)}),
-    "own head": lambda: ([FedRep(head="model.3.*")], {"reductions": {"model.3.*": "none"}}),
-    "replay and two teachers": lambda: ([FLwF2T(), Replay(max_size=10)], {}),
+    "own head": lambda: ([FedRep(head_pattern="model.3.*")], {"reductions": {"model.3.*": "local"}}),
+    "replay and two teachers": lambda: ([FLwF2T(), Replay(memory_size=10)], {}),
     "replay samples with a transform": lambda: ([Replay(10, update="round", transform=Noise())], {}),
     "importances": lambda: ([EWC()], {}),
     "projection": lambda: ([GEM()], {}),
-    "logits remembered": lambda: ([DERpp(max_size=10)], {}),
+    "logits remembered": lambda: ([DERpp(memory_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
     "variates": lambda: ([SCAFFOLD()], {"client_weights": "uniform"}),
-    "an earlier model of the server": lambda: ([LwF(teacher="server")], {"participation": 0.5, "cohort_size": 1}),
-    "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "cohort_size": 1}),
+    "an earlier model of the server": lambda: (
+        [LwF(teacher="server")],
+        {"participation": 0.5, "max_vectorized_clients": 1},
+    ),
+    "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "max_vectorized_clients": 1}),
     "mean steps": lambda: ([FedNova()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
-    "moments at the server": lambda: ([CCVR(samples=20)], {}),
+    "moments at the server": lambda: ([CCVR(num_samples=20)], {}),
     "samples chosen by leverage": lambda: ([FedCBDR(30)], {}),
-    "samples chosen by a personal model": lambda: ([ReFed(10)], {"participation": 0.5, "cohort_size": 1}),
+    "samples chosen by a personal model": lambda: ([ReFed(10)], {"participation": 0.5, "max_vectorized_clients": 1}),
     "a basis at the server": lambda: ([FOT(eps=0.8)], {}),
-    "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
+    "a proximal term, optimizers kept": lambda: (
+        [FedProx(0.1)],
+        {"keep_optimizer_state": True, "max_vectorized_clients": 1},
+    ),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),
     "trimmed means": lambda: ([], {"reductions": {"*": TrimmedMean(0.2)}}),
     "krum": lambda: ([], {"reductions": {"*": Krum(1)}}),
     "sparse means": lambda: ([], {"reductions": {"*": "sparse_mean"}}),
-    "half of the clients": lambda: ([Replay(max_size=10)], {"participation": 0.5, "cohort_size": 1}),
-    "a swarm": lambda: ([], {"swarm": Swarm(dropout=0.3, leaves={"1": 3})}),
-    "clients' states on disk": lambda: ([Replay(max_size=10)], {"client_store": "disk"}),
+    "half of the clients": lambda: ([Replay(memory_size=10)], {"participation": 0.5, "max_vectorized_clients": 1}),
+    "a swarm": lambda: ([], {"swarm": Swarm(missed_sync_prob=0.3, leaves_at={"1": 3})}),
+    "clients' states on disk": lambda: ([Replay(memory_size=10)], {"client_store": "disk"}),
     "weights by client": lambda: ([], {"client_weights": "uniform", "local_epochs": 2}),
 }
 
@@ -175,12 +181,12 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
     results = []
     for number in (1, 2, 3):
         callbacks, options = METHODS[name]()
-        stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
+        stream = make_stream(partition="dirichlet", num_clients=6, num_experiences=2, rounds_per_experience=2)
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, 4))
         task = make_task(model=MLP([6, 5, 4]) if "at the server" in name or "leverage" in name else network)
         side_by_side = all(method.vectorizable for method in callbacks)
-        options.setdefault("cohort_size", 2 if side_by_side else 1)
+        options.setdefault("max_vectorized_clients", 2 if side_by_side else 1)
         results.append(ranks(number, task, stream, callbacks, **options)[:3])
     (one, record, trained), *others = results
     for number, (bits, theirs, mine) in enumerate(others, 2):
@@ -213,10 +219,10 @@ class Own(L.LightningModule):
 
 @pytest.mark.rounding
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, cohort_size):
-    stream = {"partition": "dirichlet", "clients": 6, "rounds_per_experience": 2, "drop_last": True}
-    assert alike(lambda: (Own(), make_stream(**stream)), cohort_size=cohort_size) != digest(Own())
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, max_vectorized_clients):
+    stream = {"partition": "dirichlet", "num_clients": 6, "rounds_per_experience": 2, "drop_last": True}
+    assert alike(lambda: (Own(), make_stream(**stream)), max_vectorized_clients=max_vectorized_clients) != digest(Own())
 
 
 class NoisyGradients(Callback):
@@ -232,9 +238,9 @@ class NoisyGradients(Callback):
 
 @pytest.mark.seconds
 def test_callback_with_a_generator_gives_the_same_bits(alike, make_stream):
-    stream = {"partition": "dirichlet", "clients": 6, "rounds_per_experience": 2, "drop_last": True}
-    plain = alike(lambda: (Own(), make_stream(**stream)), numbers=(1,), cohort_size=1)
-    assert alike(lambda: (Own(), make_stream(**stream), [NoisyGradients()]), cohort_size=1) != plain
+    stream = {"partition": "dirichlet", "num_clients": 6, "rounds_per_experience": 2, "drop_last": True}
+    plain = alike(lambda: (Own(), make_stream(**stream)), numbers=(1,), max_vectorized_clients=1)
+    assert alike(lambda: (Own(), make_stream(**stream), [NoisyGradients()]), max_vectorized_clients=1) != plain
 
 
 class Odd(nn.Linear):
@@ -309,9 +315,11 @@ def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_
     for number in (1, 2, 3):
         folder = tmp_path / f"on {number}"
         folder.mkdir()
-        stream = make_stream(partition="dirichlet", clients=6, experiences=1, rounds_per_experience=2, drop_last=True)
+        stream = make_stream(
+            partition="dirichlet", num_clients=6, num_experiences=1, rounds_per_experience=2, drop_last=True
+        )
         callbacks = [AsksWhere()] if automatic else []
-        found.append(ranks(number, SaysWhere(folder, automatic), stream, callbacks, cohort_size=1)[0])
+        found.append(ranks(number, SaysWhere(folder, automatic), stream, callbacks, max_vectorized_clients=1)[0])
         assert (folder / "saved").read_text() == ".."
         for epoch in (0, 1):
             told = [(folder / f"{epoch}-{rank}").read_text() for rank in range(number)]
@@ -323,17 +331,17 @@ def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_
 
 @pytest.mark.seconds
 def test_a_rank_without_clients_waits_for_the_others(alike, make_task, make_stream):
-    swarm = Swarm(leaves={"1": 1})
-    alike(lambda: (make_task(), make_stream(clients=3)), (1, 3), cohort_size=1, swarm=swarm)
+    swarm = Swarm(leaves_at={"1": 1})
+    alike(lambda: (make_task(), make_stream(num_clients=3)), (1, 3), max_vectorized_clients=1, swarm=swarm)
 
 
 @pytest.mark.seconds
 def test_odd_states(alike, make_task, make_stream):
     def make():
         torch.manual_seed(0)
-        return make_task(model=Odd()), make_stream(clients=6, rounds_per_experience=2)
+        return make_task(model=Odd()), make_stream(num_clients=6, rounds_per_experience=2)
 
-    alike(make, cohort_size=1)
+    alike(make, max_vectorized_clients=1)
 
 
 @pytest.mark.rounding
@@ -341,22 +349,22 @@ def test_odd_states(alike, make_task, make_stream):
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
 def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
     """Sums, which the server solves, come to the same bits."""
-    stream = {"clients": 4, "rounds_per_experience": 3}
-    alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), cohort_size=2)
+    stream = {"num_clients": 4, "rounds_per_experience": 3}
+    alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), max_vectorized_clients=2)
 
 
 @pytest.mark.rounding
 @pytest.mark.seconds
-@pytest.mark.parametrize("options", [{"rank": 3}, {"share": "moments", "groups": 2}, {"gamma": 1.0}])
+@pytest.mark.parametrize("options", [{"rank": 3}, {"upload": "moments", "groups": 2}, {"gamma": 1.0}])
 def test_ridge_regressions(alike, make_stream, options):
     """What is gathered stands in the clients' order on any number of ranks."""
 
     def make():
         torch.manual_seed(0)
         task = RidgeClassifier(MLP([6, 4]), 4, min_samples=1, **options)
-        return task, make_stream(clients=4, rounds_per_experience=2)
+        return task, make_stream(num_clients=4, rounds_per_experience=2)
 
-    alike(make, (1, 2), cohort_size=2)
+    alike(make, (1, 2), max_vectorized_clients=2)
 
 
 class Stays(Reduction):
@@ -371,9 +379,11 @@ class Stays(Reduction):
 @pytest.mark.seconds
 def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_stream):
     with pytest.raises(Exception, match=r"Expected the reduction `stays` .* on one device but got 2"):
-        ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, cohort_size=1)
-    with pytest.raises(Exception, match=r"as a round has cohorts, 2 of up to 2 clients, but got 3. Set fewer devices"):
-        ranks(3, make_task(), make_stream(), cohort_size=2)
+        ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, max_vectorized_clients=1)
+    with pytest.raises(
+        Exception, match=r"as a round has client groups, 2 of up to 2 clients, but got 3. Set fewer devices"
+    ):
+        ranks(3, make_task(), make_stream(), max_vectorized_clients=2)
 
 
 def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monkeypatch):
@@ -388,7 +398,7 @@ def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monk
 
     monkeypatch.setattr(stream, "setup", other)
     with pytest.raises(Exception, match="alike but process 1 has another `data`"):
-        ranks(2, make_task(), stream, cohort_size=1)
+        ranks(2, make_task(), stream, max_vectorized_clients=1)
 
 
 @pytest.mark.seconds
@@ -397,13 +407,13 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
     """Two rounds on two processes, the others on one or three: the weights of four rounds on one."""
 
     def stream():
-        return make_stream(clients=6, experiences=2, rounds_per_experience=2)
+        return make_stream(num_clients=6, num_experiences=2, rounds_per_experience=2)
 
-    options = {"cohort_size": 1, "client_store": kind}
-    whole, record, *_ = ranks(1, make_task(), stream(), [FLwF2T(), Replay(max_size=10)], **options)
-    *_, path = ranks(2, make_task(), stream(), [FLwF2T(), Replay(max_size=10)], max_epochs=2, **options)
+    options = {"max_vectorized_clients": 1, "client_store": kind}
+    whole, record, *_ = ranks(1, make_task(), stream(), [FLwF2T(), Replay(memory_size=10)], **options)
+    *_, path = ranks(2, make_task(), stream(), [FLwF2T(), Replay(memory_size=10)], max_epochs=2, **options)
     for number in (1, 3):
-        methods = [FLwF2T(), Replay(max_size=10)]
+        methods = [FLwF2T(), Replay(memory_size=10)]
         bits, found, *_ = ranks(number, make_task(), stream(), methods, ckpt_path=path, **options)
         assert (bits, found["rounds"]) == (whole, record["rounds"])
 
@@ -411,5 +421,8 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
 @pytest.mark.seconds
 def test_a_rehearsed_deployment(alike, make_task, make_stream):
     """Clients that arrive in a round train from the versions that they have, on whatever process."""
-    schedule, stream = FedBuff(Speeds(0.01, spread=1.0), buffer_size=3), {"clients": 6, "rounds_per_experience": 3}
-    alike(lambda: (make_task(), make_stream(**stream)), (1, 2), schedule=schedule, cohort_size=1)
+    schedule, stream = (
+        FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=3),
+        {"num_clients": 6, "rounds_per_experience": 3},
+    )
+    alike(lambda: (make_task(), make_stream(**stream)), (1, 2), synchronization=schedule, max_vectorized_clients=1)

@@ -38,7 +38,7 @@ def callbacks(folder=None, **kwargs):
 
 
 OPTIONS = {
-    "reductions": {"model.3.bias": "none"},
+    "reductions": {"model.3.bias": "local"},
     "participation": 0.7,
     "server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-3),
     "seed": 5,
@@ -47,7 +47,7 @@ OPTIONS = {
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("store", "cohort_size", "validation", "at_epoch_end"),  # each two of their values together
+    ("store", "max_vectorized_clients", "validation", "at_epoch_end"),  # each two of their values together
     [
         ("memory", 1, 0.0, True),
         ("memory", "auto", 0.2, None),
@@ -56,9 +56,11 @@ OPTIONS = {
         ("disk", "auto", 0.2, True),
     ],
 )
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size, validation, at_epoch_end):
-    stream = {"rounds_per_experience": 3, "validation": validation, "clients": 5}
-    options = {**OPTIONS, "client_store": store, "cohort_size": cohort_size}
+def test_resumed_is_uninterrupted(
+    fit, make_stream, make_task, tmp_path, store, max_vectorized_clients, validation, at_epoch_end
+):
+    stream = {"rounds_per_experience": 3, "validation": validation, "num_clients": 5}
+    options = {**OPTIONS, "client_store": store, "max_vectorized_clients": max_vectorized_clients}
     saving = {"enable_checkpointing": True}
     whole, parts = make_task(), callbacks(tmp_path, save_on_train_epoch_end=at_epoch_end)
     fit(whole, make_stream(**stream), parts, trainer_args=saving, **options)
@@ -77,7 +79,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
     [
         ({"seed": 6}, "seed"),
         ({"local_epochs": 2}, "local_epochs"),
-        ({"stream": {"clients": 4}}, "data"),
+        ({"stream": {"num_clients": 4}}, "data"),
     ],
 )
 def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, tmp_path, change, argument):
@@ -117,7 +119,7 @@ def test_another_optimizer_or_schedule_than_the_checkpoints_is_refused(
 
 def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tmp_path):
     saving = {"enable_checkpointing": True}
-    one = make_stream(clients=1)
+    one = make_stream(num_clients=1)
     fit(make_task(), one, [ModelCheckpoint(tmp_path, "plain")], strategy="auto", max_epochs=1, trainer_args=saving)
     with raises(InvalidValueError, "ckpt_path", code="other-strategy"):
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "plain.ckpt")
@@ -207,14 +209,14 @@ class AtTheEnd(Callback):
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_what_callbacks_compute_at_the_end_is_there_after_a_resume(
-    fit, make_stream, make_task, tmp_path, epoch, cohort_size
+    fit, make_stream, make_task, tmp_path, epoch, max_vectorized_clients
 ):
     # The checkpoint of epoch 1 is that of the last round: nothing is left to train.
-    options = {"cohort_size": cohort_size, "participation": 0.7, "seed": 5}
+    options = {"max_vectorized_clients": max_vectorized_clients, "participation": 0.7, "seed": 5}
     saver, task = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), make_task()
-    whole, continued = ([ContinualMetrics(training=True), AtTheEnd()] for _ in range(2))
+    whole, continued = ([ContinualMetrics(evaluate_on_train=True), AtTheEnd()] for _ in range(2))
     fit(task, make_stream(), [*whole, saver], trainer_args={"enable_checkpointing": True}, **options)
     shown = [*continued, FederatedProgressBar()]
     path, again = tmp_path / f"epoch={epoch}.ckpt", make_task(seed=9)
@@ -267,10 +269,10 @@ def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_s
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
 
-    fit(make_task(), make_stream(), [Saves()], cohort_size=1)
+    fit(make_task(), make_stream(), [Saves()], max_vectorized_clients=1)
     for path in tmp_path.glob("*.ckpt"):
         with raises(InvalidValueError, "ckpt_path", code="within-round"):
-            fit(make_task(), make_stream(), cohort_size=1, ckpt_path=path)
+            fit(make_task(), make_stream(), max_vectorized_clients=1, ckpt_path=path)
 
 
 def test_a_checkpoint_of_weights_alone_is_named_as_such(fit, make_stream, make_task, tmp_path):

@@ -41,10 +41,10 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task, cohort_size):
-    counts, stream = Counts(), make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
-    fit(make_task(), stream, [counts], cohort_size=cohort_size, local_epochs=2, participation=3)
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task, max_vectorized_clients):
+    counts, stream = Counts(), make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
+    fit(make_task(), stream, [counts], max_vectorized_clients=max_vectorized_clients, local_epochs=2, participation=3)
     assert counts.told == counts.seen and len(set(counts.told)) > 1
 
 
@@ -52,15 +52,17 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
     "reload_dataloaders_every_n_epochs",
     "honoured: validation loaders, except those of a LightningDataModule, with which it is rejected",
 )
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohort_size, monkeypatch):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, max_vectorized_clients, monkeypatch):
     def run(epochs):
         stream, made, trained = make_stream(rounds_per_experience=2, split=Split(validation=0.2)), [], []
         for name, calls in (("val_dataloader", made), ("train_dataloader", trained)):
             own = getattr(stream, name)
             monkeypatch.setattr(stream, name, lambda own=own, calls=calls: calls.append(1) or own())
         task, options = make_task(), {"reload_dataloaders_every_n_epochs": epochs, "num_sanity_val_steps": 0}
-        trainer = fit(task, stream, [EWC(1.0)], cohort_size=cohort_size, seed=0, trainer_args=options)
+        trainer = fit(
+            task, stream, [EWC(1.0)], max_vectorized_clients=max_vectorized_clients, seed=0, trainer_args=options
+        )
         assert trainer.reload_dataloaders_every_n_epochs == epochs and len(trained) == trainer.max_epochs == 4
         return task.state_dict(), len(made)
 
@@ -115,7 +117,7 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             seen.append(("hook", trainer.strategy.current_client_round.client_id))
 
-    fit(make_task(), make_stream(experiences=1), [Watch()], cohort_size=1, local_epochs=2)
+    fit(make_task(), make_stream(num_experiences=1), [Watch()], max_vectorized_clients=1, local_epochs=2)
     order = {"start": {"hook"}, "hook": {"start", "end"}, "end": {"start"}}
     assert len(seen) > 10 and all(after in order[now] for (now, _), (after, _) in pairwise(seen))
     ends = [client for what, client in seen if what == "end"]
@@ -137,17 +139,24 @@ def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_loo
 
     listens, task = Listens(), make_task()
     before = torch.cat([p.flatten() for p in task.parameters()]).clone()
-    fit(task, make_stream(experiences=1, clients=3, rounds_per_experience=2), [listens], cohort_size=3)
+    fit(
+        task,
+        make_stream(num_experiences=1, num_clients=3, rounds_per_experience=2),
+        [listens],
+        max_vectorized_clients=3,
+    )
     assert listens.rounds == [0, 1] and [round_idx for round_idx, _ in listens.seen] == [0, 0, 0, 1, 1, 1]
     states = {tuple(state.tolist()) for _, state in listens.seen}
     assert len(states) == (6 if looks else 2)
     assert all(torch.equal(state, before) is not looks for round_idx, state in listens.seen if round_idx == 0)
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_client_end", "on_before_zero_grad"])
-def test_a_round_that_is_cut_short_leaves_the_server(fit, make_stream, make_task, caplog, cohort_size, error, hook):
+def test_a_round_that_is_cut_short_leaves_the_server(
+    fit, make_stream, make_task, caplog, max_vectorized_clients, error, hook
+):
     class Stop(Callback):
         """Stops in the second round, while the module holds a client's state."""
 
@@ -156,20 +165,20 @@ def test_a_round_that_is_cut_short_leaves_the_server(fit, make_stream, make_task
             raise error("enough")
 
     setattr(Stop, hook, stop)
-    task, one, stream = make_task(), make_task(), make_stream(experiences=1, rounds_per_experience=2)
+    task, one, stream = make_task(), make_task(), make_stream(num_experiences=1, rounds_per_experience=2)
     stopping = pytest.raises(SystemExit if error is KeyboardInterrupt else error)
-    strategy = {"cohort_size": cohort_size, "seed": 0}
+    strategy = {"max_vectorized_clients": max_vectorized_clients, "seed": 0}
     with stopping:
         fit(task, stream, [Stop()], **strategy)
-    fit(one, make_stream(experiences=1, rounds_per_experience=2), [Stop()], max_epochs=1, **strategy)
+    fit(one, make_stream(num_experiences=1, rounds_per_experience=2), [Stop()], max_epochs=1, **strategy)
     assert same(task.state_dict(), one.state_dict())
     assert "A round was cut short" in caplog.text
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("batches", "is_logged"), [(0, False), (1, True)])
 def test_error_before_the_first_batch_logs_no_cut_round(
-    fit, make_stream, make_task, caplog, cohort_size, batches, is_logged
+    fit, make_stream, make_task, caplog, max_vectorized_clients, batches, is_logged
 ):
     class Stop(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -177,13 +186,13 @@ def test_error_before_the_first_batch_logs_no_cut_round(
                 raise KeyError("label")
 
     with pytest.raises(KeyError, match="label"):
-        fit(make_task(), make_stream(experiences=1), [Stop()], cohort_size=cohort_size)
+        fit(make_task(), make_stream(num_experiences=1), [Stop()], max_vectorized_clients=max_vectorized_clients)
     assert ("A round was cut short" in caplog.text) is is_logged
 
 
 def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):
     def run(epochs, ckpt_path=None):
-        stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
+        stream = make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
         options = {"logger": CSVLogger(tmp_path), "enable_checkpointing": True}
         saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
         fit(make_task(), stream, [saves], max_epochs=epochs, participation=2, trainer_args=options, ckpt_path=ckpt_path)
@@ -196,16 +205,16 @@ def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, ma
     assert "number of training batches" not in told and "resuming from a checkpoint that ended" not in told
 
 
-@pytest.mark.parametrize("methods", [list, lambda: [Replay(max_size=10)]])
+@pytest.mark.parametrize("methods", [list, lambda: [Replay(memory_size=10)]])
 def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
     fit, make_stream, make_task, monkeypatch, methods
 ):
     seen = []
     for together in (1, 10**6):
         monkeypatch.setattr(planning, "_PLANNED", together)
-        task, stream = make_task(), make_stream(partition="dirichlet", clients=6, rounds_per_experience=2)
+        task, stream = make_task(), make_stream(partition="dirichlet", num_clients=6, rounds_per_experience=2)
         seen.append(Batches())
-        options = {"cohort_size": 1, "local_epochs": 2, "trainer_args": {"limit_train_batches": 0.7}}
+        options = {"max_vectorized_clients": 1, "local_epochs": 2, "trainer_args": {"limit_train_batches": 0.7}}
         fit(task, stream, [*methods(), seen[-1]], **options)
     assert all(map(torch.equal, seen[0].batches, seen[1].batches))
     assert len(seen[0].batches) == len(seen[1].batches) > 6
@@ -237,7 +246,7 @@ def test_what_a_hook_draws_beside_the_backward_pass_is_drawn_by_the_client_s_key
     found = []
     for stirs in (0, 1):
         task = make_task()
-        fit(task, make_stream(), [Noise(stirs)], cohort_size=1)
+        fit(task, make_stream(), [Noise(stirs)], max_vectorized_clients=1)
         found.append(task.state_dict())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 

@@ -186,12 +186,12 @@ def assert_same_state(module, expected):
     "a last batch of one sample joins the batch before it; a client with one sample in a round is skipped and recorded",
 )
 @pytest.mark.parametrize("kind", [BatchNorm, ByHand, SetUpByHook, Deviation, Squeezes])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batches(fit, kind, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batches(fit, kind, max_vectorized_clients):
     module, stream = kind(), stream_of()
     copied = kind()
-    trainer = fit(module, stream, cohort_size=cohort_size)
-    assert trainer.strategy.server.record.skipped == ["b"]
+    trainer = fit(module, stream, max_vectorized_clients=max_vectorized_clients)
+    assert trainer.strategy.server.record.no_data == ["b"]
     assert trainer.strategy.server.record.dropped == {}
     assert_same_state(module, by_hand(copied, SIZES, merged))
 
@@ -201,7 +201,7 @@ def test_module_that_can_train_on_one_sample_equals_hand_loop_of_all_batches(fit
     module, stream = kind(), stream_of()
     copied = kind()
     trainer = fit(module, stream)
-    assert trainer.strategy.server.record.skipped == []
+    assert trainer.strategy.server.record.no_data == []
     assert_same_state(module, by_hand(copied, SIZES, plain))
 
 
@@ -211,7 +211,7 @@ def test_trial_on_one_sample_changes_nothing(fit):
     for sizes in ({"a": 8, "c": 4}, {"a": 8, "b": 1, "c": 4}):
         module = BatchNorm()
         module.net.append(nn.Dropout(0.3))
-        fit(module, stream_of(sizes, shuffle=True), cohort_size=1)
+        fit(module, stream_of(sizes, shuffle=True), max_vectorized_clients=1)
         states.append(module.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
@@ -221,12 +221,12 @@ def test_frozen_batch_normalization_beside_a_method_with_features_trains_on_one_
     net, stream = Embeds(), stream_of(scenario=ClassIncremental(1, 2))
     net.body.requires_grad_(not frozen)
     trainer = fit(make_task(model=net), stream, [FedProto()])
-    assert trainer.strategy.server.record.skipped == ([] if frozen else ["b"])
+    assert trainer.strategy.server.record.no_data == ([] if frozen else ["b"])
 
 
 def test_drop_last_skips_a_client_of_one_sample(fit):
     trainer = fit(BatchNorm(), stream_of(drop_last=True))
-    assert trainer.strategy.server.record.skipped == ["b"]
+    assert trainer.strategy.server.record.no_data == ["b"]
 
 
 @pytest.mark.seconds
@@ -303,5 +303,5 @@ def test_resumed_fit_skips_the_same_clients(fit, tmp_path):
     whole, again = BatchNorm(), BatchNorm()
     fit(whole, stream_of(shuffle=True), [Replay(3), saver], trainer_args={"enable_checkpointing": True})
     trainer = fit(again, stream_of(shuffle=True), [Replay(3)], ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert trainer.strategy.server.record.skipped == ["b"]
+    assert trainer.strategy.server.record.no_data == ["b"]
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())

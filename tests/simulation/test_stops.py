@@ -37,7 +37,7 @@ def test_stops_of_a_batch_are_those_of_a_fit(fit, make_stream, make_task):
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        fit(make_task(), make_stream(clients=1), max_epochs=1, cohort_size=1)
+        fit(make_task(), make_stream(num_clients=1), max_epochs=1, max_vectorized_clients=1)
     finally:
         sys.setprofile(before)
     *way, end = codes  # the end, which loads a state, is also called for the client's

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 from torch import nn
 
-from lightning_fcl import Deadline, FedBuff, Speeds, Swarm, TopK
+from lightning_fcl import ClientSpeeds, Deadline, FedBuff, Swarm, TopK
 from lightning_fcl.callbacks import ContinualMetrics, FedProto, FedProx, FLwF2T, Replay
 from lightning_fcl.cli.main import main
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, UnknownNameError
@@ -27,7 +27,7 @@ def methods():
 
 
 SPREAD = {"seconds_per_sample": 0.01, "spread": 0.8, "variation": 0.4}
-OWN = {"reductions": {"model.3.bias": "none"}, "seed": 5}
+OWN = {"reductions": {"model.3.bias": "local"}, "seed": 5}
 ADAM = {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-3)}
 
 
@@ -48,17 +48,17 @@ class Watch(Callback):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("participation", "buffer_size"), [(1.0, 5), (3, 3)])
 def test_equal_clients_and_a_buffer_for_all_are_synchronous_to_the_bit(
-    fit, make_stream, make_task, cohort_size, participation, buffer_size
+    fit, make_stream, make_task, max_vectorized_clients, participation, buffer_size
 ):
-    options = {**OWN, **ADAM, "participation": participation, "cohort_size": cohort_size}
+    options = {**OWN, **ADAM, "participation": participation, "max_vectorized_clients": max_vectorized_clients}
     tasks, watches = [make_task(), make_task()], [Watch(), Watch()]
-    schedules = [None, FedBuff(Speeds(0.0, latency=1.0), buffer_size)]
+    schedules = [None, FedBuff(ClientSpeeds(0.0, latency=1.0), buffer_size)]
     for task, watch, schedule in zip(tasks, watches, schedules, strict=True):
-        stream = make_stream(clients=5, rounds_per_experience=3)
-        fit(task, stream, [*methods(), watch], schedule=schedule, **options)
+        stream = make_stream(num_clients=5, rounds_per_experience=3)
+        fit(task, stream, [*methods(), watch], synchronization=schedule, **options)
     assert equal(tasks[0].state_dict(), tasks[1].state_dict())
     assert watches[0].trained == watches[1].trained
     assert [one.simulated_seconds for one in watches[1].rounds] == [1.0] * 6
@@ -97,69 +97,85 @@ def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu
     return weights, told
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("exponent", "server_rate", "mu"), [(0.5, 1.0, 0.0), (0.0, 0.5, 0.0), (1.0, 0.5, 0.2)])
 def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
-    fit, make_stream, make_task, cohort_size, exponent, server_rate, mu
+    fit, make_stream, make_task, max_vectorized_clients, exponent, server_rate, mu
 ):
     seconds, rounds = {"0": 1.0, "1": 2.718, "2": 4.567}, 9
     owners = np.random.default_rng(0).choice(3, 240, p=[0.5, 0.2, 0.3])
-    stream = make_stream(owners, experiences=1, rounds_per_experience=rounds, batch_size=500)
+    stream = make_stream(owners, num_experiences=1, rounds_per_experience=rounds, batch_size=500)
     task, watch = make_task(), Watch()
     net = copy.deepcopy(task.model)
     fit(
         task,
         stream,
         [watch, *([FedProx(mu)] if mu else [])],
-        schedule=FedBuff(Speeds(0.0, clients={c: {"latency": s} for c, s in seconds.items()}), 2, exponent),
+        synchronization=FedBuff(
+            ClientSpeeds(0.0, per_client={c: {"latency": s} for c, s in seconds.items()}), 2, exponent
+        ),
         server_optimizer=lambda params: torch.optim.SGD(params, lr=server_rate),
         local_epochs=3,
-        cohort_size=cohort_size,
+        max_vectorized_clients=max_vectorized_clients,
     )
     data = {client: [stream.get_samples(stream.plan.train[0][client])] * 3 for client in seconds}
     weights, told = fedbuff_by_hand(net, data, seconds, 2, rounds, (0.1, server_rate), exponent, mu)
     for ours, theirs in zip(task.model.parameters(), weights, strict=True):
         torch.testing.assert_close(ours.detach(), theirs, atol=1e-6, rtol=0)
-    assert [(sorted(one.trained), one.staleness) for one in watch.rounds] == [(who, age) for who, age, _ in told]
+    assert [(sorted(one.accepted), one.staleness) for one in watch.rounds] == [(who, age) for who, age, _ in told]
     ends = np.cumsum([one.simulated_seconds for one in watch.rounds])
     assert ends == pytest.approx([end for *_, end in told])
     assert any(one.staleness for one in watch.rounds)
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", "auto")])
+@pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", "auto")])
 @pytest.mark.parametrize(
     "make",
-    [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5, 3)],
+    [lambda: FedBuff(ClientSpeeds(**SPREAD), 2), lambda: Deadline(ClientSpeeds(**SPREAD), 0.5, 3)],
     ids=["FedBuff", "Deadline"],
 )
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, cohort_size, store):
-    stream = {"clients": 5, "rounds_per_experience": 3, "samples": 400}
-    options = {**OWN, **ADAM, "participation": 4, "cohort_size": cohort_size, "client_store": store}
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, max_vectorized_clients, store):
+    stream = {"num_clients": 5, "rounds_per_experience": 3, "samples": 400}
+    options = {
+        **OWN,
+        **ADAM,
+        "participation": 4,
+        "max_vectorized_clients": max_vectorized_clients,
+        "client_store": store,
+    }
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
     whole, parts, stale = make_task(), [*methods(), ContinualMetrics()], 0
-    fit(whole, make_stream(**stream), [*parts, saver], schedule=make(), trainer_args=saving, **options)
+    fit(whole, make_stream(**stream), [*parts, saver], synchronization=make(), trainer_args=saving, **options)
     for epoch in (0, 2, 3):
         again, metrics, path = make_task(seed=99), ContinualMetrics(), tmp_path / f"epoch={epoch}.ckpt"
-        trainer = fit(again, make_stream(**stream), [*methods(), metrics], schedule=make(), ckpt_path=path, **options)
+        trainer = fit(
+            again, make_stream(**stream), [*methods(), metrics], synchronization=make(), ckpt_path=path, **options
+        )
         assert equal(whole.state_dict(), again.state_dict()), epoch
-        kept = ("correct", "simulated_seconds", "late", "staleness", "download_bytes")
+        kept = ("correct", "simulated_seconds", "late_clients", "staleness", "download_bytes")
         left, right = ([{key: r[key] for key in kept} for r in m.record["rounds"]] for m in (parts[-1], metrics))
         assert left == right
         assert trainer.current_epoch == 6
-        stale += len(left[-1]["staleness"]) + len(left[-1]["late"])
+        stale += len(left[-1]["staleness"]) + len(left[-1]["late_clients"])
     assert stale  # otherwise nothing would have been tried
 
 
 @pytest.mark.seconds
 def test_a_second_fit_of_the_same_trainer_goes_on_by_the_same_clock(fit, make_stream, make_task):
-    stream = {"clients": 5, "rounds_per_experience": 3}
+    stream = {"num_clients": 5, "rounds_per_experience": 3}
     options = {**OWN, "participation": 4}
     whole, parts, watches = make_task(), make_task(), [Watch(), Watch()]
-    fit(whole, make_stream(**stream), [*methods(), watches[0]], schedule=FedBuff(Speeds(**SPREAD), 2), **options)
+    fit(
+        whole,
+        make_stream(**stream),
+        [*methods(), watches[0]],
+        synchronization=FedBuff(ClientSpeeds(**SPREAD), 2),
+        **options,
+    )
     data = make_stream(**stream)
-    schedule = FedBuff(Speeds(**SPREAD), 2)
-    trainer = fit(parts, data, [*methods(), watches[1]], schedule=schedule, max_epochs=2, **options)
+    schedule = FedBuff(ClientSpeeds(**SPREAD), 2)
+    trainer = fit(parts, data, [*methods(), watches[1]], synchronization=schedule, max_epochs=2, **options)
     trainer.fit_loop.max_epochs = 6
     trainer.fit(parts, datamodule=data)
     assert equal(whole.state_dict(), parts.state_dict())
@@ -172,7 +188,7 @@ def test_statistics_of_batch_normalisation_are_averaged_as_they_are(fit, make_st
 
     class Sent(Watch):
         def on_client_end(self, trainer, pl_module, client_round):
-            seen.append((client_round.samples, pl_module.state_dict()["model.1.running_var"].clone()))
+            seen.append((client_round.num_samples, pl_module.state_dict()["model.1.running_var"].clone()))
 
         def on_round_end(self, trainer, pl_module):
             super().on_round_end(trainer, pl_module)
@@ -182,15 +198,21 @@ def test_statistics_of_batch_normalisation_are_averaged_as_they_are(fit, make_st
             seen.clear()
 
     watch = Sent()
-    schedule = FedBuff(Speeds(**SPREAD), 2)
-    fit(task, make_stream(clients=4, rounds_per_experience=4, drop_last=True), [watch], schedule=schedule, seed=5)
+    schedule = FedBuff(ClientSpeeds(**SPREAD), 2)
+    fit(
+        task,
+        make_stream(num_clients=4, rounds_per_experience=4, drop_last=True),
+        [watch],
+        synchronization=schedule,
+        seed=5,
+    )
     assert any(one.staleness for one in watch.rounds)
 
 
 def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_task):
-    task, watch, options = make_task(), Watch(), {"reductions": {"model.3.*": "none"}, "seed": 5}
-    stream = make_stream(clients=4, rounds_per_experience=3)
-    trainer = fit(task, stream, [watch], schedule=FedBuff(Speeds(**SPREAD), 2), **options)
+    task, watch, options = make_task(), Watch(), {"reductions": {"model.3.*": "local"}, "seed": 5}
+    stream = make_stream(num_clients=4, rounds_per_experience=3)
+    trainer = fit(task, stream, [watch], synchronization=FedBuff(ClientSpeeds(**SPREAD), 2), **options)
     first = make_task().state_dict()["model.3.weight"]
     assert torch.equal(task.state_dict()["model.3.weight"], first)
     heads = [
@@ -200,17 +222,19 @@ def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_t
     assert all(not torch.equal(head, first) for head in heads)
 
 
-@pytest.mark.parametrize("make", [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5)])
+@pytest.mark.parametrize(
+    "make", [lambda: FedBuff(ClientSpeeds(**SPREAD), 2), lambda: Deadline(ClientSpeeds(**SPREAD), 0.5)]
+)
 def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, make_task, make):
     """So that clients' own models are tested after their last local training of each."""
     watch, metrics = Watch(), ContinualMetrics(when="both")
-    stream = make_stream(clients=5, rounds_per_experience=4)
-    fit(make_task(), stream, [watch, metrics], schedule=make(), participation=4, seed=5)
+    stream = make_stream(num_clients=5, rounds_per_experience=4)
+    fit(make_task(), stream, [watch, metrics], synchronization=make(), participation=4, seed=5)
     ends = set()
     for experience in range(2):
         rounds = range(4 * experience, 4 * experience + 4)
         last = {client: round_idx for round_idx, client in watch.trained if round_idx in rounds}
-        tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["own"]]
+        tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["local"]]
         assert {client: round_idx for client, round_idx in tested if round_idx in rounds} == last
         ends |= {*last.values()}
     assert len(ends) > 2  # not all in the experiences' last rounds
@@ -218,15 +242,15 @@ def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, 
 
 def test_a_method_whose_sums_the_server_keeps_is_refused_by_name(fit, make_stream, make_task):
     with raises(InvalidValueError, "mean"):
-        fit(make_task(), make_stream(), [FedProto(0.5)], schedule=FedBuff(Speeds(1.0), 2))
+        fit(make_task(), make_stream(), [FedProto(0.5)], synchronization=FedBuff(ClientSpeeds(1.0), 2))
 
 
 def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_series_stream, make_reservoir_task):
     """Its sums are those of who is in time."""
     with raises(InvalidValueError, "mean"):
-        fit(make_reservoir_task(), make_series_stream(), schedule=FedBuff(Speeds(1.0), 2))
-    slow, states = Speeds(0.0, latency=1.0, clients={"1": {"latency": 9}}), []
-    for words in ({"schedule": Deadline(slow, seconds=2)}, {"swarm": Swarm(leaves={"1": 0})}):
+        fit(make_reservoir_task(), make_series_stream(), synchronization=FedBuff(ClientSpeeds(1.0), 2))
+    slow, states = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 9}}), []
+    for words in ({"synchronization": Deadline(slow, timeout=2)}, {"swarm": Swarm(leaves_at={"1": 0})}):
         task = make_reservoir_task()
         fit(task, make_series_stream(increments=2), **words)
         states.append(task.state_dict())
@@ -237,15 +261,19 @@ def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_serie
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, max_vectorized_clients):
     """The server's state, and all that clients keep, are those of a federation in which the late never took part."""
-    slow = Speeds(0.0, latency=1.0, clients={"1": {"latency": 31}, "4": {"latency": 900}})
-    gone = Swarm(leaves={"1": 0, "4": 0})
+    slow = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 31}, "4": {"latency": 900}})
+    gone = Swarm(leaves_at={"1": 0, "4": 0})
     stores, tasks, watches = [], [make_task(), make_task()], [Watch(), Watch()]
-    for task, watch, words in zip(tasks, watches, ({"schedule": Deadline(slow, 30)}, {"swarm": gone}), strict=True):
-        stream = make_stream(clients=5, rounds_per_experience=2)
-        trainer = fit(task, stream, [*methods(), watch], cohort_size=cohort_size, **OWN, **ADAM, **words)
+    for task, watch, words in zip(
+        tasks, watches, ({"synchronization": Deadline(slow, 30)}, {"swarm": gone}), strict=True
+    ):
+        stream = make_stream(num_clients=5, rounds_per_experience=2)
+        trainer = fit(
+            task, stream, [*methods(), watch], max_vectorized_clients=max_vectorized_clients, **OWN, **ADAM, **words
+        )
         stores.append({client: trainer.strategy.server.client_store[client] for client in stream.plan.clients})
     assert equal(tasks[0].state_dict(), tasks[1].state_dict())
     assert watches[0].trained == watches[1].trained  # nobody trains in vain
@@ -255,15 +283,15 @@ def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, cohort
     assert stores[0]["1"] == {} != stores[0]["0"]
     size = sum(value.nbytes for name, value in tasks[0].state_dict().items() if name != "model.3.bias")
     for record in watches[0].rounds:
-        assert (record.late, record.simulated_seconds, record.staleness) == (["1", "4"], 30.0, {})
+        assert (record.late_clients, record.simulated_seconds, record.staleness) == (["1", "4"], 30.0, {})
         assert record.download_bytes == dict.fromkeys("01234", size)  # they had received what they then trained on
         assert record.upload_bytes == dict.fromkeys("023", size)
 
 
 def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit, make_stream, make_task):
-    watch, stream = Watch(), make_stream(clients=3, samples=300)
-    schedule = Deadline(Speeds(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=7))
-    fit(make_task(), stream, [watch], schedule=schedule, compression=TopK(0.25), local_epochs=2, seed=5)
+    watch, stream = Watch(), make_stream(num_clients=3, samples=300)
+    schedule = Deadline(ClientSpeeds(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=7))
+    fit(make_task(), stream, [watch], synchronization=schedule, compression=TopK(0.25), local_epochs=2, seed=5)
     for round_idx, record in enumerate(watch.rounds):
         up, down = record.upload_bytes, record.download_bytes
         samples = {client: len(rows) for client, rows in stream.plan.train[round_idx].items()}
@@ -278,10 +306,13 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ({"schedule": 30.0}, (InvalidTypeError, "schedule")),
-        ({"schedule": FedBuff(Speeds(1.0), 4)}, (InvalidValueError, "buffer_size")),
-        ({"schedule": Deadline(Speeds(1.0, clients={"9": {"latency": 1}}))}, (UnknownNameError, "names")),
-        ({"schedule": Deadline(Speeds())}, (MissingValueError, "seconds_per_sample")),
+        ({"synchronization": 30.0}, (InvalidTypeError, "synchronization")),
+        ({"synchronization": FedBuff(ClientSpeeds(1.0), 4)}, (InvalidValueError, "buffer_size")),
+        (
+            {"synchronization": Deadline(ClientSpeeds(1.0, per_client={"9": {"latency": 1}}))},
+            (UnknownNameError, "names"),
+        ),
+        ({"synchronization": Deadline(ClientSpeeds())}, (MissingValueError, "seconds_per_sample")),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(fit, make_stream, make_task, words, expected):
@@ -291,11 +322,11 @@ def test_what_does_not_go_together_is_refused_by_name(fit, make_stream, make_tas
 
 def test_a_checkpoint_of_another_schedule_is_refused(fit, make_stream, make_task, tmp_path):
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
-    fit(make_task(), make_stream(), [saver], schedule=FedBuff(Speeds(**SPREAD), 2), trainer_args=saving)
+    fit(make_task(), make_stream(), [saver], synchronization=FedBuff(ClientSpeeds(**SPREAD), 2), trainer_args=saving)
     path = tmp_path / "epoch=0.ckpt"
-    for other in (None, FedBuff(Speeds(**SPREAD), 1), Deadline(Speeds(**SPREAD))):
-        with raises(InvalidValueError, "schedule", code="other-recipe"):
-            fit(make_task(), make_stream(), schedule=other, ckpt_path=path)
+    for other in (None, FedBuff(ClientSpeeds(**SPREAD), 1), Deadline(ClientSpeeds(**SPREAD))):
+        with raises(InvalidValueError, "synchronization", code="other-recipe"):
+            fit(make_task(), make_stream(), synchronization=other, ckpt_path=path)
 
 
 @pytest.mark.parametrize(
@@ -310,14 +341,14 @@ def test_a_checkpoint_of_another_schedule_is_refused(fit, make_stream, make_task
 )
 def test_a_checkpoint_that_does_not_tell_who_is_under_way_is_refused(fit, make_stream, make_task, tmp_path, damage):
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
-    make = lambda: FedBuff(Speeds(**SPREAD), 1)  # noqa: E731
-    fit(make_task(), make_stream(), [saver], schedule=make(), trainer_args=saving)
+    make = lambda: FedBuff(ClientSpeeds(**SPREAD), 1)  # noqa: E731
+    fit(make_task(), make_stream(), [saver], synchronization=make(), trainer_args=saving)
     checkpoint = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
     kept = next(state["asynchronous"] for state in checkpoint["callbacks"].values() if "asynchronous" in state)
     damage(kept)
     torch.save(checkpoint, tmp_path / "damaged.ckpt")
     with pytest.raises(ValueError, match=r"Expected `asynchronous` of the checkpoint|Expected the state that a client"):
-        fit(make_task(), make_stream(), schedule=make(), ckpt_path=tmp_path / "damaged.ckpt")
+        fit(make_task(), make_stream(), synchronization=make(), ckpt_path=tmp_path / "damaged.ckpt")
 
 
 # By a recipe.
@@ -329,10 +360,10 @@ trainer:
   callbacks: []
   strategy:
     class_path: lightning_fcl.FederatedStrategy
-    init_args: {schedule: {class_path: lightning_fcl.FedBuff, init_args: ARGUMENTS}}
+    init_args: {synchronization: {class_path: lightning_fcl.FedBuff, init_args: ARGUMENTS}}
 data:
-  scenario: {class_path: ClassIncremental, init_args: {experiences: 2, rounds_per_experience: 2}}
-  partition: {class_path: IID, init_args: {clients: 4}}
+  scenario: {class_path: ClassIncremental, init_args: {num_experiences: 2, rounds_per_experience: 2}}
+  partition: {class_path: IID, init_args: {num_clients: 4}}
 """
 
 
@@ -353,10 +384,10 @@ def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_pa
     main(["fit", *recipe(), "--out", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     rounds = results["record"]["rounds"]
-    assert any(entry["staleness"] for entry in rounds) and all(entry["late"] == [] for entry in rounds)
+    assert any(entry["staleness"] for entry in rounds) and all(entry["late_clients"] == [] for entry in rounds)
     total = sum(entry["simulated_seconds"] for entry in rounds)
     assert results["metrics"]["simulated_seconds/total"] == pytest.approx(total) and total > 0
-    assert results["metrics"]["late/total"] == 0
+    assert results["metrics"]["late_uploads/total"] == 0
     lines = [line.split(",") for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()]
     assert lines[0][-1] == "simulated_time"
     assert float(lines[-1][-1]) == pytest.approx(total)
@@ -365,7 +396,7 @@ def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_pa
     assert "<td>0</td><td>number of late uploads in the timing simulation" in page
     assert "seconds since the beginning" in page
     strategy = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["trainer"]["strategy"]
-    kept = strategy["init_args"]["schedule"]
+    kept = strategy["init_args"]["synchronization"]
     assert kept["class_path"].endswith("FedBuff") and kept["init_args"]["staleness_exponent"] == 0.5
 
 

@@ -76,14 +76,14 @@ class Records(Callback):
 def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffle):
     stream, task = make_stream(rounds_per_experience=2, shuffle=shuffle), make_task()
     start = copy.deepcopy(task)
-    fit(task, stream, local_epochs=2, cohort_size=1, seed=0)
+    fit(task, stream, local_epochs=2, max_vectorized_clients=1, seed=0)
     assert equal(task.state_dict(), fedavg(start, stream, epochs=2, rounds=4))
 
 
 def test_one_client_is_the_plain_trainer(fit, make_stream, make_task):
     federated, plain = make_task(), make_task()
-    fit(federated, make_stream(clients=1, rounds_per_experience=3), cohort_size=1, seed=0)
-    fit(plain, make_stream(clients=1, rounds_per_experience=3), strategy="auto", max_epochs=6)
+    fit(federated, make_stream(num_clients=1, rounds_per_experience=3), max_vectorized_clients=1, seed=0)
+    fit(plain, make_stream(num_clients=1, rounds_per_experience=3), strategy="auto", max_epochs=6)
     # The plain Trainer keeps its optimizer from epoch to epoch; SGD without momentum has nothing to keep.
     assert equal(federated.state_dict(), plain.state_dict())
 
@@ -93,18 +93,18 @@ def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
     kept, plain, fresh = make_task(momentum), make_task(momentum), make_task(momentum)
-    options = {"clients": 1, "rounds_per_experience": 2}
-    fit(kept, make_stream(**options), keep_optimizer=True, seed=0)
-    fit(fresh, make_stream(**options), seed=0, cohort_size=1)
+    options = {"num_clients": 1, "rounds_per_experience": 2}
+    fit(kept, make_stream(**options), keep_optimizer_state=True, seed=0)
+    fit(fresh, make_stream(**options), seed=0, max_vectorized_clients=1)
     fit(plain, make_stream(**options), strategy="auto", max_epochs=4)
     assert equal(kept.state_dict(), plain.state_dict())
     assert not close(fresh.state_dict(), plain.state_dict(), 1e-3)
 
 
 def test_participants_alone_are_averaged(fit, make_stream, make_task):
-    stream, task = make_stream(clients=6), make_task()
+    stream, task = make_stream(num_clients=6), make_task()
     start = copy.deepcopy(task)
-    fit(task, stream, participation=0.5, cohort_size=1, seed=7)
+    fit(task, stream, participation=0.5, max_vectorized_clients=1, seed=7)
     chosen = partial(Participation(0.5, 7).sample_clients, stream.plan)
     assert equal(task.state_dict(), fedavg(start, stream, 1, 2, choose=lambda round_idx: chosen(round_idx)[0], seed=7))
 
@@ -116,7 +116,7 @@ def test_participants_alone_are_averaged(fit, make_stream, make_task):
 def test_client_weights(fit, make_stream, make_task, weights, weight):
     stream, task = make_stream(partition="dirichlet"), make_task()
     start = copy.deepcopy(task)
-    fit(task, stream, client_weights=weights, cohort_size=1, seed=0)
+    fit(task, stream, client_weights=weights, max_vectorized_clients=1, seed=0)
     assert close(task.state_dict(), fedavg(start, stream, 1, 2, weight), 1e-7)
 
 
@@ -124,7 +124,7 @@ def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_tas
     owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
     records = Records()
     fit(make_task(), make_stream(client_ids=owners, class_order=[0, 1, 2, 3]), [records])
-    assert [record.skipped for record in records.rounds] == [["b", "c"], ["a"]]
+    assert [record.no_data for record in records.rounds] == [["b", "c"], ["a"]]
     assert [list(record.upload_bytes) for record in records.rounds] == [["a"], ["b", "c"]]
 
 
@@ -153,8 +153,8 @@ def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, m
     assert not equal(before, task.state_dict())
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task, max_vectorized_clients):
     task, stream, servers = make_task(), make_stream(rounds_per_experience=2), []
     start = copy.deepcopy(task)
 
@@ -162,7 +162,9 @@ def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task
         def on_round_end(self, trainer, pl_module):
             servers.append(snapshot(pl_module))
 
-    trainer = fit(task, stream, [Watch()], reductions={"*": "none"}, cohort_size=cohort_size, seed=0)
+    trainer = fit(
+        task, stream, [Watch()], reductions={"*": "local"}, max_vectorized_clients=max_vectorized_clients, seed=0
+    )
     assert len(servers) == 4 and all(equal(server, start.state_dict()) for server in servers)
     for client in stream.plan.clients:
         alone = copy.deepcopy(start)
@@ -170,7 +172,7 @@ def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task
             local_training(alone, stream, client, round_idx, 1)
         kept = trainer.strategy.server.client_store[client]["model"]
         assert kept.keys() == alone.state_dict().keys()
-        assert close(kept, alone.state_dict(), 0 if cohort_size == 1 else 1e-5)
+        assert close(kept, alone.state_dict(), 0 if max_vectorized_clients == 1 else 1e-5)
         assert not close(kept, start.state_dict(), 1e-2)
 
 
@@ -183,15 +185,15 @@ def with_head():
 @pytest.mark.parametrize(
     ("methods", "rules"),
     [
-        (lambda: [], {"model.head.*": "none"}),
+        (lambda: [], {"model.head.*": "local"}),
         (lambda: [APFL(0.7)], {}),
         (lambda: [Ditto(0.3)], {}),
-        (lambda: [FedViT(integrate_last=True)], {"model.head.*": "none"}),
+        (lambda: [FedViT(integrate_last=True)], {"model.head.*": "local"}),
     ],
 )
 def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, make_task, caplog, methods, rules):
     task, metrics = make_task(model=with_head()), ContinualMetrics(when="aggregated")
-    stream = make_stream(clients=4, rounds_per_experience=2, partition="dirichlet")
+    stream = make_stream(num_clients=4, rounds_per_experience=2, partition="dirichlet")
     trainer = fit(task, stream, [*methods(), metrics], reductions=rules, participation=3, seed=1)
     correct, server = metrics.record["rounds"][-1]["correct"], snapshot(task)
 
@@ -219,7 +221,7 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
     with raises(InvalidValueError, "client", value="0"):
         FederatedStrategy().client_state_dict("0")
     task = make_task()
-    trainer = fit(task, make_stream(), reductions={"model.3.*": "none"})
+    trainer = fit(task, make_stream(), reductions={"model.3.*": "local"})
     before = snapshot(task)
     with raises(InvalidValueError, "client", value="seven"):
         trainer.strategy.client_state_dict("seven")
@@ -233,12 +235,19 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
     assert equal(task.state_dict(), before)
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-@pytest.mark.parametrize(("reduction", "down"), [("download", 4 * (35 + 24)), ("fixed", 4 * 35)])
-def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+@pytest.mark.parametrize(("reduction", "down"), [("download_only", 4 * (35 + 24)), ("constant", 4 * 35)])
+def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, max_vectorized_clients):
     task, stream, records = make_task(), make_stream(), Records()
     start, server = copy.deepcopy(task), snapshot(task)
-    fit(task, stream, [records], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
+    fit(
+        task,
+        stream,
+        [records],
+        reductions={"model.3.*": reduction},
+        max_vectorized_clients=max_vectorized_clients,
+        seed=0,
+    )
     for round_idx in range(2):  # each client trains the head too, from the server's
         states = []
         for client in stream.plan.train[round_idx]:
@@ -254,7 +263,7 @@ def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, red
         assert set(record.upload_bytes.values()) == {4 * 35} and set(record.download_bytes.values()) == {down}
 
 
-@pytest.mark.parametrize("reduction", ["download", "fixed"])
+@pytest.mark.parametrize("reduction", ["download_only", "constant"])
 def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, reduction):
     task = make_task()
     task.register_buffer("unknown", torch.full((3,), float("nan")))
@@ -270,7 +279,7 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
 
     task, stream, poison = make_task(), make_stream(), Poison()
     start = copy.deepcopy(task)
-    fit(task, stream, [poison], cohort_size=1, seed=0)
+    fit(task, stream, [poison], max_vectorized_clients=1, seed=0)
     expected = fedavg(
         start, stream, 1, 2, choose=lambda round_idx: [c for c in stream.plan.train[round_idx] if c != "1"]
     )
@@ -288,12 +297,12 @@ class Overflowing(Method):
         return (1e30 * next(iter(step.params.values())).detach().abs().sum() + 1e30).square()
 
 
-@pytest.mark.parametrize("cohort_size", [1, 3])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 def test_a_client_whose_loss_is_not_finite_is_named_though_its_weights_are(
-    fit, make_stream, make_task, caplog, cohort_size
+    fit, make_stream, make_task, caplog, max_vectorized_clients
 ):
     task, records = make_task(), Records()
-    fit(task, make_stream(), [Overflowing(clients=["1"]), records], cohort_size=cohort_size)
+    fit(task, make_stream(), [Overflowing(clients=["1"]), records], max_vectorized_clients=max_vectorized_clients)
     assert all(record.diverged == ["1"] and not record.dropped for record in records.rounds)
     assert all(p.isfinite().all() for p in task.parameters())
     message = "Round 0: the loss of client 1 was not finite, though all that it sends is. Lower the learning rate"
@@ -324,7 +333,7 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
     ("arguments", "argument"),
     [
         ({"local_epochs": 0}, "local_epochs"),
-        ({"cohort_size": 0}, "cohort_size"),
+        ({"max_vectorized_clients": 0}, "max_vectorized_clients"),
         ({"client_weights": "size"}, "client_weights"),
     ],
 )
@@ -390,8 +399,10 @@ def test_reserved_names_and_contradictions_in_streams(make_stream):
 
 
 @pytest.mark.parametrize("running", [True, False])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_batch_normalization_last_batch_of_one_sample_trains(fit, make_task, assert_same, cohort_size, running):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_batch_normalization_last_batch_of_one_sample_trains(
+    fit, make_task, assert_same, max_vectorized_clients, running
+):
     def stream(drop_last):
         x = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))
         owner = np.repeat(["a", "b"], [22, 23])  # batches of 7: the last one has one sample, or two
@@ -407,9 +418,9 @@ def test_batch_normalization_last_batch_of_one_sample_trains(fit, make_task, ass
 
     for drop_last in (False, True):
         trained, alone = task(), task()
-        trainer = fit(trained, stream(drop_last), cohort_size=cohort_size, seed=0)
-        fit(alone, stream(drop_last), cohort_size=1, seed=0)
-        assert (trainer.strategy.num_vectorized_clients > 1) == (cohort_size == "auto")
+        trainer = fit(trained, stream(drop_last), max_vectorized_clients=max_vectorized_clients, seed=0)
+        fit(alone, stream(drop_last), max_vectorized_clients=1, seed=0)
+        assert (trainer.strategy.num_vectorized_clients > 1) == (max_vectorized_clients == "auto")
         assert_same(trained, alone, 1e-6)
         assert not trainer.strategy.server.record.dropped
 

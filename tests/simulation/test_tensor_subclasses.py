@@ -106,7 +106,7 @@ def assert_equal_states(left, right):
         assert torch.equal(value, right[name]), name
 
 
-KEEPING = {"keep_optimizer": True, "reductions": {"shift": "none"}}
+KEEPING = {"keep_optimizer_state": True, "reductions": {"shift": "local"}}
 
 
 @pytest.mark.may(
@@ -135,7 +135,12 @@ def test_fit_with_subclasses_equals_plain_tensors_and_resumes(fit, tmp_path, met
         module.load_state_dict(initial)
         folder = tmp_path / make.__name__
         saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-        options = {"trainer_args": {"enable_checkpointing": True}, "client_store": store, "cohort_size": 1, **strategy}
+        options = {
+            "trainer_args": {"enable_checkpointing": True},
+            "client_store": store,
+            "max_vectorized_clients": 1,
+            **strategy,
+        }
         fit(module, stream(make, as_dicts), [saves, *copy.deepcopy(methods)], **options)
         results[make] = state_of(module)
         if make is tagged:
@@ -155,7 +160,7 @@ def test_fit_with_subclasses_equals_plain_tensors_and_resumes(fit, tmp_path, met
 )
 def test_batches_have_one_class_in_all_rounds(fit, methods, expected):
     module = Net()
-    fit(module, stream(), copy.deepcopy(methods), cohort_size=1)
+    fit(module, stream(), copy.deepcopy(methods), max_vectorized_clients=1)
     assert {*module.classes} == expected
 
 

@@ -23,7 +23,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import MLP
 
-COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
+COHORTS = pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 
 
 class Counts(L.Callback):
@@ -78,9 +78,9 @@ def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_sa
 def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same, precision):
     federated, plain, full = make_task(), make_task(), make_task()
     arguments = {"trainer_args": {"precision": precision}}
-    trainer = fit(federated, make_stream(clients=1), **arguments)
-    fit(plain, make_stream(clients=1), strategy="auto", max_epochs=2, **arguments)
-    fit(full, make_stream(clients=1))
+    trainer = fit(federated, make_stream(num_clients=1), **arguments)
+    fit(plain, make_stream(num_clients=1), strategy="auto", max_epochs=2, **arguments)
+    fit(full, make_stream(num_clients=1))
     assert_same(federated, plain, 1e-9)
     assert not all(map(torch.equal, federated.double().parameters(), full.double().parameters()))
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
@@ -161,7 +161,7 @@ def test_rounds_between_validations(fit, make_stream, make_task):
 
 @pytest.mark.argument("log_every_n_steps", "honoured: of the batches of all clients; those side by side are one")
 @COHORTS
-def test_steps_between_logs(fit, make_stream, make_task, tmp_path, cohort_size):
+def test_steps_between_logs(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
     logger, seen = CSVLogger(tmp_path, "", ""), []
 
     class Log(L.Callback):
@@ -170,7 +170,9 @@ def test_steps_between_logs(fit, make_stream, make_task, tmp_path, cohort_size):
             pl_module.log("batch", float(len(seen) - 1))
 
     arguments = {"logger": logger, "log_every_n_steps": 3}
-    trainer = fit(make_task(), make_stream(), [Log()], trainer_args=arguments, cohort_size=cohort_size)
+    trainer = fit(
+        make_task(), make_stream(), [Log()], trainer_args=arguments, max_vectorized_clients=max_vectorized_clients
+    )
     lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     batch, step = lines[0].index("batch"), lines[0].index("step")
     logged = [(float(line[batch]), int(line[step])) for line in lines[1:] if line[batch]]
@@ -222,7 +224,7 @@ def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same
     for value in (False, True):
         task = make_task()
         task.model.register_forward_pre_hook(lambda *_: seen.append(FLAGS[flag]()))
-        trainer = fit(task, make_stream(), trainer_args={flag: value}, cohort_size=1)
+        trainer = fit(task, make_stream(), trainer_args={flag: value}, max_vectorized_clients=1)
         assert set(seen) == {value} and len(seen) >= trainer.global_step  # a trial before the first round adds to it
         seen.clear()
         tasks.append(task)
@@ -231,14 +233,14 @@ def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same
 
 @pytest.mark.argument("detect_anomaly", "honoured: in each client's steps, also side by side")
 @COHORTS
-def test_an_anomaly_is_told_where_it_begins(fit, make_stream, cohort_size):
+def test_an_anomaly_is_told_where_it_begins(fit, make_stream, max_vectorized_clients):
     class Anomalous(Classifier):
         def sample_loss(self, output, y):
             return (output.sum(1) * 0).sqrt() * 0
 
     task = Anomalous(MLP([6, 5, 4]), 4, lambda params: torch.optim.SGD(params, lr=0.1))
     with pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"):
-        fit(task, make_stream(), trainer_args={"detect_anomaly": True}, cohort_size=cohort_size)
+        fit(task, make_stream(), trainer_args={"detect_anomaly": True}, max_vectorized_clients=max_vectorized_clients)
 
 
 @pytest.mark.argument("inference_mode", "honoured: of validation, tests and predictions")
@@ -261,10 +263,12 @@ def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
 
 @pytest.mark.argument("profiler", "honoured: of the batches of all clients; those side by side are one")
 @COHORTS
-def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, cohort_size):
+def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, max_vectorized_clients):
     task, same, profiler = make_task(), make_task(), SimpleProfiler()
-    trainer = fit(task, make_stream(), trainer_args={"profiler": profiler}, cohort_size=cohort_size)
-    fit(same, make_stream(), cohort_size=cohort_size)
+    trainer = fit(
+        task, make_stream(), trainer_args={"profiler": profiler}, max_vectorized_clients=max_vectorized_clients
+    )
+    fit(same, make_stream(), max_vectorized_clients=max_vectorized_clients)
     assert len(profiler.recorded_durations["run_training_batch"]) == trainer.global_step
     assert_same(task, same, 0)
 
@@ -290,7 +294,7 @@ def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_tas
     for more in ({}, arguments):
         torch.manual_seed(0)
         task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
-        strategy = FederatedStrategy(start_method="fork", cohort_size=1)
+        strategy = FederatedStrategy(start_method="fork", max_vectorized_clients=1)
         options = {"devices": devices if more else 1, **more}
         trainer = fit(task, make_stream(drop_last=True, validation=0.2), strategy=strategy, trainer_args=options)
         tasks.append(task)

@@ -26,7 +26,7 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
 
-COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
+COHORTS = pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 
 
 def column(folder, name):
@@ -37,7 +37,7 @@ def column(folder, name):
 
 @pytest.mark.callback("BaseFinetuning", "honoured: layers are frozen and trained from round to round, on all clients")
 @COHORTS
-def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, cohort_size):
+def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, max_vectorized_clients):
     class Own(BaseFinetuning):
         def freeze_before_training(self, pl_module):
             self.freeze(pl_module.model[1])
@@ -51,7 +51,7 @@ def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, co
     head = task.model[3].parameters
     task.configure_optimizers = lambda: torch.optim.SGD(head(), lr=0.1)
     look = LambdaCallback(on_train_epoch_end=lambda trainer, module: seen.append(module.model[1].weight.clone()))
-    fit(task, make_stream(rounds_per_experience=2), [Own(), look], cohort_size=cohort_size)
+    fit(task, make_stream(rounds_per_experience=2), [Own(), look], max_vectorized_clients=max_vectorized_clients)
     assert [torch.equal(weight, before) for weight in seen] == [True, True, False, False]
 
 
@@ -62,17 +62,17 @@ def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, as
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
 
     task, again = make_task(), make_task(seed=1)
-    fit(task, make_stream(), [Own()], trainer_args={"enable_checkpointing": True}, cohort_size=1)
-    fit(again, make_stream(), ckpt_path=tmp_path / "0.ckpt", cohort_size=1)
+    fit(task, make_stream(), [Own()], trainer_args={"enable_checkpointing": True}, max_vectorized_clients=1)
+    fit(again, make_stream(), ckpt_path=tmp_path / "0.ckpt", max_vectorized_clients=1)
     assert_same(task, again, 0)
 
 
 @pytest.mark.callback("LambdaCallback", "honoured: batches are those of one client after the other, epochs are rounds")
 @COHORTS
-def test_hooks_of_a_function(fit, make_stream, make_task, cohort_size):
+def test_hooks_of_a_function(fit, make_stream, make_task, max_vectorized_clients):
     seen = []
     hooks = {"on_train_batch_end": lambda *_: seen.append("batch"), "on_train_epoch_end": lambda *_: seen.append("end")}
-    trainer = fit(make_task(), make_stream(), [LambdaCallback(**hooks)], cohort_size=cohort_size)
+    trainer = fit(make_task(), make_stream(), [LambdaCallback(**hooks)], max_vectorized_clients=max_vectorized_clients)
     assert seen.count("end") == 2 and seen[-1] == "end" and seen.count("batch") == trainer.global_step
 
 
@@ -87,7 +87,7 @@ def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
 
 @pytest.mark.callback("ThroughputMonitor", "honoured: counts the batches of all clients; those side by side are one")
 @COHORTS
-def test_throughput(fit, make_stream, make_task, tmp_path, cohort_size):
+def test_throughput(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
     sizes = []
 
     def count(batch):
@@ -96,7 +96,9 @@ def test_throughput(fit, make_stream, make_task, tmp_path, cohort_size):
 
     arguments = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
     callbacks = [ThroughputMonitor(count, window_size=3)]
-    trainer = fit(make_task(), make_stream(), callbacks, trainer_args=arguments, cohort_size=cohort_size)
+    trainer = fit(
+        make_task(), make_stream(), callbacks, trainer_args=arguments, max_vectorized_clients=max_vectorized_clients
+    )
     assert len(sizes) == trainer.global_step
     assert column(tmp_path, "train/samples") == [sum(sizes[: n + 1]) for n in range(len(sizes))]
 
@@ -115,7 +117,7 @@ def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
 @pytest.mark.callback("TQDMProgressBar", "honoured: a round each, with the batches of all its clients")
 @pytest.mark.parametrize("kind", [ProgressBar, TQDMProgressBar])
 @COHORTS
-def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, kind, cohort_size):
+def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, kind, max_vectorized_clients):
     seen = []
 
     class Own(kind):
@@ -123,7 +125,13 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             seen.append((trainer.current_epoch, batch_idx + 1, self.total_train_batches))
 
-    fit(make_task(), make_stream(), [Own()], trainer_args={"enable_progress_bar": True}, cohort_size=cohort_size)
+    fit(
+        make_task(),
+        make_stream(),
+        [Own()],
+        trainer_args={"enable_progress_bar": True},
+        max_vectorized_clients=max_vectorized_clients,
+    )
     for round_idx in (0, 1):
         counts = [(done, total) for epoch, done, total in seen if epoch == round_idx]
         assert counts == [(n + 1, len(counts)) for n in range(len(counts))]

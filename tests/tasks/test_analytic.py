@@ -111,12 +111,12 @@ class Watched(L.Callback):
         self.own[part.client_id] = module.state_dict()[self.entry].clone()
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("seed", range(3))
-def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, cohort_size):
+def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, max_vectorized_clients):
     data, task, watched = arrays(seed=seed), ridge(gamma=0.3, beta=0.5), Watched("readout.weight")
     stream = streamed(data, clients=50)
-    fit(task, stream, [watched], cohort_size=cohort_size)
+    fit(task, stream, [watched], max_vectorized_clients=max_vectorized_clients)
     uploads = []
     for client, rows in stream.plan.train[0].items():
         x, y = stream.get_samples(rows)
@@ -164,12 +164,14 @@ def of_rank(rows, rank):
     return vectors[:rank].T, sizes[:rank] ** 2
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("batch_size", [4, 100])
-def test_low_rank_is_solved_in_the_space_that_is_left(fit, cohort_size, batch_size):
+def test_low_rank_is_solved_in_the_space_that_is_left(fit, max_vectorized_clients, batch_size):
     """Of eight samples each all that there is arrives, but no sample as it is."""
     data, task, watched = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20), Watched("readout.B")
-    fit(task, streamed(data, clients=5, batch_size=batch_size), [watched], cohort_size=cohort_size)
+    fit(
+        task, streamed(data, clients=5, batch_size=batch_size), [watched], max_vectorized_clients=max_vectorized_clients
+    )
     for rows in watched.own.values():
         products = (rows @ rows.T).numpy()
         assert_near(products, np.diag(products.diagonal()))
@@ -199,7 +201,7 @@ def test_low_rank_sends_less_and_what_clients_cut_off_is_lost(fit):
 
 
 def test_groups_of_one_sample_tell_all(fit):
-    data, task = arrays(samples=60, classes=4), ridge(4, share="moments", groups=12, random_features=20, bias=True)
+    data, task = arrays(samples=60, classes=4), ridge(4, upload="moments", groups=12, random_features=20, bias=True)
     fit(task, streamed(data, clients=5, experiences=2))
     assert_near(task.readout.weight, solution(task, *data))
     assert int(task.readout.n) == 60 and not task.moments.sums.any()
@@ -208,7 +210,7 @@ def test_groups_of_one_sample_tell_all(fit):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_moments_come_to_the_papers_estimate(fit, symmetric):
     """By the formula, over the groups that hold a class; batch after batch samples go to the groups in turn."""
-    data, task = arrays(samples=300, classes=4), ridge(4, share="moments", groups=3, symmetric=symmetric)
+    data, task = arrays(samples=300, classes=4), ridge(4, upload="moments", groups=3, symmetric=symmetric)
     stream, sent = streamed(data, clients=4, experiences=2, batch_size=7), []
 
     class Moments(L.Callback):
@@ -298,10 +300,10 @@ def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
 @pytest.mark.parametrize("kind", [*KINDS, "full rank", "one sample a group"])
 def test_who_comes_late_or_drops_out_and_comes_back_counts_once(fit, kind):
     """Clients 1 and 2 are out of reach at times, and send it all later; 3 comes late, and 4 leaves."""
-    options = {**KINDS, "one sample a group": {"share": "moments", "groups": 1200}}.get(kind, FULL_RANK)
+    options = {**KINDS, "one sample a group": {"upload": "moments", "groups": 1200}}.get(kind, FULL_RANK)
     data, task = arrays(), ridge(**options)
     stream = streamed(data, experiences=5)
-    swarm = Swarm(missing={"1": [0, 1, 3], "2": [1]}, leaves={"4": 3})
+    swarm = Swarm(missed_rounds={"1": [0, 1, 3], "2": [1]}, leaves_at={"4": 3})
     absent = Absent({"3": [0, 1], "4": [3, 4]})
     fit(task, stream, [absent], swarm=swarm)
     used = [rows for current in stream.plan.train for rows in current.values()]
@@ -315,7 +317,7 @@ def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
     weights = []
     for method in (Unlearning({"1": after}), Absent({"1": range(4)})):
         task = ridge(**KINDS[kind])
-        swarm = Swarm(missing={"1": [1]} if isinstance(method, Unlearning) else {})
+        swarm = Swarm(missed_rounds={"1": [1]} if isinstance(method, Unlearning) else {})
         fit(task, streamed(arrays(), experiences=4), [method], swarm=swarm)
         weights.append(task.readout.weight)
     assert_near(*weights)
@@ -324,8 +326,8 @@ def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
 @pytest.mark.parametrize(
     "options",
     [
-        {"share": "weights"},
-        {"share": "moments"},
+        {"upload": "weights"},
+        {"upload": "moments"},
         {"rank": 3},
     ],
 )
@@ -334,7 +336,7 @@ def test_what_cannot_be_taken_apart_is_refused(fit, options):
         fit(ridge(**options), streamed(arrays()), [Unlearning({"1": 0})])
 
 
-@pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"share": "moments"}])
+@pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"upload": "moments"}])
 def test_a_fit_that_goes_on_comes_to_the_same_bits(fit, options, tmp_path):
     data, whole, cut, again = arrays(), *(ridge(**options) for _ in range(3))
     fit(whole, streamed(data, experiences=4))
@@ -356,14 +358,14 @@ def test_it_solves_in_a_plain_trainer(quiet, options):
 @pytest.mark.parametrize(
     ("options", "argument"),
     [
-        ({"share": "sums"}, "share"),
+        ({"upload": "sums"}, "upload"),
         ({"rank": 3, "gamma": 1.0}, "rank"),
-        ({"rank": 3, "share": "moments"}, "rank"),
-        ({"gamma": 1.0, "share": "weights"}, "rank"),
+        ({"rank": 3, "upload": "moments"}, "rank"),
+        ({"gamma": 1.0, "upload": "weights"}, "rank"),
         ({"rank": 7}, "rank"),
         ({"gamma": -1.0}, "gamma"),
         ({"random_features": 0}, "out_features"),
-        ({"share": "moments", "groups": 0}, "groups"),
+        ({"upload": "moments", "groups": 0}, "groups"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options, argument):
@@ -372,7 +374,7 @@ def test_what_does_not_go_together_is_refused(options, argument):
 
 
 @pytest.mark.parametrize(
-    "options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"share": "moments"}, {"share": "weights"}]
+    "options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"upload": "moments"}, {"upload": "weights"}]
 )
 def test_a_client_whose_numbers_are_not_finite_is_left_out_by_name(fit, options):
     class Overflows(torch.nn.Module):

@@ -20,15 +20,15 @@ from lightning_fcl.models import MLP
 from lightning_fcl.tasks.classification import Regressor
 
 
-def make_tasks(clients=2, seed=0):
+def make_tasks(num_clients=2, seed=0):
     rng = np.random.default_rng(3)
     y = np.repeat(np.arange(6), 40)
     x = (rng.normal(size=(240, 5)) + np.eye(6, 5)[y]).astype(np.float32)
     arguments = {
-        "tasks": 3,
-        "clients": clients,
+        "num_tasks": 3,
+        "num_clients": num_clients,
         "classes_per_client": (2, 2),
-        "share": (0.5, 0.5),
+        "sample_fraction": (0.5, 0.5),
         "rounds_per_task": 2,
     }
     data = ArrayDataset(x, y, None, tuple("abcdef"))
@@ -47,11 +47,11 @@ def blocks_of(stream):
     return {label: block for block in blocks for label in block}
 
 
-@pytest.mark.parametrize("cohort_size", [1, 2])
-def test_only_the_rows_of_the_task_learn(fit, cohort_size):
-    task, stream = make_task(task_incremental=True), make_tasks(clients=2)
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2])
+def test_only_the_rows_of_the_task_learn(fit, max_vectorized_clients):
+    task, stream = make_task(task_incremental=True), make_tasks(num_clients=2)
     before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit(task, stream, max_epochs=2, cohort_size=cohort_size)
+    fit(task, stream, max_epochs=2, max_vectorized_clients=max_vectorized_clients)
     seen = sorted({c for client in stream.plan.clients for c in stream.plan.classes_of_task(client, 0)})
     others = [c for c in range(6) if c not in seen]
     assert others
@@ -62,7 +62,7 @@ def test_only_the_rows_of_the_task_learn(fit, cohort_size):
 
 
 def test_the_loss_is_that_of_the_sliced_logits(fit):
-    task, stream = make_task(task_incremental=True), make_tasks(clients=1)
+    task, stream = make_task(task_incremental=True), make_tasks(num_clients=1)
     fit(task, stream, max_epochs=1)
     output, y = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 6
     blocks = blocks_of(stream)
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_sliced_logits(fit):
 
 
 def test_it_is_measured_within_the_task(fit):
-    task, stream, metrics = make_task(task_incremental=True), make_tasks(clients=1), ContinualMetrics()
+    task, stream, metrics = make_task(task_incremental=True), make_tasks(num_clients=1), ContinualMetrics()
     fit(task, stream, [metrics], max_epochs=1)
     x, y = stream.get_samples(stream.plan.test)
     blocks = blocks_of(stream)
@@ -158,11 +158,13 @@ def test_guessing_is_right_as_often_as_one_s_own_class_is_there(fit):
     """Of a task's test samples of a client's own classes, those of the class that it has most of."""
     rng = np.random.default_rng(0)
     y = np.arange(240) % 12
-    scenario = FedViTScenario(tasks=2, clients=4, classes_per_client=(2, 5), share=(0.3, 0.6), rounds_per_task=2)
+    scenario = FedViTScenario(
+        num_tasks=2, num_clients=4, classes_per_client=(2, 5), sample_fraction=(0.3, 0.6), rounds_per_task=2
+    )
     x = rng.normal(size=(240, 6)).astype(np.float32)
     stream = FederatedStream.from_arrays(x, y, scenario=scenario, batch_size=8, seed=0)
     metrics, task = ContinualMetrics(when="both"), MajorityClassifier(12, task_incremental=True)
-    fit(task, stream, [metrics], reductions={"met": "none"})
+    fit(task, stream, [metrics], reductions={"class_counts": "local"})
     summary, totals = summarize(metrics.record), np.array(metrics.record["totals"])
     for client in stream.plan.clients:
         accuracies = []
@@ -170,6 +172,6 @@ def test_guessing_is_right_as_often_as_one_s_own_class_is_there(fit):
             own = np.bincount(y[stream.plan.train[2 * number][client]], minlength=12)
             accuracies.append(totals[own.argmax()] / totals[list(groups)].sum())
         assert summary[f"average_accuracy/{client}"] == pytest.approx(np.mean(accuracies))
-        assert summary[f"average_accuracy_own/{client}"] == pytest.approx(np.mean(accuracies))
+        assert summary[f"average_accuracy_local/{client}"] == pytest.approx(np.mean(accuracies))
         assert summary[f"forgetting/{client}"] == 0
     assert 0.2 < summary["average_accuracy/clients"] < 0.5

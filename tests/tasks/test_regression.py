@@ -55,7 +55,7 @@ def regressor(outputs=2, kind=Regressor, lr=0.05):
 
 def fedavg(task, stream):
     server = copy.deepcopy(task.state_dict())
-    for round_idx in range(stream.plan.rounds):
+    for round_idx in range(stream.plan.num_rounds):
         sums, total = {}, 0
         for client, rows in stream.plan.train[round_idx].items():
             local = copy.deepcopy(task)
@@ -76,12 +76,12 @@ def fedavg(task, stream):
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_it_is_the_hand_written_fedavg(fit, outputs, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_it_is_the_hand_written_fedavg(fit, outputs, max_vectorized_clients):
     stream, task = make(outputs), regressor(outputs)
     start = copy.deepcopy(task)
-    trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (cohort_size == "auto")
+    trainer = fit(task, stream, max_vectorized_clients=max_vectorized_clients, seed=0)
+    assert (trainer.strategy.federation.local_trainer.num_vectorized_clients > 1) == (max_vectorized_clients == "auto")
     torch.testing.assert_close(dict(task.state_dict()), fedavg(start, stream), rtol=0, atol=1e-6)
 
 
@@ -131,7 +131,7 @@ def test_continual_metrics_are_those_of_numpy(fit, outputs):
     for name, value in lost.items():
         assert summary[f"forgetting_{name}/server"] == pytest.approx(value, rel=1e-4)
     gained = np.mean([last[d, d, 0] - last[2, d, 0] for d in (0, 1)])
-    assert summary["BWT_MSE/server"] == pytest.approx(gained, rel=1e-4)
+    assert summary["backward_transfer_MSE/server"] == pytest.approx(gained, rel=1e-4)
     np.testing.assert_allclose(matrices(record, "last")["server"], last[:, :3, 0], rtol=1e-4)
     np.testing.assert_allclose(curves(record)["server"].overall, found[:, 4, 0], rtol=1e-4)
     assert stream_accuracies(record)[-1] == pytest.approx(last[2, 4, 0], rel=1e-4)
@@ -147,10 +147,10 @@ def test_a_task_chooses_its_measures(fit):
         def sample_loss(self, output, y):
             return (output - y).abs().mean(dim=1)
 
-    metrics, stream, task = ContinualMetrics(training=True), make(), regressor(kind=Absolute)
+    metrics, stream, task = ContinualMetrics(evaluate_on_train=True), make(), regressor(kind=Absolute)
     fit(task, stream, [metrics])
     summary = summarize(metrics.record)
-    for rows, name in ((stream.plan.test, "final_MAE/server"), (None, "training_MAE/server")):
+    for rows, name in ((stream.plan.test, "final_MAE/server"), (None, "train_MAE/server")):
         if rows is None:
             rows = np.unique(np.concatenate([r for current in stream.plan.train for r in current.values()]))
         x, y = stream.get_samples(rows)
@@ -160,7 +160,7 @@ def test_a_task_chooses_its_measures(fit):
 
 def test_personal_models_are_measured_on_what_their_clients_have_learnt(fit):
     metrics = ContinualMetrics(when="aggregated")
-    fit(regressor(), make(), [metrics], reductions={"model.3.*": "none"})
+    fit(regressor(), make(), [metrics], reductions={"model.3.*": "local"})
     first, *_, last = [entry["values"] for entry in metrics.record["rounds"] if entry["values"]]
     assert set(first["0"]["MSE"]) == {"0"} and set(last["0"]["MSE"]) == {"0", "1", "2", "0+1", "0+1+2"}
     assert last["0"]["MSE"]["0+1+2"] != last["server"]["MSE"]["0+1+2"]
@@ -173,7 +173,7 @@ def test_methods_that_need_no_classes_go_with_it(fit):
     for size, methods in ((1, [GEM(9)]), (1, ()), (1, [Replay(9, "reservoir"), EWC(5.0), FedProx(0.5)]),
                           ("auto", [Replay(9, "reservoir"), EWC(5.0), FedProx(0.5)])):  # fmt: skip
         task = regressor()
-        fit(task, make(), [copy.deepcopy(method) for method in methods], cohort_size=size, seed=0)
+        fit(task, make(), [copy.deepcopy(method) for method in methods], max_vectorized_clients=size, seed=0)
         states[(size, len(methods))] = dict(task.state_dict())
     torch.testing.assert_close(states[(1, 3)], states[("auto", 3)], rtol=0, atol=1e-5)
     for key in ((1, 1), (1, 3)):
@@ -247,7 +247,7 @@ def test_ridge_regression_of_sequences_is_measured_too(fit):
 
 
 def test_what_does_not_fit_is_named(fit):
-    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "outputs"):
-        Regressor(nn.Linear(1, 1), outputs=0)
-    with raises(InvalidValueError, "outputs"):
-        fit(Regressor(MLP([6, 8, 2]), 1), make(), cohort_size=1)
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "num_outputs"):
+        Regressor(nn.Linear(1, 1), num_outputs=0)
+    with raises(InvalidValueError, "num_outputs"):
+        fit(Regressor(MLP([6, 8, 2]), 1), make(), max_vectorized_clients=1)

@@ -70,15 +70,15 @@ def train(quiet):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("cohort_size", [1, 2, 7, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, 7, "auto"])
 @pytest.mark.parametrize(("clients", "increments", "seed"), [(1, 1, 0), (1, 4, 1), (7, 1, 2), (5, 3, 3)])
 def test_incremental_federated_is_centralized(
-    fit, make_series_stream, make_reservoir_task, by_numpy, symmetric, cohort_size, clients, increments, seed
+    fit, make_series_stream, make_reservoir_task, by_numpy, symmetric, max_vectorized_clients, clients, increments, seed
 ):
     stream, task = make_series_stream(clients, increments, seed), make_reservoir_task(symmetric=symmetric)
-    fit(task, stream, cohort_size=cohort_size)
+    fit(task, stream, max_vectorized_clients=max_vectorized_clients)
     x, y = seen(stream)
-    assert stream.plan.rounds == increments and len(y) == len(np.unique(x[:, 0, 0])) > 70
+    assert stream.plan.num_rounds == increments and len(y) == len(np.unique(x[:, 0, 0])) > 70
     assert_weight(task, centralized(by_numpy, task, x, y))
     assert task.readout.n == 9 * len(y)
     pooled = make_reservoir_task(symmetric=symmetric)
@@ -98,7 +98,7 @@ def test_the_order_of_increments_does_not_matter(fit, make_series_stream, make_r
         np.testing.assert_allclose(watch.weights[rounds - 1], expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"layers": 2, "units": 7, "washout": 4}, {"bias_scaling": 0.3}])
+@pytest.mark.parametrize("options", [{"num_layers": 2, "units": 7, "washout": 4}, {"bias_scaling": 0.3}])
 def test_targets_may_have_a_sign(fit, make_series_stream, make_reservoir, by_numpy, options):
     stream = make_series_stream(4, 2)
     task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, targets="-1/1")
@@ -131,14 +131,14 @@ def test_statistics_of_the_weights_are_begun_anew_only_where_the_reservoir_chang
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize("increments", [1, 3])
 def test_averaged_readouts_are_the_mean_of_each_clients_own(
-    fit, make_series_stream, make_reservoir_task, by_numpy, cohort_size, increments, symmetric
+    fit, make_series_stream, make_reservoir_task, by_numpy, max_vectorized_clients, increments, symmetric
 ):
     stream, watch = make_series_stream(4, increments), Watch()
-    task = make_reservoir_task(share="weights", symmetric=symmetric)
-    fit(task, stream, [watch], cohort_size=cohort_size)
+    task = make_reservoir_task(upload="weights", symmetric=symmetric)
+    fit(task, stream, [watch], max_vectorized_clients=max_vectorized_clients)
     for round_idx in range(increments):  # a client's own statistics go on from round to round
         sizes = {client: len(rows) for client, rows in stream.plan.train[round_idx].items()}
         assert len(set(sizes.values())) > 1
@@ -151,7 +151,7 @@ def test_averaged_readouts_are_the_mean_of_each_clients_own(
 def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
     fit, make_series_stream, make_reservoir_task, by_numpy
 ):
-    stream, task = make_series_stream(2, 2), make_reservoir_task(share="weights")
+    stream, task = make_series_stream(2, 2), make_reservoir_task(upload="weights")
 
     class Change(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -166,7 +166,7 @@ def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
 
 
 def test_each_clients_readout_is_tested_where_there_is_one(fit, make_series_stream, make_reservoir_task, by_numpy):
-    stream, task, metrics = make_series_stream(2), make_reservoir_task(share="weights"), ContinualMetrics()
+    stream, task, metrics = make_series_stream(2), make_reservoir_task(upload="weights"), ContinualMetrics()
     fit(task, stream, [metrics])
     x, y = stream.get_samples(stream.plan.test)
     states = by_numpy.run(task.reservoir, x)[2]
@@ -194,7 +194,7 @@ def test_bytes_of_statistics(fit, make_series_stream, make_reservoir_task, symme
 
 def test_bytes_of_weights(fit, make_series_stream, make_reservoir_task):
     metrics = ContinualMetrics()
-    fit(make_reservoir_task(share="weights"), make_series_stream(3, 2), [metrics])
+    fit(make_reservoir_task(upload="weights"), make_series_stream(3, 2), [metrics])
     for entry in metrics.record["rounds"]:
         assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
 
@@ -207,7 +207,7 @@ def features_by_hand(states, readout):
 
 
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
-@pytest.mark.parametrize("options", [{}, {"washout": 3, "layers": 2}])
+@pytest.mark.parametrize("options", [{}, {"washout": 3, "num_layers": 2}])
 def test_readouts(fit, make_series_stream, make_reservoir, by_numpy, readout, options):
     stream = make_series_stream(3, 2)
     task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, readout=readout)
@@ -271,7 +271,7 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
 def test_a_plain_trainer_validates_the_readout_that_it_has_solved(train, make_series, make_reservoir_task, share):
-    data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(share=share)
+    data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(upload=share)
     trainer = train(task, data, epochs=2, validation=data)
     logged = trainer.callback_metrics["val/accuracy"]
     unsolved = float((data[1] == 0).double().mean())  # the accuracy of weights of zero
@@ -391,27 +391,29 @@ def test_several_regularisers_need_validation_samples(
 # What is refused or warned of.
 
 
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_clients_with_few_samples_are_warned_of_once(fit, make_series_stream, make_reservoir_task, caplog, cohort_size):
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
+def test_clients_with_few_samples_are_warned_of_once(
+    fit, make_series_stream, make_reservoir_task, caplog, max_vectorized_clients
+):
     stream = make_series_stream(3, 2)
     sizes = [{client: 9 * len(rows) for client, rows in current.items()} for current in stream.plan.train]
     limit = max(sizes[0]["0"], sizes[1]["0"]) + 1
     assert limit <= min(sizes[r][c] for r in (0, 1) for c in ("1", "2"))
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
-        fit(make_reservoir_task(min_samples=limit), stream, cohort_size=cohort_size)
+        fit(make_reservoir_task(min_samples=limit), stream, max_vectorized_clients=max_vectorized_clients)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert messages == [
         f"The statistics of client 0 are of {sizes[0]['0']} samples, below `min_samples`={limit}: they can reveal its "
         "data. Wait for more, or use secure aggregation."
     ]
     caplog.clear()
-    fit(make_reservoir_task(min_samples=limit, share="weights"), stream)  # they do not travel
+    fit(make_reservoir_task(min_samples=limit, upload="weights"), stream)  # they do not travel
     fit(make_reservoir_task(min_samples=min(sizes[r]["0"] for r in (0, 1))), make_series_stream(3, 2))
     assert not [record for record in caplog.records if record.name.startswith("lightning_fcl")]
 
 
 def test_as_many_samples_as_the_state_has_units_by_default():
-    reservoir = EchoStateNetwork(3, 20, layers=2, seed=0)
+    reservoir = EchoStateNetwork(3, 20, num_layers=2, seed=0)
     assert ReservoirClassifier(reservoir, 4).min_samples == 40
     assert ReservoirClassifier(reservoir, 4, min_samples=0).min_samples == 0
 
@@ -421,8 +423,8 @@ def test_as_many_samples_as_the_state_has_units_by_default():
     [
         ([FedProx(0.1)], {}, "callbacks"),
         ([LwF()], {}, "callbacks"),
-        ([], {"local_epochs": 3, "cohort_size": 1}, "local_epochs"),
-        ([], {"local_epochs": 3, "cohort_size": "auto"}, "local_epochs"),
+        ([], {"local_epochs": 3, "max_vectorized_clients": 1}, "local_epochs"),
+        ([], {"local_epochs": 3, "max_vectorized_clients": "auto"}, "local_epochs"),
         ([], {"reductions": {"readout.B": "mean"}}, "reductions"),
         ([], {"trainer_args": {"precision": "bf16-mixed"}}, "precision"),
     ],
@@ -459,8 +461,8 @@ def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, 
         (ReservoirClassifier, 3, torch.tensor([0, 1, 2, 2, 1, 3, 0, 1]), "num_classes"),
         (ReservoirClassifier, 4, torch.tensor([0, 1, 2, 3, 1, -1, 0, 1]), "num_classes"),
         (ReservoirClassifier, 4, torch.full((8,), 0.5), "y"),
-        (ReservoirRegressor, 2, torch.zeros(8, 3), "outputs"),
-        (ReservoirRegressor, 2, torch.zeros(8), "outputs"),
+        (ReservoirRegressor, 2, torch.zeros(8, 3), "num_outputs"),
+        (ReservoirRegressor, 2, torch.zeros(8), "num_outputs"),
         (ReservoirRegressor, 2, torch.full((8, 2), torch.nan), "y"),
     ],
 )
@@ -474,7 +476,7 @@ def test_wrong_targets(train, make_series, make_reservoir, kind, size, y, argume
     ("options", "expected"),
     [
         ({"readout": "first"}, (UnknownNameError, "readout")),
-        ({"share": "data"}, (UnknownNameError, "share")),
+        ({"upload": "data"}, (UnknownNameError, "upload")),
         ({"targets": "0/2"}, (UnknownNameError, "targets")),
         ({"num_classes": 0}, (InvalidValueError, "num_classes")),
         (
@@ -482,7 +484,7 @@ def test_wrong_targets(train, make_series, make_reservoir, kind, size, y, argume
             (InvalidValueError, "beta"),
         ),
         (
-            {"beta": [1.0, 2.0], "share": "weights"},
+            {"beta": [1.0, 2.0], "upload": "weights"},
             (InvalidValueError, "beta"),
         ),
         ({"beta": [1.0, -2.0]}, (InvalidValueError, "beta")),
@@ -497,19 +499,19 @@ def test_wrong_arguments(make_reservoir, options, expected):
 
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
-    fit, make_series_stream, make_reservoir_task, caplog, share, cohort_size
+    fit, make_series_stream, make_reservoir_task, caplog, share, max_vectorized_clients
 ):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 1:
                 raise RuntimeError("stopped")
 
-    task, one = make_reservoir_task(share=share), make_reservoir_task(share=share)
+    task, one = make_reservoir_task(upload=share), make_reservoir_task(upload=share)
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(task, make_series_stream(3, 2), [Stop()], cohort_size=cohort_size)
-    fit(one, make_series_stream(3, 2), max_epochs=1, cohort_size=cohort_size)
+        fit(task, make_series_stream(3, 2), [Stop()], max_vectorized_clients=max_vectorized_clients)
+    fit(one, make_series_stream(3, 2), max_epochs=1, max_vectorized_clients=max_vectorized_clients)
     assert all(torch.equal(value, one.state_dict()[name]) for name, value in task.state_dict().items())
     assert "cut short" in caplog.text
 
@@ -531,7 +533,7 @@ from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import EchoStateNetwork
 torch.set_num_threads(1)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-scenario, partition = ClassIncremental(experiences=1), IID(clients=4)
+scenario, partition = ClassIncremental(num_experiences=1), IID(num_clients=4)
 for n in map(int, sys.argv[1:]):
     x, y = torch.randn(n, 30, 1), torch.arange(n) % 2
     stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition, batch_size=16, seed=0)

@@ -63,7 +63,7 @@ def assert_solves(task, x, y, classes, beta):
 
 
 ODFCL = {
-    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
+    "num_people": 6, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2, "train_per_class": 7, "test_per_class": 3,
     "rounds_per_session": 1,
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def federated(fit, task, callbacks=(), **kwargs):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "swarm", [None, Swarm(), Swarm(missing={"node1": [0]}), Swarm(missing={"node1": [0], "node2": [0]})]
+    "swarm", [None, Swarm(), Swarm(missed_rounds={"node1": [0]}), Swarm(missed_rounds={"node1": [0], "node2": [0]})]
 )
 def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
     task = RidgeClassifier(network(6), 6, beta=0.5)
@@ -110,7 +110,7 @@ def test_a_body_that_the_base_session_trains_goes_with_all_arguments(fit, option
 def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
     class Readouts(ContinualMetrics):
         def __init__(self):
-            super().__init__("none", start=True)
+            super().__init__("none", evaluate_before_fit=True)
             self.after = []
 
         def on_train_start(self, trainer, pl_module):
@@ -122,7 +122,7 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
             self.after.append((pl_module.readout.weight.clone(), int(pl_module.readout.n)))
 
     task, readouts = RidgeClassifier(network(6), 6), Readouts()
-    stream = federated(fit, task, [readouts], swarm=Swarm(missing={"node1": [0]}))
+    stream = federated(fit, task, [readouts], swarm=Swarm(missed_rounds={"node1": [0]}))
     base, (first, second) = stream.plan.base_samples, stream.plan.train
     used = [base, np.concatenate([base, first["node2"]])]
     used.append(np.concatenate([used[1], first["node1"], *second.values()]))
@@ -165,7 +165,7 @@ class Noisy(torch.nn.Sequential):
 def test_the_network_is_the_same_in_training_and_afterwards(fit, make_stream, size, symmetric):
     stream, task = make_stream(), RidgeClassifier(Noisy(), 4, beta=0.3, symmetric=symmetric)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
-    fit(task, stream, cohort_size=size)
+    fit(task, stream, max_vectorized_clients=size)
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
     used = [rows for current in stream.plan.train for rows in current.values()]
     assert_solves(task, *stream.get_samples(np.concatenate(used)), 4, 0.3)

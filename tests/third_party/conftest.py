@@ -47,7 +47,7 @@ def federated(module, stream, callbacks=(), **strategy):
     """The Trainer of a federation that has trained a module, in place, for all rounds of a stream."""
     stream.setup("fit")
     trainer = trainer_of(
-        strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.rounds, callbacks=list(callbacks)
+        strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.num_rounds, callbacks=list(callbacks)
     )
     trainer.fit(module, datamodule=stream)
     return trainer

@@ -299,7 +299,7 @@ def test_replay_of_meta_tensors_resumes_as_if_never_interrupted(tmp_path, traine
         stream = FederatedStream([Scans(0), Scans(1)], ClassIncremental(2, 2), batch_size=BATCH, seed=0)
         torch.manual_seed(0)
         module = Classifier(MLP([64, 8, 2]), 2, lambda params: torch.optim.SGD(params, lr=0.1))
-        trainer = trainer_of(strategy=FederatedStrategy(), max_epochs=rounds, callbacks=[Replay(max_size=4)])
+        trainer = trainer_of(strategy=FederatedStrategy(), max_epochs=rounds, callbacks=[Replay(memory_size=4)])
         trainer.fit(module, datamodule=stream, **resumed)
         return module, trainer
 
@@ -320,7 +320,7 @@ def test_graphs_with_labels_in_y_are_learnt_class_by_class(federated):
         data, scenario, IID(2), y=data.y, batch_size=BATCH, collate_fn=Batch.from_data_list, seed=0
     )
     stream.setup("fit")
-    assert stream.classes == ("0", "1", "2") and stream.plan.rounds == 3
+    assert stream.classes == ("0", "1", "2") and stream.plan.num_rounds == 3
     for number, current in enumerate(stream.plan.train):
         assert {int(data[int(row)].y) for rows in current.values() for row in rows} == {number}
     module = Steps(GraphClassifier(), graph_loss)

@@ -62,7 +62,7 @@ def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, m
 
 
 def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, capsys):
-    main(["zoo", "fetch", NAME, "--to", str(tmp_path / "copy")])
+    main(["zoo", "download", NAME, "--to", str(tmp_path / "copy")])
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "copy"))
     main(["zoo", "verify", NAME])
     assert "as its card says" in capsys.readouterr().out
@@ -70,4 +70,4 @@ def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, c
 
 
 def test_fetch_wants_names(small_zoo, error_of):
-    assert "Expected names to fetch, or --all" in error_of(["zoo", "fetch"])
+    assert "Expected names to download, or --all" in error_of(["zoo", "download"])

@@ -158,7 +158,7 @@ def test_a_checkpoint_of_other_clients_is_refused(published, fit, small, tmp_pat
 
 
 LITE0 = [f"frozen-lite0/{name}.yaml" for name in ("base", "scale-smoke")]
-FOUR = {"data": {"partition": {"class_path": "IID", "init_args": {"clients": 4}}}}
+FOUR = {"data": {"partition": {"class_path": "IID", "init_args": {"num_clients": 4}}}}
 
 
 @pytest.mark.seconds
@@ -191,7 +191,7 @@ def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
         y,
         client_ids=np.arange(len(y)) % 5,
         scenario=ClassIncremental(1),
-        features=later.stream.features,
+        backbone=later.stream.backbone,
         classes=[f"{number}" for number in range(12)],
     )
     before = copy.deepcopy(task.readout)

@@ -47,16 +47,18 @@ def test_it_is_as_its_card_says(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_input_is_drawn_from_a_seed(name):
-    draw = torch.rand if "frozen_backbone" in str(get_entry(name).entry.network) else torch.randn  # which takes pixels
-    sample = draw(2, *get_entry(name).entry.shape, generator=torch.Generator().manual_seed(0))
+    draw = (
+        torch.rand if "models.frozen_backbone" in str(get_entry(name).entry.network) else torch.randn
+    )  # which takes pixels
+    sample = draw(2, *get_entry(name).entry.input_shape, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(load_file(resolve_folder(name) / CHECK)["input"], sample, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_licences_and_recipe_are_told(name):
     entry = get_entry(name).entry
-    assert entry.licence.keys() == {"weights", "data"} and all(entry.licence.values())
-    assert entry.about and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
+    assert entry.license.keys() == {"weights", "data"} and all(entry.license.values())
+    assert entry.description and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +94,7 @@ ALIKE = (".fedclip", ".fedip", ".flwf2t_ft")
 )
 def test_it_becomes_an_onnx_file(name, tmp_path):
     model = zoo.load(name)
-    example = example_input(model.network, model.entry.shape)
+    example = example_input(model.network, model.entry.input_shape)
     network = model.network if model.classes else zoo.create_model(name, pretrained=True, features_only=True)
     assert export_onnx(network, example, tmp_path / "model.onnx", tolerance=1e-3) <= 1e-3
 
@@ -162,7 +164,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeyp
         y,
         client_ids=np.arange(60) % 3,
         scenario=ClassIncremental(1),
-        features=task.model,
+        backbone=task.model,
         classes=[*later.entry.classes, "a 0", "a 1"],
     )
     known, n = copy.deepcopy(task.readout), int(task.readout.n)

@@ -157,7 +157,7 @@ def test_a_class_of_ones_own_is_handed_in(folder):
         {"network": "os.system"},
         {"measurement": "os.system"},
         {"classes": []},
-        {"shape": [64]},
+        {"input_shape": [64]},
         {"colour": "red"},
     ],
 )
@@ -169,7 +169,7 @@ def test_a_configuration_that_makes_no_sense_is_refused(folder, change):
 def test_names_and_versions(small_zoo, folder):
     newer = small_zoo / f"{NAME}@2"
     shutil.copytree(folder, newer)
-    register(relisted(newer, version=2, about="newer"))
+    register(relisted(newer, version=2, description="newer"))
     assert zoo.load(NAME).entry.version == zoo.load(f"{NAME}@2").entry.version == 2
     assert zoo.load(f"{NAME}@1").entry.version == 1
     with pytest.raises(ValueError, match=r"Did you mean mlp\.digits.flwf2t_replay"):

@@ -35,7 +35,7 @@ def plain(run):
 @pytest.fixture(scope="module")
 def private(run):
     """A run whose heads stay with the clients."""
-    return run(trainer={"strategy": {"init_args": {"reductions": {"model.3.*": "none"}}}})
+    return run(trainer={"strategy": {"init_args": {"reductions": {"model.3.*": "local"}}}})
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
 
 @pytest.mark.seconds
 def test_half_precision_where_it_loses_nothing(plain, target):
-    folder = publish(plain, "mlp.mine", target, licence=LICENCE)
+    folder = publish(plain, "mlp.mine", target, license=LICENCE)
     state = load_file(folder / WEIGHTS)
     assert all(value.dtype == torch.float16 for value in state.values())
     assert zoo.load("mlp.mine").network[1].weight.dtype == torch.float32
@@ -72,16 +72,16 @@ def test_half_precision_where_it_loses_nothing(plain, target):
 
 @pytest.mark.seconds
 def test_a_second_time_makes_a_second_version(plain, target):
-    first, second = (publish(plain, "mlp.mine", target, licence=LICENCE) for _ in range(2))
+    first, second = (publish(plain, "mlp.mine", target, license=LICENCE) for _ in range(2))
     assert (first.name, second.name) == ("mlp.mine", "mlp.mine@2")
     assert zoo.load("mlp.mine").entry.version == 2 and zoo.load("mlp.mine@1").entry.version == 1
 
 
 @pytest.mark.seconds
 def test_heads_that_stay_with_clients_are_not_published(private, target, tensors_of):
-    folder = publish(private, "mlp.body", target, licence=LICENCE)
+    folder = publish(private, "mlp.body", target, license=LICENCE)
     model = zoo.load("mlp.body")
-    assert model.classes == [] and model.entry.outputs == "features"
+    assert model.classes == [] and model.entry.output_kind == "features"
     with raises(InvalidValueError, "classes"):
         model.predict(np.zeros((1, 8, 8)))
     assert model.embed(np.zeros((1, 8, 8))).shape == (1, 64)
@@ -103,7 +103,7 @@ def _holds(numbers, row):
 
 @pytest.mark.seconds
 def test_persons_are_numbered(plain, target):
-    publish(plain, "mlp.faces", target, licence=LICENCE, numbered_classes=True)
+    publish(plain, "mlp.faces", target, license=LICENCE, numbered_classes=True)
     assert zoo.load("mlp.faces").classes == [f"person {number}" for number in range(1, 11)]
 
 
@@ -129,7 +129,7 @@ def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_pat
 
 @pytest.mark.seconds
 def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
-    publish(plain, "mlp.mine", target, licence=LICENCE)
+    publish(plain, "mlp.mine", target, license=LICENCE)
     verdict = zoo.verify("mlp.mine")
     assert (
         verdict.is_reproduced and verdict.measured_accuracy is None and "of a recipe of this package" in verdict.reason
@@ -189,5 +189,5 @@ def test_what_is_no_entry_is_not_removed(plain, target):
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("of mine")
     with raises(MissingFileError, value=mine / CHECKSUMS_FILE):
-        publish(plain, "mlp.mine", target, licence=LICENCE)
+        publish(plain, "mlp.mine", target, license=LICENCE)
     assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}

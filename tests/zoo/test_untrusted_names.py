@@ -114,7 +114,7 @@ def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
 
 
 def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
-    main(["zoo", "fetch", str(registry.parent / NAME), "--to", str(registry.parent)])  # onto itself
+    main(["zoo", "download", str(registry.parent / NAME), "--to", str(registry.parent)])  # onto itself
     assert zoo.load(NAME)
     mine = tmp_path / "mine" / NAME
     mine.mkdir(parents=True)

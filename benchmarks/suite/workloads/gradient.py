@@ -100,7 +100,7 @@ class Gradient:
             self.y.cpu(),
             np.arange(self.clients).repeat(self.sizes),
             classes=[str(label) for label in range(self.classes)],  # else those that are there would be renumbered
-            scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds),
+            scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds),
             split=Split(test=0.0),
             batch_size=self.batch_size,
             shuffle=False,
@@ -114,11 +114,11 @@ class Gradient:
         from lightning_fcl import FederatedStrategy
         from lightning_fcl.simulation.trainer_choice import choose_group_size
 
-        cohort_size = "auto"
+        max_vectorized_clients = "auto"
         if devices > 1:  # two cohorts for each rank, at least
-            cohort_size = min(choose_group_size(self.task()), (self.drawn or self.clients) // (2 * devices))
+            max_vectorized_clients = min(choose_group_size(self.task()), (self.drawn or self.clients) // (2 * devices))
         return L.Trainer(
-            strategy=FederatedStrategy(self.drawn or 1.0, cohort_size=cohort_size, seed=0),
+            strategy=FederatedStrategy(self.drawn or 1.0, max_vectorized_clients=max_vectorized_clients, seed=0),
             max_epochs=rounds,
             devices=devices,
             callbacks=[callback],

@@ -8,7 +8,7 @@ from suite.workloads.gradient import Gradient
 
 def make(quick=False):
     """Time does not depend on values."""
-    clients, images, options = (2, 4, {"width": 24, "depth": 2, "heads": 2}) if quick else (8, 64, {"depth": 6})
+    clients, images, options = (2, 4, {"width": 24, "depth": 2, "num_heads": 2}) if quick else (8, 64, {"depth": 6})
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * images, 3, 32, 32, generator=generator)
     y = torch.randint(10, (clients * images,), generator=generator)

@@ -23,8 +23,9 @@ from lightning_fcl.data.datasets.photographs import (
 )
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
-from lightning_fcl.errors import UnknownNameError, did_you_mean
+from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.io.download import Source, data_root
+from lightning_fcl.validation import did_you_mean
 
 __all__ = ["ArrayDataset", "data_root", "download", "list_datasets", "load_dataset", "verify"]
 

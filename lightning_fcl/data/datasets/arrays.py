@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.errors import InvalidValueError, MissingValueError, one_of
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.validation import one_of
 
 _PIECE = 4096  # samples that are looked at together
 
@@ -142,7 +143,7 @@ class Measurement:
     Args:
         axes: What each axis of a sample's shape is: one of them ``"channel"``.
         channels: What each channel is, such as ``"gyro x"``.
-        rate: Time steps per second; None where there is no time, or the data do not tell.
+        sampling_rate_hz: Time steps per second; None where there is no time, or the data do not tell.
         low: The least value that each channel can have, as ``high`` the largest; None: any.
         scaled_over: What mean and deviation are taken over: all of the ``"data"`` (``mean`` and ``std`` tell them),
             each ``"sample"`` by itself, or all samples of a ``"person"``.
@@ -153,7 +154,7 @@ class Measurement:
     axes: tuple[str, ...]
     channels: tuple[str, ...]
     units: tuple[str, ...]
-    rate: float | None = None
+    sampling_rate_hz: float | None = None
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
     scaled_over: ScalingScope = "data"
@@ -194,11 +195,14 @@ class Measurement:
         scale = (None if values is None else tuple(values) for values in (mean, std))
         return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
 
-    def preprocess(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
+    def preprocess(
+        self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | None = None
+    ) -> NDArray[np.float32]:
         """Samples as networks take them, shape (n, ...), from a device's own values.
 
         ``x`` is one sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person. Its
-        ``rate``, in time steps per second, and the ``units`` of its channels, or the one of all, are compared.
+        ``sampling_rate_hz``, in time steps per second, and the ``units`` of its channels, or the one of all, are
+        compared.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
@@ -217,12 +221,16 @@ class Measurement:
                 argument="x",
                 value=values.shape,
             )
-        if rate is not None and self.rate is not None and abs(rate - self.rate) > 1e-3 * self.rate:
+        if (
+            sampling_rate_hz is not None
+            and self.sampling_rate_hz is not None
+            and abs(sampling_rate_hz - self.sampling_rate_hz) > 1e-3 * self.sampling_rate_hz
+        ):
             raise InvalidValueError(
-                f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}.",
+                f"Expected `sampling_rate_hz` to be {self.sampling_rate_hz:g} Hz but got {sampling_rate_hz:g}.",
                 hint="Resample the series.",
-                argument="rate",
-                value=rate,
+                argument="sampling_rate_hz",
+                value=sampling_rate_hz,
             )
         channel_units = [units] * len(self.units) if isinstance(units, str) else units
         if channel_units is not None and tuple(channel_units) != self.units:
@@ -276,7 +284,7 @@ class Measurement:
             f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
         )
         scope_names = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
-        rate_text = f" at {self.rate:g} Hz" if self.rate else ""
+        rate_text = f" at {self.sampling_rate_hz:g} Hz" if self.sampling_rate_hz else ""
         whole = not any(self.mean or (1,)) and self.std == self.high
         scale = "to 0 to 1" if whole else f"by the mean and deviation of {scope_names[self.scaled_over]}"
         return f"{size}{rate_text}: {names}; scaled {scale}"

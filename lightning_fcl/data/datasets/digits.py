@@ -9,9 +9,9 @@ import numpy as np
 
 from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement
 from lightning_fcl.data.datasets.readers import SOURCES
-from lightning_fcl.errors import at_least, require_package
 from lightning_fcl.io.download import Layout
 from lightning_fcl.io.reading import as_file_error, open_file
+from lightning_fcl.validation import at_least, require_package
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()

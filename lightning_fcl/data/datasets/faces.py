@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import ArrayDataset
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_dataset, read_image
 from lightning_fcl.data.datasets.readers import SOURCES, check_int_range, numbered_paths, read_npz
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import at_least
 
 _ORL = SOURCES["orl"]
 

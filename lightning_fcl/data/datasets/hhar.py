@@ -25,8 +25,9 @@ from lightning_fcl.data.datasets.time_series import (
     read_windows,
     series_measurement,
 )
-from lightning_fcl.errors import InvalidValueError, at_least, require_package
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.reading import as_file_error, check_size, open_file
+from lightning_fcl.validation import at_least, require_package
 
 if TYPE_CHECKING:
     import pandas as pd

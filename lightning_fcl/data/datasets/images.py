@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import ArrayDataset, Measurement, ScalingScope
-from lightning_fcl.errors import InvalidValueError, require_package
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import as_file_error, check, check_size, open_file, regular_file
+from lightning_fcl.validation import require_package
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]

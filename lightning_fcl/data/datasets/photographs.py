@@ -22,9 +22,10 @@ from lightning_fcl.data.datasets.readers import (
     read_npz,
     read_restricted_pickle,
 )
-from lightning_fcl.errors import InvalidValueError, MissingValueError, at_least
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import as_file_error, check, open_file
+from lightning_fcl.validation import at_least
 
 _CIFAR100 = SOURCES["cifar100"]
 

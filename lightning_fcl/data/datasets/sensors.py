@@ -29,8 +29,9 @@ from lightning_fcl.data.datasets.time_series import (
     read_windows,
     series_measurement,
 )
-from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.reading import as_file_error, check, check_members, check_size, open_file, read_bytes
+from lightning_fcl.validation import at_least
 
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"

@@ -11,9 +11,9 @@ from lightning_fcl.data.scenarios.base import from_name as from_name
 from lightning_fcl.data.scenarios.base import stratified_split as stratified_split
 from lightning_fcl.data.scenarios.base import with_history as with_history
 from lightning_fcl.data.scenarios.blurry import Blurry as Blurry
+from lightning_fcl.data.scenarios.blurry import Delayed as Delayed
 from lightning_fcl.data.scenarios.blurry import GrowingClasses as GrowingClasses
 from lightning_fcl.data.scenarios.blurry import Online as Online
-from lightning_fcl.data.scenarios.blurry import Staggered as Staggered
 from lightning_fcl.data.scenarios.incremental import ClassIncremental as ClassIncremental
 from lightning_fcl.data.scenarios.incremental import DomainIncremental as DomainIncremental
 from lightning_fcl.data.scenarios.incremental import Stationary as Stationary

@@ -13,15 +13,9 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fcl.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    UnknownNameError,
-    did_you_mean,
-    format_names,
-    validate_fields,
-)
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.rng import Keys, hash_names
+from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 
 IntArray = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -44,7 +38,7 @@ class Plan:
         groups: The test group of every sample of the data set, shape (n,).
         pretrain: Samples for the server before the first round, as those of a ``base_samples`` session.
         class_order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
-        outputs: Number of classes to tell apart, the first ones of ``class_order``.
+        num_outputs: Number of classes to tell apart, the first ones of ``class_order``.
         groups_are_classes: Whether the test groups are classes.
         task_classes: For every client, all classes of the task of each of its experiences, see `classes_of_task`; empty
             where experiences are not told apart.
@@ -60,7 +54,7 @@ class Plan:
     pretrain: IntArray = field(default_factory=lambda: EMPTY)
     base_samples: IntArray = field(default_factory=lambda: EMPTY)
     class_order: IntArray | None = None
-    outputs: int | None = None
+    num_outputs: int | None = None
     groups_are_classes: bool = True
     task_classes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     history: History = "round"
@@ -165,16 +159,16 @@ class Plan:
         return [*{id(current): current for current in self.train}.values()]
 
     @property
-    def rounds(self) -> int:
+    def num_rounds(self) -> int:
         """Number of rounds."""
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
         """Rounds until every client has had its first ``tasks``; None: all."""
         if tasks is None:
-            return self.rounds
+            return self.num_rounds
         ways = set(self.experiences.values())
-        return sum(any(numbers[round_idx] < tasks for numbers in ways) for round_idx in range(self.rounds))
+        return sum(any(numbers[round_idx] < tasks for numbers in ways) for round_idx in range(self.num_rounds))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from lightning_fcl.data.scenarios.base import EMPTY, MAX_ROUNDS, IntArray, Plan, SamplePool, Scenario, from_name
 from lightning_fcl.data.scenarios.incremental import ClassIncremental, make_plan
-from lightning_fcl.errors import InvalidValueError, at_least, between, validated
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import at_least, between, validated
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Blurry(Scenario):
     come in one round only, as the paper has it.
 
     Args:
-        experiences: Number of experiences.
+        num_experiences: Number of experiences.
         rounds_per_experience: Rounds that each experience lasts.
-        disjoint: Share of the classes that come in one experience alone, from 0 to 1.
-        blur: Share of the other classes' samples that come at a time of their own, from 0 to 1.
+        disjoint_ratio: Share of the classes that come in one experience alone, from 0 to 1.
+        blurry_ratio: Share of the other classes' samples that come at a time of their own, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range, or there are fewer classes than experiences.
@@ -36,32 +37,32 @@ class Blurry(Scenario):
     Example:
         >>> y = np.arange(1000) % 10
         >>> pool = SamplePool(y, clients={"a": np.arange(1000)}, classes=tuple("abcdefghij"))
-        >>> plan = Blurry(3, disjoint=0.5, blur=0.1).plan(pool)
+        >>> plan = Blurry(3, disjoint_ratio=0.5, blurry_ratio=0.1).plan(pool)
         >>> times = [sum(c in y[current["a"]] for current in plan.train) for c in range(10)]
         >>> sorted(times), sum(len(current["a"]) for current in plan.train)
         ([1, 1, 1, 1, 1, 3, 3, 3, 3, 3], 1000)
     """
 
     needs_classes = True
-    experiences: int = validated(5, at_least, 1)
+    num_experiences: int = validated(5, at_least, 1)
     rounds_per_experience: int = validated(1, between, 1, MAX_ROUNDS)
-    disjoint: float = validated(0.5, between, 0, 1)
-    blur: float = validated(0.1, between, 0, 1)
+    disjoint_ratio: float = validated(0.5, between, 0, 1)
+    blurry_ratio: float = validated(0.1, between, 0, 1)
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         everyone = np.concatenate(list(pool.clients.values()))
-        classes = _classes_of(pool, self.experiences)
+        classes = _classes_of(pool, self.num_experiences)
         rng = np.random.default_rng([seed, 8])
-        ends = np.sort(rng.choice(np.arange(1, len(classes)), self.experiences - 1, replace=False))
+        ends = np.sort(rng.choice(np.arange(1, len(classes)), self.num_experiences - 1, replace=False))
         time = np.zeros(int(pool.y.max()) + 1, dtype=np.int64)  # of each class
         for experience, labels in enumerate(np.split(rng.permutation(classes), ends)):
             time[labels] = experience
-        disjoint_classes = rng.choice(classes, round(self.disjoint * len(classes)), replace=False)
+        disjoint_classes = rng.choice(classes, round(self.disjoint_ratio * len(classes)), replace=False)
         blurred = rng.permutation(everyone[~np.isin(pool.y[everyone], disjoint_classes)])
-        blurred = blurred[: round(self.blur * len(blurred))]
+        blurred = blurred[: round(self.blurry_ratio * len(blurred))]
         experience_of = time[pool.y]
-        experience_of[blurred] = rng.integers(self.experiences, size=len(blurred))
-        numbers = range(self.experiences)
+        experience_of[blurred] = rng.integers(self.num_experiences, size=len(blurred))
+        numbers = range(self.num_experiences)
         parts = {client: [rows[experience_of[rows] == e] for e in numbers] for client, rows in pool.clients.items()}
         tasks = [tuple(np.unique(pool.y[everyone[experience_of[everyone] == e]]).tolist()) for e in numbers]
         template = ClassIncremental(rounds_per_experience=self.rounds_per_experience)
@@ -73,7 +74,7 @@ class GrowingClasses(Scenario):
     """Every experience brings new classes, at least as many as the one before: of ten in four 1, 2, 3 and 4.
 
     Args:
-        experiences: Number of experiences.
+        num_experiences: Number of experiences.
         rounds_per_experience: Rounds that each experience lasts.
         class_order: The classes in the order in which they come, by number or by name; None draws one from the seed.
 
@@ -87,14 +88,14 @@ class GrowingClasses(Scenario):
     """
 
     needs_classes = True
-    experiences: int = validated(4, at_least, 1)
+    num_experiences: int = validated(4, at_least, 1)
     rounds_per_experience: int = validated(1, between, 1, MAX_ROUNDS)
     class_order: Sequence[int | str] | None = None
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        classes = len(_classes_of(pool, self.experiences))
-        first = np.arange(self.experiences + 1)
-        share = first * (first + 1) / (self.experiences * (self.experiences + 1))
+        classes = len(_classes_of(pool, self.num_experiences))
+        first = np.arange(self.num_experiences + 1)
+        share = first * (first + 1) / (self.num_experiences * (self.num_experiences + 1))
         sizes = np.sort(np.diff(np.maximum(np.rint(classes * share).astype(int), first))).tolist()
         return ClassIncremental(sizes, self.rounds_per_experience, class_order=self.class_order).plan(pool, seed)
 
@@ -106,7 +107,7 @@ class Online(Scenario):
     With ``local_epochs=1`` and a small ``batch_size`` a client then sees each sample once, as a device that keeps none.
 
     Args:
-        of: The scenario, as `Blurry`, or the name of its class; its ``history`` is "round". Default:
+        scenario: The scenario, as `Blurry`, or the name of its class; its ``history`` is "round". Default:
             `ClassIncremental`, with ten rounds for each experience.
 
     Raises:
@@ -121,21 +122,21 @@ class Online(Scenario):
         ([2, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 7])
     """
 
-    of: Scenario | str | None = None
+    scenario: Scenario | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _take_over(self)
 
     def __str__(self) -> str:
-        return f"Online of {_inner(self.of)}"
+        return f"Online of {_inner(self.scenario)}"
 
     @property
     def needs_classes(self) -> bool:
-        return _inner(self.of).needs_classes
+        return _inner(self.scenario).needs_classes
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        plan = _inner(self.of).plan(pool, seed)
+        plan = _inner(self.scenario).plan(pool, seed)
         if plan.history != "round":
             raise InvalidValueError(
                 'Expected the scenario of `Online` to have the history "round", as no sample comes twice, but got '
@@ -159,7 +160,7 @@ class Online(Scenario):
 
 
 @dataclass(frozen=True)
-class Staggered(Scenario):
+class Delayed(Scenario):
     """The same tasks reach clients at different times: each comes up to some rounds late, drawn for each client.
 
     A client that is late with a task is no earlier with those that follow, so none is cut short: a client has a task's
@@ -167,41 +168,43 @@ class Staggered(Scenario):
     round. Rounds in which no client has samples are left out.
 
     Args:
-        of: The scenario, or its class's name. Default: `ClassIncremental`, with ten rounds for each experience.
-        delay: Most rounds by which a client is late.
+        scenario: The scenario, or its class's name. Default: `ClassIncremental`, with ten rounds for each experience.
+        max_delay: Most rounds by which a client is late.
 
     Raises:
         TypeError: If it is no scenario.
-        ValueError: If ``delay`` is below 0.
+        ValueError: If ``max_delay`` is below 0.
 
     Example:
         >>> pool = SamplePool(np.arange(8) % 2, clients={c: np.arange(8) for c in "abc"}, classes=("no", "yes"))
-        >>> plan = Staggered(ClassIncremental(2, rounds_per_experience=2), delay=3).plan(pool, seed=1)
+        >>> plan = Delayed(ClassIncremental(2, rounds_per_experience=2), max_delay=3).plan(pool, seed=1)
         >>> [plan.experiences[client] for client in "abc"]
         [(0, 0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1, 1)]
     """
 
-    of: Scenario | str | None = None
-    delay: int = validated(5, at_least, 0)
+    scenario: Scenario | str | None = None
+    max_delay: int = validated(5, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _take_over(self)
 
     def __str__(self) -> str:
-        return f"Staggered of {_inner(self.of)}"
+        return f"Delayed of {_inner(self.scenario)}"
 
     @property
     def needs_classes(self) -> bool:
-        return _inner(self.of).needs_classes
+        return _inner(self.scenario).needs_classes
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        plan = _inner(self.of).plan(pool, seed)
-        train: list[dict[str, IntArray]] = [{} for _ in range(plan.rounds + self.delay)]
+        plan = _inner(self.scenario).plan(pool, seed)
+        train: list[dict[str, IntArray]] = [{} for _ in range(plan.num_rounds + self.max_delay)]
         experiences = {}
         for client_idx, client in enumerate(plan.clients):
             runs = list(_runs(plan.experiences[client]))
-            draws = np.random.default_rng([seed, 10, client_idx]).integers(self.delay, size=len(runs), endpoint=True)
+            draws = np.random.default_rng([seed, 10, client_idx]).integers(
+                self.max_delay, size=len(runs), endpoint=True
+            )
             numbers = np.full(len(train), runs[0][0])
             rows = [EMPTY] * len(train)
             for (experience, rounds), late in zip(runs, np.sort(draws).tolist(), strict=True):
@@ -223,9 +226,9 @@ def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
     classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
         raise InvalidValueError(
-            f"Expected `experiences` to be at most the number of classes, {len(classes)}, but got {experiences}.",
-            hint=f"Use `experiences={len(classes)}` or fewer.",
-            argument="experiences",
+            f"Expected `num_experiences` to be at most the number of classes, {len(classes)}, but got {experiences}.",
+            hint=f"Use `num_experiences={len(classes)}` or fewer.",
+            argument="num_experiences",
             value=experiences,
         )
     return classes
@@ -233,12 +236,12 @@ def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
 
 def _inner(scenario: Scenario | str | None) -> Scenario:
     default = ClassIncremental(rounds_per_experience=10)
-    return default if scenario is None else from_name("of", scenario, Scenario.__subclasses__())
+    return default if scenario is None else from_name("scenario", scenario, Scenario.__subclasses__())
 
 
-def _take_over(scenario: Online | Staggered) -> None:
+def _take_over(scenario: Online | Delayed) -> None:
     """Let a scenario draw what the one inside draws itself."""
-    inner_scenario = _inner(scenario.of)
+    inner_scenario = _inner(scenario.scenario)
     for name, value in {
         "provides_split": inner_scenario.provides_split,
         "provides_clients": inner_scenario.provides_clients,

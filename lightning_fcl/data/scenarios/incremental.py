@@ -22,15 +22,8 @@ from lightning_fcl.data.scenarios.base import (
     order_to_indices,
     with_history,
 )
-from lightning_fcl.errors import (
-    InvalidValueError,
-    MissingValueError,
-    at_least,
-    between,
-    check_clients,
-    one_of,
-    validated,
-)
+from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.validation import at_least, between, check_clients, one_of, validated
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -41,7 +34,7 @@ class ClassIncremental(Scenario):
     """Every experience brings classes that were not there before.
 
     Args:
-        experiences: Number of experiences, which share the classes evenly; or the number of classes of each, as in
+        num_experiences: Number of experiences, which share the classes evenly; or the number of classes of each, as in
             ``[4, 3, 3]``. One experience needs no classes: plain federated learning, also of other targets.
         rounds_per_experience: Rounds that each experience lasts.
         samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
@@ -62,7 +55,7 @@ class ClassIncremental(Scenario):
         (((2,), (0, 1)), [['b'], ['a', 'b']])
     """
 
-    experiences: int | Sequence[int] = 5
+    num_experiences: int | Sequence[int] = 5
     rounds_per_experience: int = validated(1, between, 1, MAX_ROUNDS)
     samples_per_round: int | None = validated(None, at_least, 1)
     class_order: Order = None
@@ -75,11 +68,11 @@ class ClassIncremental(Scenario):
 
     @property
     def needs_classes(self) -> bool:
-        return self.experiences != 1
+        return self.num_experiences != 1
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
-        if not pool.classes and self.experiences == 1:
+        if not pool.classes and self.num_experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
             return make_plan(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
         parts, tasks = {}, dict[str, Groups]()
@@ -87,13 +80,13 @@ class ClassIncremental(Scenario):
             for position, (client, rows) in enumerate(pool.clients.items()):
                 present = np.unique(pool.y[rows]).tolist()
                 order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order", present)
-                tasks[client] = _class_experiences(pool.y[rows], self.experiences, order, seed + 1 + position)
+                tasks[client] = _class_experiences(pool.y[rows], self.num_experiences, order, seed + 1 + position)
                 parts[client] = [rows[np.isin(pool.y[rows], group)] for group in tasks[client]]
         else:
             everyone = np.concatenate(list(pool.clients.values()))
             present = np.unique(pool.y[everyone]).tolist()
             order = _order_of("", pool.clients, self.class_order, pool.classes, "class_order", present)
-            groups = _class_experiences(pool.y[everyone], self.experiences, order, seed)
+            groups = _class_experiences(pool.y[everyone], self.num_experiences, order, seed)
             tasks = dict.fromkeys(pool.clients, groups)
             parts = _parts(pool, everyone, groups)
         return make_plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
@@ -155,7 +148,7 @@ class Stationary(Scenario):
     """Plain federated learning: every client has all of its samples in every round; targets need be no classes.
 
     Args:
-        rounds: Number of rounds.
+        num_rounds: Number of rounds.
 
     Raises:
         ValueError: If there are fewer than one or more than a million.
@@ -166,12 +159,12 @@ class Stationary(Scenario):
         [{'a': [0, 1], 'b': [2]}, {'a': [0, 1], 'b': [2]}]
     """
 
-    rounds: int = validated(1, between, 1, MAX_ROUNDS)
+    num_rounds: int = validated(1, between, 1, MAX_ROUNDS)
 
     @property
     def as_incremental(self) -> ClassIncremental:
         """The class-incremental scenario that gives each client the same samples in each round."""
-        return ClassIncremental(1, self.rounds)
+        return ClassIncremental(1, self.num_rounds)
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         return self.as_incremental.plan(pool, seed)
@@ -184,10 +177,10 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
-            f"Expected `experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
+            f"Expected `num_experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
             f"{experiences}.",
             hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
-            argument="experiences",
+            argument="num_experiences",
             value=experiences,
         )
     if len(sizes) == 1:
@@ -220,7 +213,7 @@ def _suggest_experiences(classes: int, num_experiences: int) -> str:
     nearest = nearest_divisor(classes, num_experiences)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(num_experiences, 1), classes))]
     sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
-    return f"Use a divisor, such as `experiences={nearest}`{sizes_hint}."
+    return f"Use a divisor, such as `num_experiences={nearest}`{sizes_hint}."
 
 
 def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:

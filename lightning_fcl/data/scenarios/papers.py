@@ -20,7 +20,8 @@ from lightning_fcl.data.scenarios.base import (
     order_to_indices,
     with_history,
 )
-from lightning_fcl.errors import InvalidValueError, at_least, between, validated
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.validation import at_least, between, validated
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class FLwFScenario(Scenario):
     """The scenario of Usmanova et al. 2021, section 3.4: one client whose task changes, one that stands for the others.
 
     Args:
-        rounds: Communication rounds, shared out evenly among a client's tasks.
+        num_rounds: Communication rounds, shared out evenly among a client's tasks.
         samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
         test_per_class: Samples of each class in the common test set.
         pretrain_per_class: Samples of each class for the initial model.
@@ -41,12 +42,12 @@ class FLwFScenario(Scenario):
 
     Example:
         >>> plan = FLwFScenario().plan(SamplePool(np.repeat(np.arange(6), 1500)))
-        >>> plan.rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
+        >>> plan.num_rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
         (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
     """
 
     provides_split = provides_clients = needs_classes = True
-    rounds: int = 8
+    num_rounds: int = 8
     samples_per_round: int = 120
     test_per_class: int = 100
     pretrain_per_class: int = 10
@@ -54,7 +55,7 @@ class FLwFScenario(Scenario):
     history: History = "round"
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        between(1, MAX_ROUNDS, rounds=self.rounds)
+        between(1, MAX_ROUNDS, num_rounds=self.num_rounds)
         classes = np.unique(pool.y).tolist()
         tasks = {
             client: [[order_to_indices([entry], pool.classes, "tasks", [])[0] for entry in labels] for labels in own]
@@ -66,15 +67,15 @@ class FLwFScenario(Scenario):
         pretrain = self._draw(remaining_rows, classes, self.pretrain_per_class)
         train: list[dict[str, IntArray]] = []
         experiences: dict[str, list[int]] = {client: [] for client in tasks}
-        for r in range(self.rounds):
+        for r in range(self.num_rounds):
             current = {}
             for client, sequence in tasks.items():
-                if self.rounds % len(sequence):
+                if self.num_rounds % len(sequence):
                     raise InvalidValueError(
-                        f"Expected `rounds` to be a multiple of client {client}'s {len(sequence)} tasks.",
-                        argument="rounds",
+                        f"Expected `num_rounds` to be a multiple of client {client}'s {len(sequence)} tasks.",
+                        argument="num_rounds",
                     )
-                experiences[client].append(r * len(sequence) // self.rounds)
+                experiences[client].append(r * len(sequence) // self.num_rounds)
                 labels = sequence[experiences[client][-1]]
                 if self.samples_per_round % len(labels):
                     raise InvalidValueError(
@@ -100,10 +101,10 @@ class FLwFScenario(Scenario):
             if len(rows) < number:
                 raise InvalidValueError(
                     f"Expected at least {number - len(rows)} more samples of class {label}.",
-                    hint=f"Lower `rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
+                    hint=f"Lower `num_rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
                     "`pretrain_per_class`.",
-                    argument="rounds",
-                    value=self.rounds,
+                    argument="num_rounds",
+                    value=self.num_rounds,
                 )
             drawn_rows.append(rows[:number])
             remaining_rows[label] = rows[number:]
@@ -118,31 +119,31 @@ class ODFCLScenario(Scenario):
     pre-training. Experience 0 is the base session, which is no round: `lightning_fcl.callbacks.BaseSession` trains it.
 
     Args:
-        people: Classes to learn.
-        base: Classes of the base session; the sessions share the others evenly.
-        sessions: Sessions after the base session.
-        nodes: Clients, each with its own classes of a session, or a part of one class where there are fewer.
+        num_people: Classes to learn.
+        num_base_people: Classes of the base session; the sessions share the others evenly.
+        num_sessions: Sessions after the base session.
+        num_nodes: Clients, each with its own classes of a session, or a part of one class where there are fewer.
         train_per_class: Training samples of each class, as ``test_per_class``.
         validation_per_class: Of the training samples, those that are kept to choose settings on.
         pretrain_per_class: At most so many samples of each person that is not drawn; 0: no pre-training.
         rounds_per_session: Synchronisations in each session.
         history: ``"round"``, or ``"seen"``: the samples of all classes so far, those of the base session shared by the
-            nodes (joint training), or ``"all"``.
+            num_nodes (joint training), or ``"all"``.
 
     Raises:
         ValueError: If there are too few people or samples, or the classes do not divide as they must.
 
     Example:
         >>> plan = ODFCLScenario().plan(SamplePool(np.repeat(np.arange(12), 40)))
-        >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.class_split(20)
+        >>> plan.num_rounds, plan.clients, plan.tasks["node1"], plan.class_split(20)
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
 
     provides_split = provides_clients = needs_classes = True
-    people: int = 10
-    base: int = validated(4, at_least, 1)
-    sessions: int = validated(2, at_least, 1)
-    nodes: int = validated(3, at_least, 1)
+    num_people: int = 10
+    num_base_people: int = validated(4, at_least, 1)
+    num_sessions: int = validated(2, at_least, 1)
+    num_nodes: int = validated(3, at_least, 1)
     train_per_class: int = validated(28, at_least, 1)
     test_per_class: int = validated(7, at_least, 1)
     validation_per_class: int = 0
@@ -152,25 +153,25 @@ class ODFCLScenario(Scenario):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.people <= self.base or (self.people - self.base) % self.sessions:
+        if self.num_people <= self.num_base_people or (self.num_people - self.num_base_people) % self.num_sessions:
             raise InvalidValueError(
-                f"Expected `people` to leave as many classes for each of {self.sessions} sessions but got "
-                f"{self.people}, {self.base} of them in the base session.",
-                hint=f"Set `people` to {self.base} and a multiple of `sessions`.",
-                argument="people",
-                value=self.people,
+                f"Expected `num_people` to leave as many classes for each of {self.num_sessions} sessions but got "
+                f"{self.num_people}, {self.num_base_people} of them in the base session.",
+                hint=f"Set `num_people` to {self.num_base_people} and a multiple of `num_sessions`.",
+                argument="num_people",
+                value=self.num_people,
             )
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
         rng, y = np.random.default_rng([seed, 3]), pool.y
         sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
-        learned_classes, parts = _draw_people(y, self.people, sizes, rng)
+        learned_classes, parts = _draw_people(y, self.num_people, sizes, rng)
         shares, tasks = self._shares(parts["train"])
         joint = with_history(
-            [{node: own[e] for node, own in shares.items()} for e in range(self.sessions + 1)], self.history
+            [{node: own[e] for node, own in shares.items()} for e in range(self.num_sessions + 1)], self.history
         )
-        rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, self.sessions + 1)]
-        current = tuple(e for e in range(1, self.sessions + 1) for _ in range(self.rounds_per_session))
+        rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, self.num_sessions + 1)]
+        current = tuple(e for e in range(1, self.num_sessions + 1) for _ in range(self.rounds_per_session))
         pretrain_classes = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), learned_classes))
         order = np.concatenate([learned_classes, pretrain_classes])
         numbers = np.argsort(order)[y]
@@ -179,25 +180,29 @@ class ODFCLScenario(Scenario):
             train=tuple(rounds[e - 1] for e in current),
             experiences=dict.fromkeys(shares, current),
             tasks={node: tuple(groups) for node, groups in tasks.items()},
-            groups=np.where(numbers < self.people, numbers, 0),
+            groups=np.where(numbers < self.num_people, numbers, 0),
             test=np.sort(np.concatenate(parts["test"])),
             validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
             pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
-            base_samples=np.sort(np.concatenate(parts["train"][: self.base])),
+            base_samples=np.sort(np.concatenate(parts["train"][: self.num_base_people])),
             class_order=order,
-            outputs=self.people,
+            num_outputs=self.num_people,
             history=self.history,
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
         """Every node's samples and classes of the base session and of each session."""
-        base, nodes, classes_per_session = self.base, self.nodes, (self.people - self.base) // self.sessions
+        base, nodes, classes_per_session = (
+            self.num_base_people,
+            self.num_nodes,
+            (self.num_people - self.num_base_people) // self.num_sessions,
+        )
         shares = {
             f"node{n + 1}": [np.sort(np.concatenate([samples[n::nodes] for samples in train[:base]]))]
             for n in range(nodes)
         }
         tasks = {node: [tuple(range(base))] for node in shares}
-        for first in range(base, self.people, classes_per_session):
+        for first in range(base, self.num_people, classes_per_session):
             hands: list[list[IntArray]] = [[EMPTY] for _ in shares]
             groups: list[list[int]] = [[] for _ in shares]
             for index, samples in enumerate(train[first : first + classes_per_session]):
@@ -226,8 +231,8 @@ def _draw_people(
     if len(enough) < people:
         raise InvalidValueError(
             f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}.",
-            hint="Lower `people`, `train_per_class` or `test_per_class`.",
-            argument="people",
+            hint="Lower `num_people`, `train_per_class` or `test_per_class`.",
+            argument="num_people",
             value=people,
         )
     learned_classes = rng.permutation(enough)[:people]
@@ -257,11 +262,11 @@ class FedViTScenario(Scenario):
     `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
 
     Args:
-        tasks: Blocks into which the classes are cut; it must divide their number.
-        clients: Number of clients.
+        num_tasks: Blocks into which the classes are cut; it must divide their number.
+        num_clients: Number of clients.
         classes_per_client: Fewest and most classes that a client has of a block. At least 2, as one class alone leaves
             nothing to tell apart, unless the blocks themselves have one class.
-        share: Smallest and largest share of a class's training samples that a client has.
+        sample_fraction: Smallest and largest share of a class's training samples that a client has.
         rounds_per_task: Rounds that each task lasts.
         order_per_client: Whether each client has an order of the tasks of its own; otherwise all have that of the
             blocks.
@@ -273,46 +278,50 @@ class FedViTScenario(Scenario):
 
     Example:
         >>> y = np.repeat(np.arange(20), 100)
-        >>> plan = FedViTScenario(tasks=4, clients=3).plan(SamplePool(y, np.arange(2000)))
-        >>> plan.rounds, plan.clients, len(plan.classes_of_task("1", 0))
+        >>> plan = FedViTScenario(num_tasks=4, num_clients=3).plan(SamplePool(y, np.arange(2000)))
+        >>> plan.num_rounds, plan.clients, len(plan.classes_of_task("1", 0))
         (40, ('0', '1', '2'), 5)
         >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
         True
     """
 
     provides_clients = needs_classes = True
-    tasks: int = validated(10, at_least, 1)
-    clients: int = validated(20, at_least, 1)
+    num_tasks: int = validated(10, at_least, 1)
+    num_clients: int = validated(20, at_least, 1)
     classes_per_client: Sequence[int] = (2, 5)
-    share: Sequence[float] = (0.05, 0.1)
+    sample_fraction: Sequence[float] = (0.05, 0.1)
     rounds_per_task: int = validated(10, between, 1, MAX_ROUNDS)
     order_per_client: bool = True
     class_order: Sequence[int | str] | Literal["ascending"] | None = None
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
+        blocks = _blocks(pool.y[pool.train], self.num_tasks, self.class_order, pool.classes, seed)
         size = len(blocks[0])
-        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.share
+        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.sample_fraction
         between(min(2, size), size, classes_per_client=min_classes)
         between(min_classes, size, classes_per_client=max_classes)
-        between(0, 1, share=smallest)
-        between(smallest, 1, share=largest)
+        between(0, 1, sample_fraction=smallest)
+        between(smallest, 1, sample_fraction=largest)
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
         if np.rint(smallest * counts.min()) < 1:
             raise InvalidValueError(
-                f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of the "
+                "Expected the smallest `sample_fraction` to leave a client one sample of every class but got "
+                f"{smallest} of the "
                 f"{counts.min()} training samples of class {labels[counts.argmin()]}.",
-                hint="Raise `share`.",
-                argument="share",
+                hint="Raise `sample_fraction`.",
+                argument="sample_fraction",
                 value=smallest,
             )
-        clients = [str(client) for client in range(self.clients)]
+        clients = [str(client) for client in range(self.num_clients)]
         draws = [
-            np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in range(self.clients)
+            np.random.default_rng([seed, 5, client]).permutation(self.num_tasks).tolist()
+            for client in range(self.num_clients)
         ]
-        orders = dict(zip(clients, draws if self.order_per_client else [range(self.tasks)] * self.clients, strict=True))
+        orders = dict(
+            zip(clients, draws if self.order_per_client else [range(self.num_tasks)] * self.num_clients, strict=True)
+        )
         classes, rows = self._deal(blocks, pool, seed)
-        current = tuple(task for task in range(self.tasks) for _ in range(self.rounds_per_task))
+        current = tuple(task for task in range(self.num_tasks) for _ in range(self.rounds_per_task))
         return Plan(
             train=tuple({client: rows[client][order[task]] for client, order in orders.items()} for task in current),
             experiences=dict.fromkeys(orders, current),
@@ -332,8 +341,8 @@ class FedViTScenario(Scenario):
         dealt = dict.fromkeys(decks, 0)
         classes: dict[str, Blocks] = {}
         samples: dict[str, list[IntArray]] = {}
-        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.share
-        for client in range(self.clients):
+        (min_classes, max_classes), (smallest, largest) = self.classes_per_client, self.sample_fraction
+        for client in range(self.num_clients):
             client_classes: list[tuple[int, ...]] = []
             hands: list[IntArray] = []
             for number, block in enumerate(blocks):
@@ -358,9 +367,9 @@ def _blocks(
     classes = np.unique(y).tolist()
     if not classes or len(classes) % tasks:
         raise InvalidValueError(
-            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}.",
-            hint=f"Use a divisor, such as `tasks={nearest_divisor(len(classes), tasks)}`.",
-            argument="tasks",
+            f"Expected `num_tasks` to divide the number of classes, {len(classes)}, but got {tasks}.",
+            hint=f"Use a divisor, such as `num_tasks={nearest_divisor(len(classes), tasks)}`.",
+            argument="num_tasks",
             value=tasks,
         )
     if order is None:

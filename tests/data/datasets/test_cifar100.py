@@ -9,7 +9,7 @@ from PIL import Image
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
-REMEDY = "Delete this copy and run `lightning-fcl data fetch cifar100`."
+REMEDY = "Delete this copy and run `lightning-fcl data download cifar100`."
 
 
 def test_the_pickles_written_here_are_sound(cifar):

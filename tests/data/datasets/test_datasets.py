@@ -201,7 +201,7 @@ def test_every_data_set_is_described():
     assert [entry.name for entry in described] == NAMES
     for entry in described:
         assert all("\n" not in text for text in vars(entry).values())
-        assert entry.content and entry.licence and entry.citation and entry.size
+        assert entry.content and entry.license and entry.citation and entry.size
     homes = (
         "https://archive.ics.uci.edu/",
         "https://ndownloader.figshare.com/",

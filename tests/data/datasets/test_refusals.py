@@ -9,7 +9,7 @@ from lightning_fcl.data import datasets
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import InvalidValueError
 
-RUN = "Run `lightning-fcl data fetch {name}`, or"
+RUN = "Run `lightning-fcl data download {name}`, or"
 HAND = "Download the archive by hand from"
 NOTHING = {
     "cifar100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),

@@ -13,7 +13,7 @@ from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
-REMEDY = "Delete this copy and run `lightning-fcl data fetch tinyimagenet`."
+REMEDY = "Delete this copy and run `lightning-fcl data download tinyimagenet`."
 # In the order of the original's wnids.txt, which is not sorted; two cranes, and one class without a name.
 WNIDS = ("n03126707", "n01443537", "n02012849", "n99999999")
 WORDS = (

@@ -18,7 +18,7 @@ FILES = [f"{prefix}_{axis}" for prefix in ("body_acc", "body_gyro", "total_acc")
 NAMES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 Y = {"train": [5, 5, 1, 2, 6], "test": [3, 4, 4]}
 SUBJECT = {"train": [1, 1, 3, 3, 30], "test": [2, 2, 24]}
-REMEDY = "Delete this copy and run `lightning-fcl data fetch ucihar`"
+REMEDY = "Delete this copy and run `lightning-fcl data download ucihar`"
 
 
 def tokens(part: str) -> dict[str, list[list[str]]]:

@@ -15,11 +15,11 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import (
     Blurry,
     ClassIncremental,
+    Delayed,
     FedViTScenario,
     GrowingClasses,
     Online,
     SamplePool,
-    Staggered,
 )
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.models import MLP
@@ -41,7 +41,7 @@ def samples_of(plan, client):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_blurry_classes_come_at_all_times_and_disjoint_ones_at_one(seed):
-    plan = Blurry(4, disjoint=0.3, blur=0.2).plan(POOL, seed)
+    plan = Blurry(4, disjoint_ratio=0.3, blurry_ratio=0.2).plan(POOL, seed)
     times = [len(rounds_with(plan, label)) for label in range(10)]
     assert times.count(1) == 3 and times.count(4) == 7
     for client, rows in POOL.clients.items():
@@ -51,7 +51,7 @@ def test_blurry_classes_come_at_all_times_and_disjoint_ones_at_one(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_of_blurry_classes_a_share_of_the_samples_comes_at_other_times(seed):
     """A fifth is dealt again, of which a quarter lands where it would have been: 15 % of them are elsewhere."""
-    plan = Blurry(4, disjoint=0, blur=0.2).plan(POOL, seed)
+    plan = Blurry(4, disjoint_ratio=0, blurry_ratio=0.2).plan(POOL, seed)
     own = [max(sum(Y[rows] == label) for rows in joint(plan)) for label in range(10)]
     assert sum(own) / len(Y) == pytest.approx(0.85, abs=0.02)
 
@@ -63,7 +63,7 @@ def joint(plan):
 def test_without_blur_it_is_class_incremental_in_tasks_of_drawn_sizes():
     sizes = set()
     for seed in range(10):
-        plan = Blurry(4, blur=0).plan(POOL, seed)
+        plan = Blurry(4, blurry_ratio=0).plan(POOL, seed)
         assert all(len(rounds_with(plan, label)) == 1 for label in range(10))
         assert [set(Y[rows]) for rows in joint(plan)] == [set(task) for task in plan.tasks["0"]]
         sizes.add(tuple(map(len, plan.tasks["0"])))
@@ -72,7 +72,7 @@ def test_without_blur_it_is_class_incremental_in_tasks_of_drawn_sizes():
 
 def test_blurry_experiences_are_tested_on_the_classes_that_come_in_them():
     plan = Blurry(4, rounds_per_experience=2).plan(POOL)
-    assert plan.rounds == 8 and plan.experiences["0"] == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert plan.num_rounds == 8 and plan.experiences["0"] == (0, 0, 1, 1, 2, 2, 3, 3)
     for current, experience in zip(plan.train, plan.experiences["0"], strict=True):
         assert set(Y[np.concatenate(list(current.values()))]) == set(plan.tasks["0"][experience])
 
@@ -89,7 +89,7 @@ def test_growing_classes_come_in_the_order_that_is_given():
     assert plan.tasks["0"] == ((9,), (7, 8), (4, 5, 6), (0, 1, 2, 3))
 
 
-@pytest.mark.parametrize("of", [TEN_ROUNDS, Blurry(5, rounds_per_experience=10), Staggered(TEN_ROUNDS)])
+@pytest.mark.parametrize("of", [TEN_ROUNDS, Blurry(5, rounds_per_experience=10), Delayed(TEN_ROUNDS)])
 def test_online_every_sample_comes_once(of):
     whole, plan = of.plan(POOL), Online(of).plan(POOL)
     assert plan.experiences == whole.experiences and plan.tasks == whole.tasks
@@ -110,7 +110,7 @@ def test_online_what_comes_again_is_refused():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_staggered_clients_have_each_task_late_but_whole(seed):
-    whole, plan = TEN_ROUNDS.plan(POOL, seed), Staggered(TEN_ROUNDS, delay=6).plan(POOL, seed)
+    whole, plan = TEN_ROUNDS.plan(POOL, seed), Delayed(TEN_ROUNDS, max_delay=6).plan(POOL, seed)
     arrivals = {}
     for client, numbers in plan.experiences.items():
         assert list(numbers) == sorted(numbers) and set(numbers) == set(range(5))
@@ -119,34 +119,34 @@ def test_staggered_clients_have_each_task_late_but_whole(seed):
         late = np.array(first) - np.arange(0, 50, 10)
         arrivals[client] = tuple(late)
         assert (np.diff(late) >= 0).all() and late[-1] <= 6
-        assert rounds == list(range(first[0], plan.rounds)), "from its first task on it always has samples"
+        assert rounds == list(range(first[0], plan.num_rounds)), "from its first task on it always has samples"
         for n in rounds:
             assert np.array_equal(plan.train[n][client], whole.train[10 * numbers[n]][client])
     assert len(set(arrivals.values())) > 1
 
 
 def test_staggered_without_delay_is_the_scenario():
-    whole, plan = TEN_ROUNDS.plan(POOL), Staggered(TEN_ROUNDS, delay=0).plan(POOL)
+    whole, plan = TEN_ROUNDS.plan(POOL), Delayed(TEN_ROUNDS, max_delay=0).plan(POOL)
     assert plan.fingerprint == whole.fingerprint and plan.experiences == whole.experiences
 
 
 def test_a_task_whose_samples_are_used_up_leaves_its_client_waiting():
     of = ClassIncremental(5, rounds_per_experience=2, samples_per_round=20)
-    plan = Staggered(of, delay=4).plan(POOL, seed=1)
+    plan = Delayed(of, max_delay=4).plan(POOL, seed=1)
     assert all(plan.train), "rounds in which nobody has samples are left out"
     for client in POOL.clients:
         rows = samples_of(plan, client)
         assert len(rows) == len(set(rows)) == 200
 
 
-@pytest.mark.parametrize("scenario", [Blurry(), GrowingClasses(), Online(), Staggered(), Online(Staggered(Blurry()))])
+@pytest.mark.parametrize("scenario", [Blurry(), GrowingClasses(), Online(), Delayed(), Online(Delayed(Blurry()))])
 def test_the_seed_draws_everything(scenario):
     assert (
         scenario.plan(POOL, 3).fingerprint == scenario.plan(POOL, 3).fingerprint != scenario.plan(POOL, 4).fingerprint
     )
 
 
-@pytest.mark.parametrize("kind", [Online, Staggered])
+@pytest.mark.parametrize("kind", [Online, Delayed])
 def test_a_scenario_around_another_draws_what_that_draws(kind):
     assert (
         kind(FedViTScenario()).provides_clients
@@ -155,19 +155,19 @@ def test_a_scenario_around_another_draws_what_that_draws(kind):
     )
     with raises(InvalidValueError, "partition"):
         FederatedStream("digits", kind(FedViTScenario(2, 3)), IID(3))
-    assert dataclasses.asdict(kind())["of"] is None
+    assert dataclasses.asdict(kind())["scenario"] is None
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Blurry(11).plan(POOL), (InvalidValueError, "experiences")),
-        (lambda: GrowingClasses(11).plan(POOL), (InvalidValueError, "experiences")),
-        (lambda: Blurry(disjoint=1.5), (InvalidValueError, "disjoint")),
-        (lambda: Blurry(blur=-0.1), (InvalidValueError, "blur")),
-        (lambda: Staggered(delay=-1), (InvalidValueError, "delay")),
-        (lambda: Online("Blury"), (UnknownNameError, "of")),
-        (lambda: Online({}), (InvalidTypeError, "of")),
+        (lambda: Blurry(11).plan(POOL), (InvalidValueError, "num_experiences")),
+        (lambda: GrowingClasses(11).plan(POOL), (InvalidValueError, "num_experiences")),
+        (lambda: Blurry(disjoint_ratio=1.5), (InvalidValueError, "disjoint_ratio")),
+        (lambda: Blurry(blurry_ratio=-0.1), (InvalidValueError, "blurry_ratio")),
+        (lambda: Delayed(max_delay=-1), (InvalidValueError, "max_delay")),
+        (lambda: Online("Blury"), (UnknownNameError, "scenario")),
+        (lambda: Online({}), (InvalidTypeError, "scenario")),
     ],
 )
 def test_what_cannot_be_is_refused(make, expected):
@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused(make, expected):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("scenario", [Online("Blurry"), Staggered(GrowingClasses(4, 2), 2)])
+@pytest.mark.parametrize("scenario", [Online("Blurry"), Delayed(GrowingClasses(4, 2), 2)])
 def test_a_federation_learns_it(scenario, fit):
     losses = [0.0, 0.0]
     for seed in range(2):
@@ -185,7 +185,7 @@ def test_a_federation_learns_it(scenario, fit):
         before = Classifier(MLP([64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.01))
         task = copy.deepcopy(before)
         fit(task, stream, [metrics])
-        assert len(metrics.record["rounds"]) == stream.plan.rounds
+        assert len(metrics.record["rounds"]) == stream.plan.num_rounds
         x, y = stream.get_samples(stream.plan.test)
         for i, trained in enumerate((task, before)):
             losses[i] += float(F.cross_entropy(trained(x), y))

@@ -29,7 +29,7 @@ def draw(**kwargs):
 
 def rows(plan):
     """The samples of every client in each of its tasks, once."""
-    step = plan.rounds // len(plan.tasks[plan.clients[0]])
+    step = plan.num_rounds // len(plan.tasks[plan.clients[0]])
     return {client: [current[client] for current in plan.train[::step]] for client in plan.clients}
 
 
@@ -50,7 +50,7 @@ def plan():
 
 
 def test_it_is_the_papers_plan(plan):
-    assert plan.rounds == 100 and plan.clients == tuple(str(client) for client in range(20))
+    assert plan.num_rounds == 100 and plan.clients == tuple(str(client) for client in range(20))
     assert plan.test is TEST and len(plan.validation) == len(plan.pretrain) == len(plan.base_samples) == 0
     assert plan.groups.tolist() == Y.tolist() and plan.groups_are_classes and plan.class_order is None
     for client in plan.clients:
@@ -92,7 +92,7 @@ def test_no_sample_is_shared_while_there_are_enough(plan):
 
 
 def test_where_there_are_not_enough_all_samples_of_a_class_go_around_equally_often():
-    plan = draw(clients=100, rounds_per_task=1)
+    plan = draw(num_clients=100, rounds_per_task=1)
     number = copies(plan)
     assert not number[TEST].any()
     several = 0
@@ -106,7 +106,9 @@ def test_where_there_are_not_enough_all_samples_of_a_class_go_around_equally_oft
 
 
 def test_all_of_a_class_for_all():
-    plan = fedvit(np.repeat([0, 1], [10, 15]), tasks=1, clients=4, classes_per_client=[2, 2], share=[1, 1.0])
+    plan = fedvit(
+        np.repeat([0, 1], [10, 15]), num_tasks=1, num_clients=4, classes_per_client=[2, 2], sample_fraction=[1, 1.0]
+    )
     assert all(part.tolist() == list(range(25)) for own in rows(plan).values() for part in own)
 
 
@@ -117,7 +119,7 @@ def test_the_seed_draws_everything(plan):
 
 
 def test_more_clients_change_nothing_for_the_first(plan):
-    few = draw(clients=6)
+    few = draw(num_clients=6)
     for r in range(100):
         assert all(np.array_equal(few.train[r][client], plan.train[r][client]) for client in few.clients)
     assert few.tasks == {client: plan.tasks[client] for client in few.clients}
@@ -134,7 +136,7 @@ def test_an_order_for_all_leaves_each_client_its_samples(plan):
 
 
 def test_the_order_of_the_classes_can_be_given():
-    plan = draw(class_order="ascending", order_per_client=False, tasks=25, classes_per_client=(2, 4))
+    plan = draw(class_order="ascending", order_per_client=False, num_tasks=25, classes_per_client=(2, 4))
     assert plan.task_classes["3"] == tuple(tuple(range(first, first + 4)) for first in range(0, 100, 4))
     order = list(range(99, -1, -1))
     plan = draw(class_order=order, order_per_client=False)
@@ -142,32 +144,32 @@ def test_the_order_of_the_classes_can_be_given():
 
 
 def test_blocks_of_one_class_may_be_given_whole():
-    plan = draw(tasks=100, classes_per_client=(1, 1), clients=2, rounds_per_task=1)
+    plan = draw(num_tasks=100, classes_per_client=(1, 1), num_clients=2, rounds_per_task=1)
     assert plan.tasks == plan.task_classes and {len(block) for block in plan.task_classes["1"]} == {1}
 
 
 def test_labels_need_not_be_those_of_all_classes():
     y = np.repeat([2, 5, 7, 30], 40)
-    plan = fedvit(y, tasks=2, clients=3, classes_per_client=(2, 2))
+    plan = fedvit(y, num_tasks=2, num_clients=3, classes_per_client=(2, 2))
     assert sorted(c for block in plan.task_classes["0"] for c in block) == [2, 5, 7, 30]
     assert plan.class_split(0)[1] == () and set(plan.class_split(19)[0] + plan.class_split(19)[1]) == {2, 5, 7, 30}
 
 
 REFUSED = [
-    ({"tasks": 0}, "tasks", 0),
-    ({"clients": 0}, "clients", 0),
+    ({"num_tasks": 0}, "num_tasks", 0),
+    ({"num_clients": 0}, "num_clients", 0),
     ({"rounds_per_task": 0}, "rounds_per_task", 0),
-    ({"tasks": 7}, "tasks", 7),
+    ({"num_tasks": 7}, "num_tasks", 7),
     ({"classes_per_client": (1, 5)}, "classes_per_client", 1),
     ({"classes_per_client": (2, 11)}, "classes_per_client", 11),
     ({"classes_per_client": (5, 2)}, "classes_per_client", 2),
-    ({"tasks": 25}, "classes_per_client", 5),
-    ({"tasks": 100}, "classes_per_client", 2),
-    ({"share": (-0.1, 0.1)}, "share", -0.1),
-    ({"share": (0.1, 0.05)}, "share", 0.05),
-    ({"share": (0.5, 1.1)}, "share", 1.1),
-    ({"share": (float("inf"), 0.1)}, "share", float("inf")),
-    ({"share": (0.005, 0.1)}, "share", 0.005),
+    ({"num_tasks": 25}, "classes_per_client", 5),
+    ({"num_tasks": 100}, "classes_per_client", 2),
+    ({"sample_fraction": (-0.1, 0.1)}, "sample_fraction", -0.1),
+    ({"sample_fraction": (0.1, 0.05)}, "sample_fraction", 0.05),
+    ({"sample_fraction": (0.5, 1.1)}, "sample_fraction", 1.1),
+    ({"sample_fraction": (float("inf"), 0.1)}, "sample_fraction", float("inf")),
+    ({"sample_fraction": (0.005, 0.1)}, "sample_fraction", 0.005),
     ({"class_order": "sorted"}, "class_order", "sorted"),
     ({"class_order": [0, 1]}, "class_order", [0, 1]),
 ]
@@ -191,7 +193,7 @@ def prepared(validation=0.0, **kwargs):
 def test_the_stream_hands_over_its_parts_and_its_seed(plan):
     stream = prepared()
     assert text(stream.plan) == text(plan) and stream.plan.test.tolist() == TEST.tolist()
-    stream = prepared(validation=0.25, clients=2, share=[0.1, 0.2])
+    stream = prepared(validation=0.25, num_clients=2, sample_fraction=[0.1, 0.2])
     assert stream.plan.clients == ("0", "1") and len(stream.plan.validation) == pytest.approx(len(TRAIN) / 4, rel=0.02)
     used = np.concatenate([part for own in rows(stream.plan).values() for part in own])
     assert not np.isin(used, np.concatenate([stream.plan.validation, TEST])).any()

@@ -165,7 +165,7 @@ def test_experiences_of_unequal_size_in_an_order_by_name():
     y = rng().permutation(np.repeat(np.arange(8), 5))
     order = ["h", 0, "c", "b", 3, "e", "f", "g"]
     owners, plan = stream(ClassIncremental([4, 3, 1], class_order=order), y)
-    assert plan.tasks["b"] == ((0, 1, 2, 7), (3, 4, 5), (6,)) and plan.rounds == 3
+    assert plan.tasks["b"] == ((0, 1, 2, 7), (3, 4, 5), (6,)) and plan.num_rounds == 3
     for r, current in enumerate(plan.train):
         assert current["a"].tolist() == [i for i in owners["a"] if y[i] in plan.tasks["a"][r]]
     drawn = [stream(ClassIncremental([4, 3, 1]), y)[1].tasks["a"] for _ in range(2)]
@@ -210,8 +210,8 @@ def of_domains(order):
 @pytest.mark.parametrize(
     ("call", "kind", "argument"),
     [
-        *((of_classes(6, number), InvalidValueError, "experiences") for number in (0, -1, 4, 7)),
-        (of_classes(8, [8, 0]), InvalidValueError, "experiences"),
+        *((of_classes(6, number), InvalidValueError, "num_experiences") for number in (0, -1, 4, 7)),
+        (of_classes(8, [8, 0]), InvalidValueError, "num_experiences"),
         *((of_classes(3, 3, order), InvalidValueError, "class_order") for order in ([0, 1], [0, 1, 1], [0, 1, 2, 2])),
         (
             of_classes(3, 3, ["0", "x"]),
@@ -262,7 +262,7 @@ Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 194
 
 def test_flwf_is_the_papers_plan():
     plan = flwf(Y)
-    assert plan.rounds == 8 and plan.clients == ("client1", "generalized")
+    assert plan.num_rounds == 8 and plan.clients == ("client1", "generalized")
     assert plan.experiences == {"client1": (0, 0, 0, 0, 1, 1, 1, 1), "generalized": (0,) * 8}
     assert plan.tasks == {"client1": ((1,), (2,)), "generalized": ((0, 1, 2, 3, 4, 5),)}
     for r, current in enumerate(plan.train):
@@ -280,7 +280,7 @@ def test_flwf_uses_no_sample_twice():
 
 
 def test_flwf_takes_other_tasks():
-    plan = flwf(Y, rounds=6, samples_per_round=12, tasks={"x": [[0, 3], [1], [5, 2, 4]]}, history="seen")
+    plan = flwf(Y, num_rounds=6, samples_per_round=12, tasks={"x": [[0, 3], [1], [5, 2, 4]]}, history="seen")
     assert plan.experiences == {"x": (0, 0, 1, 1, 2, 2)}
     assert counts(Y, plan.train[5]["x"]) == {0: 12, 3: 12, 1: 24, 5: 8, 2: 8, 4: 8}
 
@@ -290,13 +290,13 @@ def test_flwf_takes_other_tasks():
     [
         (
             {"test_per_class": 500, "samples_per_round": 240},
-            "rounds",
+            "num_rounds",
         ),
         (
             {"tasks": {"a": [[9]]}},
-            "rounds",
+            "num_rounds",
         ),
-        ({"rounds": 7}, "rounds"),
+        ({"num_rounds": 7}, "num_rounds"),
         ({"samples_per_round": 100}, "samples_per_round"),
     ],
 )
@@ -321,7 +321,7 @@ def held(plan, session, rounds=20):
 def test_odfcl_is_the_papers_plan():
     plan = odfcl(PEOPLE)
     numbers = np.argsort(plan.class_order)[PEOPLE]
-    assert plan.rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.outputs == 10
+    assert plan.num_rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.num_outputs == 10
     assert sorted(plan.class_order) == list(range(16)) and set(plan.class_order[:10]) <= set(range(12))
     assert counts(numbers, plan.base_samples) == dict.fromkeys(range(4), 28)
     assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
@@ -343,7 +343,7 @@ def test_odfcl_is_the_papers_plan():
 @pytest.mark.parametrize("validation", [0, 3])
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 10])
 def test_odfcl_uses_every_sample_once(nodes, validation):
-    plan = odfcl(PEOPLE, nodes=nodes, validation_per_class=validation)
+    plan = odfcl(PEOPLE, num_nodes=nodes, validation_per_class=validation)
     sessions = [np.concatenate(list(held(plan, session).values())) for session in (0, 1)]
     numbers = np.argsort(plan.class_order)[PEOPLE]
     for session, samples in enumerate(sessions):
@@ -361,7 +361,7 @@ def test_odfcl_uses_every_sample_once(nodes, validation):
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
 def test_odfcl_history(nodes):
     """Joint training: what a node has seen, and its share of the base session."""
-    plain, seen, everything = (odfcl(PEOPLE, nodes=nodes, history=h) for h in ("round", "seen", "all"))
+    plain, seen, everything = (odfcl(PEOPLE, num_nodes=nodes, history=h) for h in ("round", "seen", "all"))
     shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
     assert sorted(shares[0]) == sorted([*plain.base_samples, *np.concatenate(list(plain.train[0].values()))])
     for node in plain.clients:
@@ -393,11 +393,12 @@ def test_the_papers_plans_come_from_the_seed(plan):
 
 def test_odfcl_of_other_sizes():
     plan = odfcl(
-        PEOPLE, people=8, base=2, sessions=3, nodes=2, train_per_class=6, test_per_class=2, pretrain_per_class=3,
+        PEOPLE, num_people=8, num_base_people=2, num_sessions=3, num_nodes=2, train_per_class=6, test_per_class=2,
+        pretrain_per_class=3,
         rounds_per_session=4,
     )  # fmt: skip
     numbers = np.argsort(plan.class_order)[PEOPLE]
-    assert plan.rounds == 12 and plan.outputs == 8
+    assert plan.num_rounds == 12 and plan.num_outputs == 8
     assert plan.tasks == {"node1": ((0, 1), (2,), (4,), (6,)), "node2": ((0, 1), (3,), (5,), (7,))}
     assert counts(numbers, plan.pretrain) == {c: min(3, n) for c, n in counts(numbers, np.arange(422)).items() if c > 7}
     assert plan.class_split(11) == ((6, 7), (0, 1, 2, 3, 4, 5))
@@ -416,22 +417,22 @@ def test_odfcl_does_not_mind_labels_that_nobody_has():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"base": 0}, (InvalidValueError, "base")),
-        ({"sessions": 0}, (InvalidValueError, "sessions")),
-        ({"nodes": 0}, (InvalidValueError, "nodes")),
+        ({"num_base_people": 0}, (InvalidValueError, "num_base_people")),
+        ({"num_sessions": 0}, (InvalidValueError, "num_sessions")),
+        ({"num_nodes": 0}, (InvalidValueError, "num_nodes")),
         ({"rounds_per_session": 0}, (InvalidValueError, "rounds_per_session")),
         ({"pretrain_per_class": -1}, (InvalidValueError, "pretrain_per_class")),
         (
-            {"people": 9},
-            (InvalidValueError, "people"),
+            {"num_people": 9},
+            (InvalidValueError, "num_people"),
         ),
         (
-            {"people": 4},
-            (InvalidValueError, "people"),
+            {"num_people": 4},
+            (InvalidValueError, "num_people"),
         ),
         (
-            {"people": 14},
-            (InvalidValueError, "people"),
+            {"num_people": 14},
+            (InvalidValueError, "num_people"),
         ),
         ({"validation_per_class": 28}, (InvalidValueError, "validation_per_class")),
         ({"validation_per_class": -1}, (InvalidValueError, "validation_per_class")),

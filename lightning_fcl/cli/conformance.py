@@ -1,0 +1,38 @@
+"""`lightning-fcl conformance`: try the statements of a method."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import InvalidValueError
+
+
+class Conformance(Command):
+    """Try an implementation of a method against what its paper states, on a small federation.
+
+    lightning-fcl conformance FedProx          the library's
+    lightning-fcl conformance my_methods.py    every class of a file of yours that is a method, or has `implements`
+    lightning-fcl conformance my_methods.Prox  one of them, of a module that can be imported
+    """
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "target", metavar="METHOD_OR_FILE", help="a method's name, a Python file, or a class's path"
+        )
+        parser.add_argument(
+            "--method", metavar="NAME", help="whose statements to try (default: its `implements`, or its name)"
+        )
+
+    def run(self, options: Namespace) -> None:
+        from lightning_fcl.conformance import get_classes, run_statements
+
+        num_failed = num_tried = 0
+        for kind in get_classes(options.target, options.method):
+            for statement, outcome in run_statements(kind):
+                num_failed += outcome.result == "fails"
+                num_tried += outcome.result != "not tried"
+                print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
+        print(f"{num_tried - num_failed} of {num_tried} statements hold.")
+        if num_failed:
+            raise InvalidValueError(f"Expected every statement to hold but {num_failed} of {num_tried} do not.")

@@ -1,0 +1,69 @@
+"""`lightning-fcl deploy`: what a deployment with Flower needs."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.runs.paper_rows import find_recipes
+
+
+class Deploy(Command):
+    """A recipe on real machines, over Flower.
+
+    lightning-fcl deploy flower quickstart --out app      writes a Flower app, for `flwr run app`
+    lightning-fcl deploy split quickstart --out shares    writes what each client of the recipe would have, a file each
+    lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
+                                                          answers for a SuperNode that was started with
+                                                          --isolation process; takes flower-superexec's arguments
+    lightning-fcl deploy clock --superlink 127.0.0.1:18000 --insecure
+                                                          compares the clock of this machine with the SuperLink's
+    """
+
+    takes_settings = True
+    forwards_arguments = ("executor",)
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("what", choices=("flower", "split", "executor", "clock"))
+        parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
+        parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
+        parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
+        parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink, for `clock`")
+        trust = parser.add_mutually_exclusive_group()
+        trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="certificates to trust, for `clock`")
+        trust.add_argument("--insecure", action="store_true", help="connect without TLS, for `clock`")
+
+    def run(self, options: Namespace) -> None:
+        if options.what == "clock":
+            from lightning_fcl.deployment.clock import check_clock
+
+            seconds = check_clock(options.superlink, options.root_certificates, options.insecure)
+            print(f"The clock of this machine is {seconds:+.0f} s from the SuperLink's. Flower accepts the difference.")
+            return
+        if options.what == "executor":
+            from lightning_fcl.deployment.node import run_executor
+
+            run_executor(options.words[1:])
+            return
+        out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
+        kind = "*.toml" if options.what == "flower" else "*.npz"
+        if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
+            raise InvalidValueError(
+                f"Expected a folder of its own at {out} but it holds something else.",
+                hint="Use an empty folder with `--out`.",
+            )
+        from lightning_fcl.runs.fit import resolve_recipe
+        from lightning_fcl.runs.loaded_recipe import load_recipe
+
+        recipe = find_recipes(options.recipes).with_layers(*options.layers)
+        if options.what == "flower":
+            from lightning_fcl.deployment.flower import write_app
+
+            files = write_app(resolve_recipe(recipe), out, Path(options.recipes[-1]).stem, options.publisher)
+        else:
+            from lightning_fcl.deployment.node_data import write_split
+
+            files = write_split(load_recipe(recipe).datamodule, out)
+        print("\n".join(map(str, files)))

@@ -1,0 +1,70 @@
+"""Nested batches: joined, stacked, and grouped by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_fcl.errors import InvalidValueError
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch unchanged: the `collate_fn` of a data set whose items are batches."""
+    return batch
+
+
+def count_nested_samples(samples: Any) -> int:
+    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none."""
+    if isinstance(samples, Mapping):
+        samples = list(samples.values())
+    if samples is None or isinstance(samples, list | tuple):
+        return count_nested_samples(samples[0]) if samples else 0
+    return len(samples)
+
+
+def concat_nested(batches: Sequence[Any]) -> Any:
+    """Samples one after the other, in the nest of lists, dicts and named tuples that the first of them has."""
+    first = batches[0]
+    if isinstance(first, Mapping):
+        return {name: concat_nested([part[name] for part in batches]) for name in first}
+    if isinstance(first, list | tuple):
+        columns = [concat_nested(column) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if isinstance(first, tuple) and type(first) is not tuple else columns
+    if any(part.shape[1:] != first.shape[1:] for part in batches):
+        shapes = " and ".join(str(tuple(part.shape[1:])) for part in batches)
+        raise InvalidValueError(
+            f"Expected samples of one shape to join but got {shapes}.",
+            hint="Pad the samples to one shape in `collate_fn`.",
+            argument="x",
+            value=shapes,
+        )
+    return torch.cat(list(batches))
+
+
+class ShapeGroup(NamedTuple):
+    """Batches of clients, numbered by ``rows``, that have one shape: stacked, every tensor of shape (clients, ...)."""
+
+    rows: Tensor
+    batch: Any
+
+
+def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
+    """The batches of several clients, those of one shape together: nests of tensors, and of nothing else."""
+    rows: dict[Hashable, list[int]] = {}
+    for row, batch in enumerate(samples):
+        leaves, nest = tree_flatten(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                kind = type(leaf).__name__
+                raise ValueError(f"the batches contain a `{kind}`, and only tensors can be stacked")
+        rows.setdefault((nest, *((leaf.shape, leaf.dtype) for leaf in leaves)), []).append(row)
+    return [ShapeGroup(torch.tensor(own), stack_nested([samples[row] for row in own])) for own in rows.values()]
+
+
+def stack_nested(batches: Sequence[Any]) -> Any:
+    """Batches of one shape as one, in the nest that the first of them has."""
+    return tree_map(lambda *leaves: torch.stack(leaves), *batches)

@@ -1,0 +1,98 @@
+"""Low-rank adaptation (Hu et al. 2022)."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.models.readout import EmbedsSamples
+from lightning_fcl.models.serialization import Serializable
+from lightning_fcl.validation import above, at_least, format_names
+
+
+class LoRA(Serializable):
+    """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` on frozen W (Hu et al. 2022).
+
+    A, ``a.weight`` of shape (rank, inputs), begins at random, B, ``b.weight`` of shape (outputs, rank), at zero, so
+    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen.
+
+    A mean of clients' A and B is no mean of their products. With ``train_a=False`` it is: A is the same for all, and
+    only B and the head are averaged, which is FFA-LoRA (Sun et al. 2024). Declare
+    ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, and A never travels, as little as frozen
+    weights.
+
+    Args:
+        net: A network; its layers are replaced in place.
+        rank: Rank of the additions, at least 1.
+        alpha: Scale of the additions, above 0.
+        head: Shell-style pattern of the parameters that learn as they are; all other `nn.Linear` get an addition.
+        train_a: Whether A learns, too.
+
+    Raises:
+        ValueError: If a number is out of range, or ``head`` matches nothing, or all linear layers.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> model = LoRA(MLP([6, 5, 4]), rank=2, head="3.*", train_a=False)
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['net.1.b.weight', 'net.3.weight', 'net.3.bias']
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        rank: int = 8,
+        alpha: float = 1.0,
+        head: str = "head.*",
+        train_a: bool = True,
+    ) -> None:
+        super().__init__()
+        at_least(1, rank=rank)
+        above(0, alpha=alpha)
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(fnmatchcase(name, head))
+        adapted_layers = [
+            (name, layer)
+            for name, layer in net.named_modules()
+            if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
+        ]
+        if not adapted_layers or not any(p.requires_grad for p in net.parameters()):
+            raise InvalidValueError(
+                f"Expected `head` to match some of the network's layers but got {head} for "
+                f"{format_names((name for name, _ in net.named_parameters()))}.",
+                hint='Use a pattern of the last layer, such as `head="head.*"`.',
+                argument="head",
+                value=head,
+            )
+        for name, layer in adapted_layers:
+            net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))
+        self.net = net
+        if isinstance(net, EmbedsSamples):
+            self.features = net.features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the network makes of ``x``."""
+        output: Tensor = self.net(x)
+        return output
+
+    def embed(self, x: Tensor) -> Tensor:
+        """The network's features, shape (batch, features)."""
+        body: EmbedsSamples = self.net  # type: ignore[assignment]
+        return body.embed(x)
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, ``layer``, and ``scale * B A`` beside it. See `LoRA`."""
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float, train_a: bool) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, scale
+        self.a = nn.Linear(layer.in_features, rank, bias=False).to(layer.weight).requires_grad_(train_a)
+        self.b = nn.Linear(rank, layer.out_features, bias=False).to(layer.weight)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.scale * self.b(self.a(x))
+        return output
