@@ -60,7 +60,7 @@ class ClientLoader:
             yield from stream.local_batches(client, round_idx)
             return
         rows = plan.train[round_idx][client]
-        batches = plan_client(len(rows), stream.batching, stream.seed, client, round_idx)
+        batches = plan_client(len(rows), stream.batch_plan, stream.seed, client, round_idx)
         requests = (
             BatchRequest.keyed(rows[own], stream.seed, client, round_idx, 0, step) for step, own in enumerate(batches)
         )

@@ -309,7 +309,7 @@ class FederatedStream(L.LightningDataModule):
         return SampleHistory(rows, rows, parts[True], parts[False])
 
     @property
-    def batching(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         """How a client's samples become batches."""
         return BatchPlan(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
 

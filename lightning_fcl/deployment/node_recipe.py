@@ -110,7 +110,7 @@ class ClientPlan(Plan):
     def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.outline.new_classes[round_idx], self.outline.old_classes[round_idx]
 
-    def present(self, round_idx: int) -> tuple[int, ...]:
+    def current_experiences(self, round_idx: int) -> tuple[int, ...]:
         return self.outline.present[round_idx]
 
     @property
@@ -156,7 +156,7 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
         plan.history,
         per_round,
         scenario is not None,
-        tuple(plan.present(round_idx) for round_idx in range(plan.num_rounds)),
+        tuple(plan.current_experiences(round_idx) for round_idx in range(plan.num_rounds)),
         plan.in_step,
     )
 

@@ -135,9 +135,9 @@ class Client:
 
         In a plain Trainer without a `FederatedStream`, whose samples have no numbers, all samples of an epoch are new.
         """
-        return data if self.history is None else self.selected(data, self.history.new)
+        return data if self.history is None else self.select_samples(data, self.history.new)
 
-    def selected(self, data: Batch, mask: Tensor) -> Batch:
+    def select_samples(self, data: Batch, mask: Tensor) -> Batch:
         """Return the round's samples for which ``mask``, shape (n,), is true; ``client_round`` gets their labels."""
         if bool(mask.all()):
             return data

@@ -147,7 +147,7 @@ def add_task_memory(client: Client, data: Batch, max_size: int | float, generato
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     history = client.history
     if history is not None and history.covers_experience:
-        x, y = finite_pairs(client.selected(data, history.new_in_experience))
+        x, y = finite_pairs(client.select_samples(data, history.new_in_experience))
     elif history is not None and has_task(memory, task):
         x, y = finite_pairs(client.new_samples(data))
         of_task = (memory["task"] == task).nonzero()[:, 0]

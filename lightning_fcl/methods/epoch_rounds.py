@@ -163,9 +163,9 @@ class EpochRounds:
         extra = JoiningSamples() if replayed is None else replayed(client_round)
         size, keys = client_round.num_samples, order_keys(seed, [client], number)
         plan = plan_batches(
-            size, epochs if isinstance(epochs, int) else epochs(client_round), stream.batching, keys, len(extra)
+            size, epochs if isinstance(epochs, int) else epochs(client_round), stream.batch_plan, keys, len(extra)
         )
-        of_epoch = stream.batching.batches_per_epoch(np.array([size]), np.array([len(extra)]))
+        of_epoch = stream.batch_plan.batches_per_epoch(np.array([size]), np.array([len(extra)]))
         self._batches_per_epoch = int(of_epoch[0])
         rows = stream.plan.train[number][client]
         requests = (

@@ -76,7 +76,7 @@ def declared(method: MethodBase, server_state: State) -> dict[str, Reduction]:
 
 def begins_experience(plan: Plan, round_idx: int) -> bool:
     """Return whether all clients enter an experience in a round other than the first."""
-    return plan.in_step and round_idx > 0 and plan.present(round_idx) != plan.present(round_idx - 1)
+    return plan.in_step and round_idx > 0 and plan.current_experiences(round_idx) != plan.current_experiences(round_idx - 1)
 
 
 def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
@@ -137,7 +137,7 @@ def result_of(
     if method.accumulates and history is not None:
         covers = history.covers_experience
         client.result = {} if covers else earlier
-        data = client.selected(data, history.new_in_experience if covers else history.new)
+        data = client.select_samples(data, history.new_in_experience if covers else history.new)
     return noted(method, client, method.end_experience(client, trained_state, data))
 
 
@@ -156,7 +156,7 @@ def share_of(
     history = client.history
     covers = data is None or history is None or history.covers_experience
     if data is not None and history is not None:
-        data = client.selected(data, history.new_in_experience if covers else history.new)
+        data = client.select_samples(data, history.new_in_experience if covers else history.new)
         if not count_nested_samples(data):
             return None
     value = method.contribute_experience(client, trained_state, data)

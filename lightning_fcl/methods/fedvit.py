@@ -265,7 +265,7 @@ class FedViT(FedRep):
         gradient, previous_state = make_gradient_fn(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(client_round.client_id, client_round.round_idx, seed))
         keys = make_client_keys(seed, [client_round.client_id], client_round.round_idx, "integration")
-        plan = plan_batches(len(y), self.integration_epochs, stream.batching, keys)
+        plan = plan_batches(len(y), self.integration_epochs, stream.batch_plan, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 seed_all(seed, client_round.client_id, client_round.round_idx, "integration", number)

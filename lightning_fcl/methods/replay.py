@@ -207,7 +207,7 @@ class Replay(Method):
         if should_refresh:
             memory = without_task(memory, client.client_round.experience_idx)
         if history is not None:
-            data = client.selected(data, history.new_in_experience if should_refresh else history.new)
+            data = client.select_samples(data, history.new_in_experience if should_refresh else history.new)
         return self._updated(memory, client, trained_state, data)
 
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:

@@ -33,7 +33,7 @@ def present_experiences(module: L.LightningModule, fits: int, round_offset: int 
     Without a `FederatedStream` an experience is a fit, and ``fits`` is the number of earlier fits.
     """
     stream = find_stream(module.trainer)
-    return (fits,) if stream is None else stream.plan.present(_round(module, stream.plan, round_offset))
+    return (fits,) if stream is None else stream.plan.current_experiences(_round(module, stream.plan, round_offset))
 
 
 def has_old_classes(module: L.LightningModule) -> bool:

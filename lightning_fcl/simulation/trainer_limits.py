@@ -70,4 +70,4 @@ class TrainerLimits:
 
     def batch_plan(self, stream: FederatedStream) -> BatchPlan:
         """Return how a client's samples become batches."""
-        return replace(stream.batching, shuffle=stream.shuffle and not self.in_order, limit_batches=self.batches)
+        return replace(stream.batch_plan, shuffle=stream.shuffle and not self.in_order, limit_batches=self.batches)

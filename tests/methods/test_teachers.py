@@ -66,13 +66,13 @@ def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, 
     trainer = fit(make_task(), stream, [method, watch], participation=0.5, max_vectorized_clients=1, seed=0)
     plan, server, copies = stream.plan, trainer.strategy.server, set()
     for part, teacher in watch.taught:
-        of = plan.present(part.round_idx)[-1] if name == "GLFC" else part.experience_idx
-        copies.add(len(plan.present(part.round_idx)))
+        of = plan.current_experiences(part.round_idx)[-1] if name == "GLFC" else part.experience_idx
+        copies.add(len(plan.current_experiences(part.round_idx)))
         if of:
             assert same(teacher, watch.models[first_round(plan, of)])
     assert max(copies) > 1
     present = {name.split(".")[1] for name in server.get_section(name) if name.startswith("before.")}
-    assert present == {str(number) for number in plan.present(plan.num_rounds - 1) if number}
+    assert present == {str(number) for number in plan.current_experiences(plan.num_rounds - 1) if number}
 
 
 @pytest.mark.parametrize("name", METHODS)

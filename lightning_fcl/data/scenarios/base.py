@@ -81,7 +81,7 @@ class Plan:
     def _ways(self) -> set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
-    def present(self, round_idx: int) -> tuple[int, ...]:
+    def current_experiences(self, round_idx: int) -> tuple[int, ...]:
         """The experiences that clients are in during a round, ascending."""
         return tuple(sorted({numbers[round_idx] for numbers in self._numbers}))
 
