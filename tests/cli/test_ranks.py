@@ -104,7 +104,7 @@ def test_too_many_processes(tmp_path):
         words(tmp_path, 3, "--trainer.strategy.max_vectorized_clients", "5"), capture_output=True, text=True
     )
     assert run.returncode == 2
-    assert "as a round has cohorts, 2 of up to 5 clients, but got 3" in run.stderr
+    assert "as a round has client groups, 2 of up to 5 clients, but got 3" in run.stderr
 
 
 def test_torchrun(tmp_path, capsys):

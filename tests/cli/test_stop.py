@@ -188,12 +188,12 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
-        "import sys; from pathlib import Path; from lightning_fcl.cli import list_command, main\n"
+        "import sys; from pathlib import Path; from lightning_fcl.cli import data, main\n"
         "from lightning_fcl.cli.jobs import Job, run_jobs\nfrom lightning_fcl.runs.recipe import Recipe\n"
         "files = tuple(map(Path, sys.argv[2:]))\n"
         "jobs = [Job(f'run {n}', Recipe(files), n, Path(f'run-{n}')) for n in range(3)]\n"
-        "list_command.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
-        "main.main(['data', 'list'])\n"
+        "data.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
+        "main.main(['data', 'ls'])\n"
     )
     parent = start(["data", *files], code)
     watched = []
@@ -226,7 +226,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     assert "Traceback" not in said
     if name == "SIGKILL":
         assert parent.returncode == -signal.SIGKILL
-        start(["data", "list"]).communicate(timeout=900)  # the next command sweeps what a killed one has left
+        start(["data", "ls"]).communicate(timeout=900)  # the next command sweeps what a killed one has left
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
         assert "0 of 3 runs are finished; the same command goes on" in said
