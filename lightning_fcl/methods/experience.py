@@ -76,7 +76,9 @@ def declared(method: MethodBase, server_state: State) -> dict[str, Reduction]:
 
 def begins_experience(plan: Plan, round_idx: int) -> bool:
     """Return whether all clients enter an experience in a round other than the first."""
-    return plan.in_step and round_idx > 0 and plan.current_experiences(round_idx) != plan.current_experiences(round_idx - 1)
+    if not plan.in_step or round_idx == 0:
+        return False
+    return plan.current_experiences(round_idx) != plan.current_experiences(round_idx - 1)
 
 
 def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
