@@ -70,8 +70,8 @@ from lightning_fcl.callbacks import Method
 class StayNear(Method):
     mu: float = 0.001
 
-    def penalty(self, memory, step):
-        return self.mu * sum((value - step.server[name]).abs().sum() for name, value in step.params.items())
+    def penalty(self, client, step):
+        return self.mu * sum((value - step.received_state[name]).abs().sum() for name, value in step.params.items())
 PY
 "$python" - <<'PY'
 import csv
@@ -90,7 +90,7 @@ trainer:
     - class_path: my_method.StayNear
       init_args: {mu: 0.0001}
     - class_path: Replay
-      init_args: {max_size: 20}
+      init_args: {memory_size: 20}
 model: {class_path: my_model.MyNet, init_args: {width: 16}}
 data:
   data: {class_path: my_data.Table}
