@@ -24,13 +24,9 @@ from lightning_fcl.validation import did_you_mean
 def implemented_targets(kind: Implementation) -> tuple[str, ...]:
     """The methods that a class implements: what its ``implements`` says, a name or several; else its own name."""
     implements: object = getattr(kind, "implements", kind.__name__)
-    return (
-        (implements,)
-        if isinstance(implements, str)
-        else tuple(implements)
-        if isinstance(implements, list | tuple)
-        else ()
-    )
+    if isinstance(implements, str):
+        return (implements,)
+    return tuple(implements) if isinstance(implements, list | tuple) else ()
 
 
 def get_statements(kind: Implementation) -> list[Statement]:

@@ -27,7 +27,7 @@ from lightning_fcl.evaluation.summary import (
     summary_metrics,
     task_name,
 )
-from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
+from lightning_fcl.evaluation.table import Cell, metric_number, metric_symbol, metric_title
 from lightning_fcl.validation import format_names
 
 Curves: TypeAlias = Mapping[str, Curve]
@@ -74,14 +74,12 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         worst_off=worst[:_WORST] if len(worst) > _WORST else [],
         left_out=[*_left_out(record)],
         limits=limits[-1] if limits else None,
-        kinds=[metric_title(f"{kind}/") for kind in kinds],
+        kinds=[metric_symbol(kind) for kind in kinds],
         metrics=[
             [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
             for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
         ],
-        meanings=[
-            (metric_title(f"{kind}/"), metric.about) for kind in kinds if (metric := find_metric(kind, quantities))
-        ],
+        meanings=[(metric_symbol(kind), metric.about) for kind in kinds if (metric := find_metric(kind, quantities))],
         totals=_totals(metrics, quantities),
     )
 

@@ -261,8 +261,18 @@ def metric_title(name: str) -> str:
         ('A_gen server', 'F_2 clients')
     """
     metric_name, _, model = name.rpartition("/")
+    return f"{metric_symbol(metric_name)} {model}".strip()
+
+
+def metric_symbol(metric_name: str) -> str:
+    """Return the symbol that papers use for a metric, or its name if there is none.
+
+    Example:
+        >>> metric_symbol("general_accuracy"), metric_symbol("my_metric")
+        ('A_gen', 'my_metric')
+    """
     metric = find_metric(metric_name)
-    return f"{metric.title if metric is not None and metric.title else metric_name} {model}".strip()
+    return metric.title if metric is not None and metric.title else metric_name
 
 
 def is_size(name: str) -> bool:

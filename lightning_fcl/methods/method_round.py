@@ -211,10 +211,8 @@ class MethodRound:
 
     def _share(self, method: MethodBase, client: LocalRound, method_client: Client, trained_state: State) -> State:
         """Return what a client uploads to the sums of its experience."""
-        client_round, rounds = (
-            client.part,
-            self.stream.plan.num_rounds,
-        )  # the same for a fit that ends earlier and is resumed
+        client_round = client.part
+        rounds = self.stream.plan.num_rounds  # the same for a fit that ends earlier and is resumed
         if self.is_full and returns(self.stream, client_round, rounds, accumulates=True):
             return {}
         earlier = client.entered.get(method.section_name + SENT, {})
