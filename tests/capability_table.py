@@ -7,7 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 TABLES = [  # a page, the mark of its tests, and the head of the table
-    ("own-modules.md", "may", "| a module, its data or its metrics may | and then | shown by |"),
+    ("custom-modules.md", "may", "| a module, its data or its metrics may | and then | shown by |"),
     ("trainer.md", "argument", "| an argument of `Trainer` | in a federation | shown by |"),
     ("trainer.md", "callback", "| a callback of Lightning's | in a federation | shown by |"),
 ]

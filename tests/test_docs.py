@@ -29,10 +29,10 @@ ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
 # Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`;
 # one's own project is a script: tests/cli/test_own_project.py.
-CODELESS = {"index", "reliability", "changelog", "security", "own-project"}
+CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Others' commands want data, a hub, or minutes.
-COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "what-stays-the-same.md"))]
+COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "reproducibility.md"))]
 
 
 @pytest.mark.seconds
@@ -109,7 +109,7 @@ def test_the_index_names_every_page():
         assert path.stem == "index" or f"({elsewhere.get(path.parent.name, own)})" in text
 
 
-@pytest.mark.parametrize("page", ["own-modules.md", "trainer.md"])
+@pytest.mark.parametrize("page", ["custom-modules.md", "trainer.md"])
 def test_tables_are_what_tests_show(page: str):
     """After a change: `python tests/capability_table.py`."""
     assert TOOL["write_tables"](page) == (FOLDER / page).read_text()

@@ -132,7 +132,7 @@ def test_every_public_name_has_its_place(site):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["index", "trainer", "coming-from", "papers/flwf", "api/callbacks"])
+@pytest.mark.parametrize("name", ["index", "trainer", "migration", "papers/flwf", "api/callbacks"])
 def test_a_page_opens_without_an_error_or_a_request_to_a_host(opened, site, name, width):
     page, said, asked = opened(site / f"{name}.html", width)
     page.wait_for_load_state("networkidle")

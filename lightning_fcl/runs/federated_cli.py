@@ -61,7 +61,7 @@ class RecipeInfo:
 class FederatedCLI(LightningCLI):
     """LightningCLI for a federation: a fit's results lie in one folder, ``--out``; mistakes get one sentence.
 
-    A project with one is in `docs/own-project.md`.
+    A project with one is in `docs/custom-cli.md`.
 
     Args:
         model_class: The LightningModule to train; default: any, by its ``class_path``.

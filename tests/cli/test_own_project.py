@@ -13,7 +13,7 @@ import yaml
 import lightning_fcl
 from lightning_fcl import FederatedCLI, FederatedStream, errors
 
-PAGE = (Path(__file__).parents[2] / "docs" / "own-project.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "custom-cli.md").read_text()
 SCRIPT, HISTOGRAMS, ERRORS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^python (project.py .*)$", PAGE, re.MULTILINE)
 

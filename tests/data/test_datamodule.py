@@ -326,7 +326,7 @@ def scaled(x):
 
 
 @pytest.mark.may(
-    "take its data from a LightningDataModule with transfer hooks", "[what that says is done](own-data.md)"
+    "take its data from a LightningDataModule with transfer hooks", "[what that says is done](custom-data.md)"
 )
 def test_batches_go_through_the_hooks_of_the_data_module_as_in_a_plain_trainer(quiet):
     plain, task, module = Keeper(), Keeper(), Scales()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 
-LINES = {  # of the methods' table in docs/coming-from.md, and the entries that stay with a client
+LINES = {  # of the methods' table in docs/migration.md, and the entries that stay with a client
     "FedPer": ({"model.head.*": "local"}, ["model.head.weight", "model.head.bias"]),
     "LG-FedAvg": ({"model.body.*": "local"}, ["model.body.weight", "model.body.bias"]),
     "FedBN": (
@@ -54,7 +54,7 @@ def by_hand(task, stream, own):
 @pytest.mark.parametrize("method", LINES)
 def test_the_line_is_the_method(fit, make_stream, make_task, method):
     rules, own = LINES[method]
-    table = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    table = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     assert f"| {method}: `reductions={json.dumps(rules)}` |" in table
     task, stream = make_task(model=network()), make_stream(rounds_per_experience=2, drop_last=True)
     stream.setup("fit")
