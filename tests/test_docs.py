@@ -5,6 +5,7 @@ import inspect
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -132,15 +133,21 @@ def test_the_contributing_page_names_the_index():
 
 
 @pytest.mark.seconds
-def test_what_the_pictures_name_is_there():
-    """A class or module, and what it defines."""
-    pictures = re.findall(r"```mermaid\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
-    named = set(re.findall(r"\b([A-Za-z]+)\.([a-z_]+)\b", " ".join(pictures)))
+def test_contributing_names_methods_that_exist():
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)\.([a-z_]+)`", CONTRIBUTING.read_text()))
     defined = set()
     for path in Path(lightning_fcl.__file__).parent.rglob("*.py"):
-        for scope in ast.walk(ast.parse(path.read_text())):
-            if isinstance(scope, ast.Module | ast.ClassDef):
-                name = scope.name if isinstance(scope, ast.ClassDef) else path.stem
-                defined |= {(name, member.name) for member in scope.body if isinstance(member, ast.FunctionDef)}
-    assert len(pictures) == 2 and len(named) > 12
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined |= {(node.name, member.name) for member in node.body if isinstance(member, ast.FunctionDef)}
+    assert len(named) > 20
     assert named <= defined
+
+
+def test_contributing_diagram_has_the_packages_in_the_order_of_the_layers():
+    diagram = re.search(r"```mermaid\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)[1]
+    contracts = tomllib.loads((README.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    packages = [layer for layer in layers if ":" not in layer and layer != "__main__"]
+    arrows = re.findall(r"^    (\w+)[^\n]*--> (\w+)$", diagram, re.MULTILINE)
+    assert arrows == list(zip(packages, [*packages[1:], "base"], strict=True))
