@@ -1,4 +1,4 @@
-"""The zoo for `torch.hub.load`: each published network by its name, with dots as underscores."""
+"""Entry points of `torch.hub.load`: one for each network of the zoo, with underscores in place of dots in its name."""
 
 from functools import partial
 
