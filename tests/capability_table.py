@@ -1,4 +1,4 @@
-"""Tables in the docs of what marked tests show; `python tests/capability_table.py` writes them."""
+"""Tables of documentation pages, built from marks of tests. `python tests/capability_table.py` writes them."""
 
 import ast
 from collections.abc import Iterator
@@ -6,15 +6,16 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
-TABLES = [  # a page, the mark of its tests, and the head of the table
-    ("custom-modules.md", "may", "| a module, its data or its metrics may | and then | shown by |"),
-    ("trainer.md", "argument", "| an argument of `Trainer` | in a federation | shown by |"),
-    ("trainer.md", "callback", "| a callback of Lightning's | in a federation | shown by |"),
+# For each table: its page, the mark of its tests, and its header.
+TABLES = [
+    ("custom-modules.md", "may", "| feature of a module, its data or its metrics | behavior | test |"),
+    ("trainer.md", "argument", "| `Trainer` argument | behavior in a federation | test |"),
+    ("trainer.md", "callback", "| Lightning callback | behavior in a federation | test |"),
 ]
 
 
 def promises(mark: str) -> Iterator[tuple[str, str, str]]:
-    """What tests with a mark are about, what they show of it, and each test."""
+    """Yield the subject, the behavior and the test id of each test with a mark."""
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()
         for node in ast.parse(text).body if f"pytest.mark.{mark}(" in text else []:
@@ -25,7 +26,7 @@ def promises(mark: str) -> Iterator[tuple[str, str, str]]:
 
 
 def write_tables(page: str) -> str:
-    """A page's text with its tables anew."""
+    """Return the text of a page with its tables rebuilt."""
     text = (DOCS / page).read_text()
     for mark, head in [table[1:] for table in TABLES if table[0] == page]:
         before, after = text.split(head)
@@ -37,11 +38,12 @@ def write_tables(page: str) -> str:
 
 
 def order(row: tuple[str, str, str]) -> tuple[bool, bool]:
-    """What holds for modules of any library, what else is honoured, what is refused."""
-    return row[1].startswith("refused"), not row[2].startswith("tests/third_party")
+    """Return a sort key: tests of third-party modules first, unsupported features last."""
+    return row[1].startswith("Not supported"), not row[2].startswith("tests/third_party")
 
 
 if __name__ == "__main__":
     for page in dict.fromkeys(table[0] for table in TABLES):
-        text = write_tables(page)  # whole, before the page is opened
+        # Opening the page for writing empties it, so build the text first.
+        text = write_tables(page)
         (DOCS / page).write_text(text)

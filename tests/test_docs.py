@@ -118,14 +118,14 @@ def test_tables_are_what_tests_show(page: str):
 
 @pytest.mark.parametrize(("mark", "name"), [(mark, name) for mark, names in LIGHTNING.items() for name in names])
 def test_an_argument_or_callback_of_lightning_has_a_test_and_a_row(mark: str, name: str):
-    """A new one of Lightning's has none: a test with this mark tells whether it is honoured, or refused."""
+    """A new argument or callback of Lightning needs a test with this mark that shows whether it is supported."""
     assert name in [what for what, _, _ in ROWS[mark]]
 
 
 @pytest.mark.parametrize("mark", LIGHTNING)
 def test_a_row_is_of_an_argument_or_callback_that_lightning_has(mark: str):
     for what, follows, _ in ROWS[mark]:
-        assert what in LIGHTNING[mark] and follows.startswith(("honoured: ", "refused: "))
+        assert what in LIGHTNING[mark] and follows.startswith(("Supported", "Not supported"))
 
 
 def test_the_contributing_page_names_the_index():

@@ -65,7 +65,9 @@ class Rounds(Callback):
         self.rounds = state["rounds"]
 
 
-@pytest.mark.may("log in its training steps, in several processes", "what is logged for a round is of all clients")
+@pytest.mark.may(
+    "Logging in `training_step` with several processes", "The value logged for a round covers all clients."
+)
 @pytest.mark.seconds
 def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(fit, make_stream):
     found = []

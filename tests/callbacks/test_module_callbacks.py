@@ -60,8 +60,8 @@ class Module(L.LightningModule):
 
 
 @pytest.mark.may(
-    "have parts that are callbacks, such as a pre-processor or an evaluator of anomalib",
-    "they act on the batches of each client, and on those that it is measured on",
+    "Submodules that are callbacks, such as a pre-processor or an evaluator of anomalib",
+    "Their hooks run on the training batches of each client and on the batches of `ContinualMetrics`.",
 )
 def test_callbacks_within_module_measured_equals_plain_test(fit, quiet):
     stream = FederatedStream.from_arrays(

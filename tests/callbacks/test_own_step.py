@@ -178,8 +178,8 @@ CASES = {
 
 
 @pytest.mark.may(
-    "have one logit, several labels, numbers, masks, dicts or graphs as outputs",
-    "what `test_step` logs is measured, as torchmetrics has it",
+    "Outputs with one logit, several labels, regression values, masks, dicts or graphs",
+    "`ContinualMetrics` reports the values that `test_step` logs. They equal the values of torchmetrics.",
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [None, "auto"])
@@ -230,7 +230,9 @@ class Traces(OneLogit):
         self.logger.log_metrics({"in_step": np.random.rand()})
 
 
-@pytest.mark.may("change itself when it is tested", "measuring leaves no trace")
+@pytest.mark.may(
+    "A module that changes its state in `test_step`", "`ContinualMetrics` restores the state after each evaluation."
+)
 @pytest.mark.parametrize("strategy", [None, "auto"])
 def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
     found = []
@@ -247,7 +249,9 @@ def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
     assert "in_step" not in (tmp_path / "1/lightning_logs/version_0/metrics.csv").read_text()
 
 
-@pytest.mark.may("give logits of the classes", "accuracy is measured")
+@pytest.mark.may(
+    "Outputs that are logits of the classes", "`ContinualMetrics` measures accuracy and does not call `test_step`."
+)
 def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream):
     class Several(Own):
         def __init__(self):
@@ -377,8 +381,8 @@ REFUSED = {
 
 
 @pytest.mark.may(
-    "have nothing to be measured by, or a method or metric that does not fit",
-    "refused before the first round, with what to define",
+    "A module without a metric, or with an incompatible method or metric",
+    "Not supported. The error before the first round says what to define.",
 )
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_measured_is_refused_before_the_first_round(fit, case):

@@ -217,7 +217,9 @@ def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, mo
     assert message in error_of(["fit", *words, "--out", str(tmp_path / "out"), *more])
 
 
-@pytest.mark.argument("num_nodes", "honoured: machines with as many processes each: [how to start them](scale.md)")
+@pytest.mark.argument(
+    "num_nodes", "Supported. Number of machines, each with `devices` processes: [how to start them](scale.md)"
+)
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(words, tmp_path):

@@ -112,7 +112,7 @@ class EveryThird(Sampler):
         return iter(range(0, 64, 3))
 
 
-@pytest.mark.may("draw from one data set by samplers", "the sampler's samples are the part")
+@pytest.mark.may("Samplers that select splits of one dataset", "Each split contains the samples of its sampler.")
 @pytest.mark.parametrize(
     "sampler", [SubsetRandomSampler(range(48)), SequentialSampler(range(48)), [*range(47, -1, -1)], EveryThird()]
 )
@@ -157,7 +157,10 @@ class OwnLoader(DataLoader):
         return itertools.cycle(super().__iter__())
 
 
-@pytest.mark.may("have weighted, infinite or custom samplers", "refused: which samples are the part cannot be told")
+@pytest.mark.may(
+    "Samplers that are weighted, infinite, distributed or different at each iteration",
+    "Not supported. The samples of the split are not defined.",
+)
 @pytest.mark.parametrize(
     ("loader", "value"),
     [
@@ -216,7 +219,10 @@ class SplitsByStage(Splits):
         self.parts = self.parts[:2] if stage == "fit" else [*before, self.parts[2]]
 
 
-@pytest.mark.may("split at random in `setup`", "it is called once for each stage: parts have samples of their own")
+@pytest.mark.may(
+    "Random splits in `setup`",
+    "`setup` runs once per stage, so the splits do not overlap. Each process gets the same splits.",
+)
 @pytest.mark.parametrize("kind", [Splits, SplitsByStage])
 def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
     stream, again, task = stream_of(kind()), stream_of(kind()), Keeper()
@@ -229,7 +235,7 @@ def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
     assert found[1:] == [rows(again.val_dataloader()), rows(again.test_dataloader())]  # as in another process
 
 
-@pytest.mark.may("use `self.trainer` in hooks of a LightningDataModule", "each hook runs once and has it")
+@pytest.mark.may("`self.trainer` in hooks of a LightningDataModule", "Each hook runs once, and `self.trainer` is set.")
 def test_hooks_run_once_each_and_have_the_trainer(quiet):
     module = Splits()
     stream, task = stream_of(module), Keeper()
@@ -266,7 +272,9 @@ class Closes(Splits):
         del self.parts
 
 
-@pytest.mark.may("close files in `teardown`", "it is called behind each fit and test; the next one sets up anew")
+@pytest.mark.may(
+    "Files that `teardown` closes", "`teardown` runs after each fit and test. The next fit or test calls `setup` again."
+)
 def test_what_a_teardown_closes_is_set_up_anew(quiet):
     module, task = Closes(), Keeper()
     stream, kept = stream_of(module), Keeper()
@@ -279,7 +287,11 @@ def test_what_a_teardown_closes_is_set_up_anew(quiet):
     assert rows(kept.trained) == rows(task.trained)
 
 
-@pytest.mark.may("have parts that share samples", "refused: test samples would be trained on")
+@pytest.mark.may(
+    "Splits that share samples",
+    "Not supported, except for identical validation and test splits. "
+    "The model would be trained or selected on test samples.",
+)
 def test_samples_that_parts_share_are_refused_by_name():
     inner = Subset(WHOLE, range(10, 60))
     test = DataLoader(Subset(Subset(inner, range(5, 50)), [3, 4, 30]))  # 18, 19 and 45
@@ -326,7 +338,7 @@ def scaled(x):
 
 
 @pytest.mark.may(
-    "take its data from a LightningDataModule with transfer hooks", "[what that says is done](custom-data.md)"
+    "A LightningDataModule with transfer hooks", "[The hooks run](custom-data.md) on each batch, as in a plain Trainer."
 )
 def test_batches_go_through_the_hooks_of_the_data_module_as_in_a_plain_trainer(quiet):
     plain, task, module = Keeper(), Keeper(), Scales()
@@ -352,7 +364,7 @@ def classifier(seed=0):
     return Classifier(torch.nn.Linear(5, 4), 4, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-@pytest.mark.may("normalise in these hooks", "metrics and predictions are of such batches, too")
+@pytest.mark.may("Normalization in transfer hooks", "Metrics and predictions use the normalized batches.")
 def test_metrics_are_of_batches_that_have_gone_through_the_hooks(quiet):
     class OwnHook(Classifier):
         def on_after_batch_transfer(self, batch, dataloader_idx):
@@ -427,8 +439,8 @@ def doubled(items):
 
 
 @pytest.mark.may(
-    "set `batch_size`, `shuffle`, `drop_last`, `num_workers` in its loaders",
-    "these hold, unless `FederatedStream` is given others",
+    "`batch_size`, `shuffle`, `drop_last` and `num_workers` of loaders",
+    "`FederatedStream` uses these values unless you pass other values.",
 )
 def test_values_of_the_loaders_hold_unless_others_are_given(quiet):
     parts = [Subset(WHOLE, part) for part in (range(44), range(44, 52), range(52, 64))]
@@ -464,7 +476,9 @@ def test_workers_of_the_training_loader_read_as_it_says(quiet, tmp_path):
     assert all(torch.equal(a[0], b[0]) for a, b in zip(helped, alone, strict=True))
 
 
-@pytest.mark.may("mix samples in the training loader's `collate_fn`", "each loader's own is used for its part")
+@pytest.mark.may(
+    "A `collate_fn` of the training loader that mixes samples", "Each split uses the `collate_fn` of its own loader."
+)
 def test_a_training_collate_function_is_not_for_tests(quiet):
     """Such as mixup: it is nobody else's where there is another, also where the split is one's own."""
     module = Loaders(DataLoader(Subset(WHOLE, range(40)), 8, collate_fn=doubled), DataLoader(Subset(WHOLE, [50, 51])))
@@ -492,7 +506,7 @@ def test_metrics_need_pairs(quiet):
 
 
 @pytest.mark.may(
-    "predict (`trainer.predict(model, datamodule=stream)`)", "predictions are those of a loop over the samples"
+    "`trainer.predict(model, datamodule=stream)`", "The predictions equal those of a loop over the samples."
 )
 @pytest.mark.parametrize("kind", ["arrays", "data set", "data module", "its own"])
 def test_predictions_are_those_of_a_loop(quiet, kind):

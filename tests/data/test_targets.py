@@ -38,7 +38,7 @@ class Two(L.LightningDataModule):
         return DataLoader(Subset(self.data, range(50, 64)), batch_size=8)
 
 
-@pytest.mark.may("have targets that are whole numbers of a floating type", "they are no classes")
+@pytest.mark.may("Whole-number targets with a floating-point dtype", "The targets are not classes.")
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
 def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
     stream = stream_of(kind(TensorDataset(X, 15.0 + 5 * Y)))
@@ -46,7 +46,9 @@ def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
     assert stream.classes == () and stream.num_classes == 0 and len(stream.y) == 0
 
 
-@pytest.mark.may("name its classes, or say `classes=()`", "that holds")
+@pytest.mark.may(
+    "`classes=[...]` or `classes=()`", "The stream uses the given class names. With `()`, targets are not classes."
+)
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
 def test_classes_of_a_data_set_or_module_may_be_named_or_none(kind):
     data = kind(TensorDataset(X, Y))
@@ -96,7 +98,9 @@ class Merged(Subset):
         return [self[index] for index in indices]
 
 
-@pytest.mark.may("have data sets with `.targets`", "labels are what the items hold")
+@pytest.mark.may(
+    "Datasets with a `.targets` attribute", "Labels come from the items of the dataset, not from `.targets`."
+)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_labels_are_those_that_items_hold(wrapped):
     labels = (10 + Y * 2).tolist()

@@ -159,8 +159,8 @@ def both(fit):
 
 
 @pytest.mark.may(
-    "have a `training_step` of its own, of any batches and losses, with batch normalisation or dropout",
-    "[clients train side by side by it](#side-by-side) where that comes to the same",
+    "A custom `training_step` with any batches and losses, also with batch normalization or dropout",
+    "[Clients train vectorized](#vectorized-training) if a trial gives the same result.",
 )
 @pytest.mark.parametrize("kind", MODULES)
 def test_side_by_side_is_one_at_a_time(both, kind):
@@ -195,8 +195,8 @@ class Measures(Own):
 
 
 @pytest.mark.may(
-    "update torchmetrics objects in its step, and log them",
-    "they are updated by all clients' samples, side by side as one at a time; one whose value the step goes by is not",
+    "torchmetrics objects that the step updates and logs",
+    "The batches of all clients update the metrics, in vectorized training as in sequential training.",
 )
 def test_metrics_of_a_step_are_those_of_one_at_a_time(both):
     modules = []
@@ -262,7 +262,10 @@ class Logs(Own):
         return losses.mean()
 
 
-@pytest.mark.may("log numbers in its training step", "what is logged for a round is the same side by side")
+@pytest.mark.may(
+    "Numbers logged in `training_step`",
+    "The value logged for a round is the same in vectorized and in sequential training.",
+)
 def test_what_is_logged_for_a_round_is_that_of_one_at_a_time(both):
     _, (one, many, some) = both(Logs, sizes=(1, "auto", 5))
     assert one.keys() == many.keys() == some.keys()

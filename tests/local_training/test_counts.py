@@ -68,7 +68,7 @@ class Counts(L.LightningModule):
         return optimizer if self.make is None else self.make(self, optimizer)
 
 
-@pytest.mark.may("use `trainer.num_training_batches`", "it counts the client's batches in the round")
+@pytest.mark.may("`trainer.num_training_batches`", "The number of batches of the client in the round.")
 def test_a_step_is_told_its_client_s_batches(fit):
     module, outside = Counts(), []
 
@@ -121,8 +121,9 @@ ASKED = {
 
 
 @pytest.mark.may(
-    "ask for `trainer.estimated_stepping_batches`, or the length of `train_dataloader()`",
-    "where all clients have as many batches, it is a client's steps in a round; else refused",
+    "`trainer.estimated_stepping_batches` or the length of `train_dataloader()`",
+    "The optimizer steps or batches of one client in a round. "
+    "Raises an error if clients have different numbers of batches.",
 )
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -155,7 +156,7 @@ def test_outside_of_a_fit_there_is_no_length():
         len(stream_of(a=24, b=24).train_dataloader())
 
 
-@pytest.mark.may("have a `training_step(self, batch)` without `batch_idx`", "it is called so")
+@pytest.mark.may("A `training_step(self, batch)` without `batch_idx`", "The step is called without `batch_idx`.")
 def test_a_step_without_a_number(fit, assert_same):
     class Plain(Counts):
         def training_step(self, batch):
@@ -173,7 +174,10 @@ def test_a_step_without_a_number(fit, assert_same):
     assert_same(*modules)
 
 
-@pytest.mark.may("have a `training_step(self, dataloader_iter)`", "refused: it would go across clients")
+@pytest.mark.may(
+    "A `training_step(self, dataloader_iter)`",
+    "Not supported. The iterator would continue with the batches of the next client.",
+)
 def test_a_step_of_an_iterator_is_refused(fit):
     class Iterates(Counts):
         def training_step(self, dataloader_iter):
@@ -290,8 +294,8 @@ class WritesBuffer(Watched):
 
 
 @pytest.mark.may(
-    "log in its `sample_loss`, draw by NumPy, or set buffers in its forward",
-    "it trains one client at a time",
+    "Logging in `sample_loss`, random numbers of NumPy or Python, or buffers changed in `forward`",
+    "Clients train sequentially.",
 )
 @pytest.mark.parametrize(
     "kind",
@@ -318,7 +322,7 @@ def test_a_loss_that_logs_by_what_it_is_given_is_named_where_clients_should_trai
 
 
 @pytest.mark.may(
-    "have gradients of single samples (`grad_sample`) beside `accumulate_grad_batches`", "refused: use a larger batch"
+    "Per-sample gradients (`grad_sample`) with `accumulate_grad_batches`", "Not supported. Use a larger batch size."
 )
 def test_gradients_of_samples_are_refused_beside_accumulation(fit):
     class Samples(Counts):

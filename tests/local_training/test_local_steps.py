@@ -73,7 +73,9 @@ def differ(left, right):
     return max(float((left[name] - right[name]).abs().max()) for name in left) > 1e-3
 
 
-@pytest.mark.argument("accumulate_grad_batches", "honoured: batches of a client, whose last group may be smaller")
+@pytest.mark.argument(
+    "accumulate_grad_batches", "Supported. Counts the batches of one client. The last group of a client may be smaller."
+)
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize(

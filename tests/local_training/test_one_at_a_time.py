@@ -269,8 +269,8 @@ NAMES = {
 
 
 @pytest.mark.may(
-    "look at values, also those of metrics, draw, log by its logger, keep something or optimise by hand in its step",
-    "it trains one client at a time, and `trainer.strategy.sequential_reason` says why",
+    "A step that reads values, draws random numbers, uses the logger, stores state or optimizes manually",
+    "Clients train sequentially. `trainer.strategy.sequential_reason` gives the reason.",
 )
 @pytest.mark.parametrize("make", REASONS)
 def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
@@ -359,8 +359,8 @@ class LateMode(Late):
 
 
 @pytest.mark.may(
-    "keep something in some later step alone, where clients train side by side",
-    "the fit ends with its name: set `max_vectorized_clients=1`",
+    "State that only a later vectorized step stores",
+    "The fit ends with an error that names the state. Set `max_vectorized_clients=1`.",
 )
 @pytest.mark.parametrize(("make", "changed"), [(LateAttribute, "last"), (LateMode, "net.1.training")])
 def test_a_step_that_leaves_something_later_on_is_told_when_it_has(fit, make, changed):

@@ -328,7 +328,9 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.may("draw by NumPy, cache tensors, or branch on values in its forward", "it trains one client at a time")
+@pytest.mark.may(
+    "Random numbers of NumPy, cached tensors or branches on values in `forward`", "Clients train sequentially."
+)
 @pytest.mark.parametrize(
     "model",
     [Noisy(6, 4), Recurrent(6, 4), Counting(6, 4), Caching(6, 4), Drifting(6, 4), NumPyNoise(6, 4)],
@@ -415,9 +417,14 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
 
 
-@pytest.mark.argument("gradient_clip_val", "honoured: each client's gradient on its own, also side by side")
-@pytest.mark.argument("gradient_clip_algorithm", "honoured: each client's gradient on its own, also side by side")
-@pytest.mark.may("clip gradients", "each client's, on its own, also side by side")
+@pytest.mark.argument(
+    "gradient_clip_val", "Supported. The gradient of each client is clipped separately, also in vectorized training."
+)
+@pytest.mark.argument(
+    "gradient_clip_algorithm",
+    "Supported. The gradient of each client is clipped separately, also in vectorized training.",
+)
+@pytest.mark.may("Gradient clipping", "The gradient of each client is clipped separately, also in vectorized training.")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("clip", [0.02, 0.3])
 def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algorithm, clip):

@@ -150,8 +150,8 @@ def test_regmean_with_a_frozen_body_has_layer_inputs_of_the_server(fit, shifted,
 
 
 @pytest.mark.may(
-    "have batch normalization in a frozen body, beside a method that sends features",
-    "the body keeps the server's statistics: all clients have the server's features",
+    "Batch normalization in a frozen backbone, with a method that uploads features",
+    "The backbone keeps the server's statistics. All clients compute the same features.",
 )
 @pytest.mark.parametrize("method", WITH_FEATURES)
 def test_every_method_with_features_keeps_the_statistics_of_a_frozen_body(fit, shifted, make_task, method):

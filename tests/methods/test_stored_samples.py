@@ -115,8 +115,8 @@ def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
 
 
 @pytest.mark.may(
-    "have batches of lists, text or `PackedSequence`",
-    "accuracy is measured; methods that work on single samples raise an error before the first round",
+    "Batches of lists, text or `PackedSequence`",
+    "Accuracy is measured. Methods that need single samples raise an error before the first round.",
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)

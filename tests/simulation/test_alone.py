@@ -277,8 +277,8 @@ def same(left, right):
 
 
 @pytest.mark.may(
-    "have buffers that are not kept, attributes, gradients that last, optimizers with numbers in their groups",
-    "[each client begins without what others left](trainer.md#what-begins-anew-with-each-client)",
+    "Non-persistent buffers, attributes, gradients kept between steps, and numbers in optimizer groups",
+    "[Reset for each client](trainer.md#state-that-is-reset-for-each-client).",
 )
 @pytest.mark.parametrize("make", MODULES)
 def test_a_client_sends_the_same_alone_and_after_others(uploads, make):
@@ -301,7 +301,7 @@ def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
 
 
 @pytest.mark.may(
-    "go on with each client's optimizer (`keep_optimizer_state=True`)", "its state and its groups are kept whole"
+    "`keep_optimizer_state=True`", "Each client keeps its optimizer state and parameter groups, except learning rates."
 )
 def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     def kept(keep):
@@ -317,8 +317,8 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
 
 
 @pytest.mark.may(
-    "keep an optimizer that gathers lists, such as LBFGS (`keep_optimizer_state=True`)",
-    "refused: tensors and numbers can be kept",
+    "`keep_optimizer_state=True` with an optimizer that stores lists, such as LBFGS",
+    "Not supported. Only tensors and numbers can be kept.",
 )
 def test_an_optimizer_that_keeps_something_else_is_named(fit):
     class Lists(torch.optim.SGD):
@@ -337,7 +337,8 @@ def test_an_optimizer_that_keeps_something_else_is_named(fit):
 
 
 @pytest.mark.may(
-    "change rates or attributes in `on_train_epoch_start`", "that is every client's: schedules by round stay"
+    "Learning rates or attributes changed in `on_train_epoch_start`",
+    "The change applies to all clients of the round. Schedules by round continue.",
 )
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_schedules_by_round_stay(fit, by_hand):
@@ -407,7 +408,8 @@ class Gathers(Base):
 
 
 @pytest.mark.may(
-    "append to a list in its steps", "no client finds what others have appended; after the round all of it is there"
+    "Lists that steps append to",
+    "A client does not see items of other clients. After the round the list contains the items of all clients.",
 )
 def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
     class Counts(Callback):
@@ -451,7 +453,9 @@ class EndsRounds(Base):
         self.mean.fill_(100.0 * number)
 
 
-@pytest.mark.may("change attributes in `on_train_epoch_end`", "the next round's clients begin with that")
+@pytest.mark.may(
+    "Attributes changed in `on_train_epoch_end`", "The clients of the next round start with the changed values."
+)
 def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
     task = EndsRounds()
     fit(
@@ -513,8 +517,8 @@ def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
 
 
 @pytest.mark.may(
-    "hold what cannot be looked into, such as an iterator",
-    "a warning names it once: clients find it as those before have left it",
+    "Attributes that cannot be copied, such as an iterator",
+    "Changes by one client are visible to the next client. A warning names the attribute once.",
 )
 def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
     class Iterates(Base):
@@ -533,8 +537,8 @@ def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
 
 
 @pytest.mark.may(
-    "use `batch_idx` or `self.global_step`, in its step or in hooks",
-    "[they count the client's batches and steps in the round](trainer.md#the-steps-of-a-client)",
+    "`batch_idx` or `self.global_step` in the step or in hooks",
+    "[The counters](trainer.md#local-training) count the client's batches and steps in the round.",
 )
 def test_steps_and_hooks_count_the_client_s_batches(fit):
     steps, hooks = [], []
@@ -627,7 +631,8 @@ class Positions(nn.Linear):
 
 
 @pytest.mark.may(
-    "change itself in its forward, or compute activations once more", "it trains one client at a time, as if alone"
+    "A `forward` that changes the module, or gradient checkpointing",
+    "Clients train sequentially. Each upload is the same as if the client trained alone.",
 )
 @pytest.mark.parametrize(
     ("model", "side_by_side"),

@@ -195,8 +195,9 @@ CASES = [
 
 
 @pytest.mark.may(
-    "read counters of steps and batches in any hook, or in a callback",
-    "[they are the client's](trainer.md#the-steps-of-a-client), so that its upload does not depend on other clients",
+    "Counters of steps and batches in any hook or callback",
+    "[The counters](trainer.md#local-training) have the client's values, so its upload does not depend "
+    "on other clients.",
 )
 @pytest.mark.parametrize(("base", "hooks", "of_callback", "automatic"), CASES)
 def test_a_client_sends_the_same_whatever_hook_reads_the_counters(uploads, base, hooks, of_callback, automatic):

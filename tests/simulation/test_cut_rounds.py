@@ -71,8 +71,8 @@ def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tm
     assert equal(again, whole)
 
 
-@pytest.mark.argument("max_time", "honoured: the fit ends after the round in which time is up")
-@pytest.mark.callback("Timer", "honoured: the fit ends after the round in which time is up")
+@pytest.mark.argument("max_time", "Supported. The fit ends after the round in which the time limit is reached.")
+@pytest.mark.callback("Timer", "Supported. The fit ends after the round in which the time limit is reached.")
 def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
     limited, one = make_task(), make_task()
     trainer = fit(limited, make_stream(**STREAM), [Timer({"milliseconds": 1})], local_epochs=3)
@@ -80,7 +80,9 @@ def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
     assert trainer.current_epoch == 1 and equal(limited, one)
 
 
-@pytest.mark.callback("OnExceptionCheckpoint", "honoured: a round that is cut short is undone, and resumed as a whole")
+@pytest.mark.callback(
+    "OnExceptionCheckpoint", "Supported. An interrupted round is rolled back. A resumed fit repeats the whole round."
+)
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("act", [fail, interrupt])
 def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, make_task, quiet, tmp_path, kind, act):

@@ -243,7 +243,7 @@ def check_by_hand(found, stream, epochs):
 
 
 @pytest.mark.may(
-    "compute metrics in `on_train_epoch_end`, in several processes", "metrics cover the samples of all clients"
+    "Metrics computed in `on_train_epoch_end` with several processes", "The metrics cover the samples of all clients."
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize(

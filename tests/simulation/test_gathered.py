@@ -107,8 +107,9 @@ class Sums(Gaussian):
 
 
 @pytest.mark.may(
-    "gather values in its steps and write them to its state at the end of a round",
-    "a warning names them, and a deployment rejects them: the server's model has uncounted values of all clients",
+    "Values that steps gather and a hook writes to the state at the end of a round",
+    "A warning names the attributes, and a deployment rejects the module. "
+    "The values reach the server's model without being counted as uploads.",
 )
 @pytest.mark.parametrize(("kind", "name"), [(Gaussian, "embeddings"), (Bank, "bank.rows")])
 def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, name):

@@ -49,7 +49,10 @@ def stream():
     )
 
 
-@pytest.mark.may("grow from round to round", "it learns where its optimizer is given the new parameters; else refused")
+@pytest.mark.may(
+    "A module that grows between rounds",
+    "New parameters are trained if you add them to the optimizer. A new optimizer raises an error.",
+)
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
 def test_a_head_that_grows_learns(fit, stream, max_vectorized_clients):
     module = Grows("given")

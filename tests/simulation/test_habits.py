@@ -72,7 +72,7 @@ def column(folder, name):
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
-@pytest.mark.argument("logger", "honoured: with the values of each client and of the server, by rounds")
+@pytest.mark.argument("logger", "Supported. Logs the values of each client and of the server, by round.")
 def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, task, tmp_path):
     logger = CSVLogger(tmp_path, "", "")
     trainer = fit(task, stream, [ContinualMetrics(), LearningRateMonitor()],
@@ -86,7 +86,9 @@ def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, 
     assert column(tmp_path, "server/accuracy")[-1] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
 
 
-@pytest.mark.callback("LearningRateMonitor", "honoured: the rates of rounds, or of each client's steps")
+@pytest.mark.callback(
+    "LearningRateMonitor", "Supported. Logs the learning rate of each round or of each client's steps."
+)
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, max_vectorized_clients):
     for interval in ("epoch", "step"):
@@ -113,7 +115,7 @@ def test_validate_test_and_predict(fit, stream, task, quiet):
     assert before == tested  # a Trainer that never fits
 
 
-@pytest.mark.callback("BasePredictionWriter", "honoured: of the predictions of the server's model")
+@pytest.mark.callback("BasePredictionWriter", "Supported. Writes the predictions of the server's model.")
 def test_predictions_are_written(fit, stream, task):
     written = []
 
@@ -126,7 +128,9 @@ def test_predictions_are_written(fit, stream, task):
     assert sum(written) == len(stream.plan.test)
 
 
-@pytest.mark.callback("ModelCheckpoint", "honoured: `every_n_epochs` counts rounds, and `monitor` is of a round")
+@pytest.mark.callback(
+    "ModelCheckpoint", "Supported. `every_n_epochs` counts rounds, and `monitor` is a metric of a round."
+)
 @pytest.mark.parametrize("monitor", ["val/accuracy", "server/accuracy"])
 def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
     logger = CSVLogger(tmp_path, "", "")
@@ -141,7 +145,7 @@ def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
         assert tested["test/accuracy"] == pytest.approx(max(found))
 
 
-@pytest.mark.callback("EarlyStopping", "honoured: `patience` counts rounds")
+@pytest.mark.callback("EarlyStopping", "Supported. `patience` counts rounds.")
 def test_a_fit_stops_early_after_a_round(fit, stream, task):
     stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
     trainer = fit(task, stream, [ContinualMetrics(), stop])
@@ -169,7 +173,7 @@ def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert
     assert torch.equal(together.model[1].weight, start.model[1].weight) == (groups == "head")
 
 
-@pytest.mark.callback("BackboneFinetuning", "honoured: the backbone is trained from a round on, on all clients")
+@pytest.mark.callback("BackboneFinetuning", "Supported. All clients train the backbone from the given round on.")
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, max_vectorized_clients):
     task, seen = Net(), []
@@ -193,7 +197,7 @@ def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search, callb
         getattr(Tuner(trainer), search)(Net(), datamodule=stream)
 
 
-@pytest.mark.argument("max_epochs", "honoured: rounds; without it, or with -1, as many as the stream has")
+@pytest.mark.argument("max_epochs", "Supported. Number of rounds. Default, or -1: the number of rounds of the stream.")
 @pytest.mark.parametrize("unset", [{}, {"max_epochs": -1}])
 def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quiet, recwarn, unset):
     class Scheduled(Net):
@@ -233,9 +237,14 @@ LIMITS = [
 ]
 
 
-@pytest.mark.argument("limit_train_batches", "honoured: batches of each client in a round; of a share at least one")
-@pytest.mark.argument("overfit_batches", "honoured: batches of each client in a round, the same ones in each")
-@pytest.mark.argument("fast_dev_run", "honoured: batches of each client, for one round")
+@pytest.mark.argument(
+    "limit_train_batches",
+    "Supported. Limits the batches of each client in a round. A fraction gives at least one batch.",
+)
+@pytest.mark.argument(
+    "overfit_batches", "Supported. Number of batches of each client in a round. Each round uses the same batches."
+)
+@pytest.mark.argument("fast_dev_run", "Supported. Trains one round with this number of batches per client.")
 @pytest.mark.parametrize(("arguments", "expected"), LIMITS)
 def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments, expected):
     tasks = [Net(), Net()]
@@ -318,8 +327,8 @@ def test_a_compiled_network_is_the_network(fit, stream, assert_same):
         assert_same(plain, compiled)
 
 
-@pytest.mark.argument("enable_progress_bar", "honoured: a round each, with the batches of all its clients")
-@pytest.mark.callback("RichProgressBar", "honoured: a round each, with the batches of all its clients")
+@pytest.mark.argument("enable_progress_bar", "Supported. One bar per round counts the batches of all clients.")
+@pytest.mark.callback("RichProgressBar", "Supported. One bar per round counts the batches of all clients.")
 def test_the_rich_progress_bar(fit, stream, task, capsys):
     fit(task, stream, [RichProgressBar()], trainer_args={"enable_progress_bar": True})
     assert "Epoch 3/3" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def by_hand(clients, rounds, keeps):
     return server
 
 
-@pytest.mark.may("have several optimizers", "in a module that optimises by hand: each client begins with all of them")
+@pytest.mark.may("Several optimizers", "Supported with manual optimization. Each client starts with all of them.")
 @pytest.mark.parametrize("keeps", [False, True])
 def test_several_optimizers_train_as_by_hand(fit, assert_same, keeps):
     module = GAN()

@@ -52,7 +52,10 @@ class Masked(Base):
         self.late[0] = 3.0
 
 
-@pytest.mark.may("have buffers that are not finite (a causal mask)", "they stay, and no upload is dropped for them")
+@pytest.mark.may(
+    "Buffers with non-finite values, such as a causal mask",
+    "The values are kept, and no upload is dropped because of them.",
+)
 @pytest.mark.parametrize("rule", ["mean", "median"])
 def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_stream, rule):
     task, plain = Masked(), Base()
@@ -64,7 +67,7 @@ def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_
     assert task.late[0] == 3.0 and task.late[1].isnan()
 
 
-@pytest.mark.may("count beyond 2^53", "whole numbers stay exact")
+@pytest.mark.may("Integer buffers with values above 2^53", "The integers stay exact.")
 def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
     class Tagged(Base):
         def prepare(self):
@@ -78,7 +81,7 @@ def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds of two steps
 
 
-@pytest.mark.may("have buffers made by `expand`", "they are averaged as any other")
+@pytest.mark.may("Buffers made by `expand`", "They are averaged like other buffers.")
 def test_numbers_of_one_place(fit, make_stream):
     class Expanded(Base):
         def prepare(self):
@@ -100,7 +103,7 @@ class Adapters(Base):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "model.2" in name}
 
 
-@pytest.mark.may("have a `state_dict` of its adapters only", "only these travel")
+@pytest.mark.may("A `state_dict` that contains only adapters", "Only the adapters are transmitted.")
 def test_a_state_of_adapters_only(fit, make_stream):
     class Frozen(Adapters):
         def prepare(self):
@@ -148,8 +151,8 @@ class LateBuffer(Base):
 
 
 @pytest.mark.may(
-    "have a `state_dict` that is not the module's own tensors, or layers that are made in the first step",
-    "refused: what clients send could not go back",
+    "A `state_dict` with copies or missing trained tensors, or layers created in the first step",
+    "Not supported. The aggregated state could not be loaded into the module.",
 )
 @pytest.mark.parametrize(
     ("make", "argument"),
@@ -183,7 +186,8 @@ class Diverges(Callback):
 
 
 @pytest.mark.may(
-    "diverge on every client", 'the fit ends with the clients and the reason; `on_empty_round="warn"` goes on'
+    "Divergence on every client",
+    'The fit ends with an error that names the clients and the reason. With `on_empty_round="warn"` the fit continues.',
 )
 def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
     task, one, warned = Base(), Base(), Base()

@@ -41,7 +41,7 @@ def own(pl, monkeypatch):
     return own
 
 
-@pytest.mark.may("derive from `pytorch_lightning`, the other package", "refused: its import is named")
+@pytest.mark.may("Classes of the package `pytorch_lightning`", "Not supported. Import `lightning.pytorch` instead.")
 def test_a_module_is_named_before_the_trainer_refuses_it(own, make_stream, quiet, caplog):
     trainer = L.Trainer(strategy=FederatedStrategy(), **quiet)
     (said,) = [record.message for record in caplog.records if record.name.startswith("lightning_fcl")]

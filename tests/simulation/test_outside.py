@@ -386,8 +386,8 @@ MODULES = [
 
 
 @pytest.mark.may(
-    "keep state in its class, in global variables or in metrics, and let its loss read it",
-    "[such state starts anew with each client](trainer.md#what-begins-anew-with-each-client)",
+    "State in class attributes, global variables or metrics that the loss reads",
+    "[Reset for each client](trainer.md#state-that-is-reset-for-each-client).",
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("make", MODULES)
@@ -488,7 +488,8 @@ def test_state_that_training_does_not_read_accumulates_over_clients(fit, watch):
 
 
 @pytest.mark.may(
-    "let its loss read a metric", "the metric starts anew with each client; after the round it has all clients' values"
+    "A metric that the loss reads",
+    "The metric is reset for each client. After the round it contains the values of all clients.",
 )
 @pytest.mark.parametrize("kind", [InAMetric, InACollection, InADictOfMetrics])
 def test_metric_that_training_reads_has_all_values_after_the_round(fit, kind):

@@ -167,7 +167,10 @@ SLOW = [
 
 
 @pytest.mark.rounding
-@pytest.mark.argument("devices", "honoured: a process each, to [the same bits](scale.md)")
+@pytest.mark.argument(
+    "devices",
+    "Supported. Starts one process per device. Results are [bitwise identical](scale.md) for any number of processes.",
+)
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "name",
@@ -306,8 +309,8 @@ class SaysWhere(Own):
 
 @pytest.mark.seconds
 @pytest.mark.may(
-    "ask for `trainer.num_devices`, `global_rank` or `is_global_zero`",
-    "in a client's batches they are those of one process; at the end of an epoch, of the real ones",
+    "`trainer.num_devices`, `global_rank` or `is_global_zero`",
+    "In hooks of a client's batches: the values of one process. In hooks at the end of an epoch: the real values.",
 )
 @pytest.mark.parametrize("automatic", [True, False])
 def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_stream, tmp_path, automatic):

@@ -309,7 +309,9 @@ class Scaler:
     """An object of the user's."""
 
 
-@pytest.mark.may("have hyperparameters that are objects", "checkpoints leave these out, with a word, and can be read")
+@pytest.mark.may(
+    "Hyperparameters that are objects", "Checkpoints omit these hyperparameters with a log message, and can be loaded."
+)
 def test_hyperparameters_that_are_objects_are_left_out_of_checkpoints(fit, make_stream, tmp_path, caplog):
     class Scaled(Classifier):
         def __init__(self, scaler, width, mean):

@@ -182,8 +182,9 @@ def assert_same_state(module, expected):
 
 
 @pytest.mark.may(
-    "have a layer that cannot train on a batch of one sample, such as batch normalization",
-    "a last batch of one sample joins the batch before it; a client with one sample in a round is skipped and recorded",
+    "A layer that cannot train on a batch of one sample, such as batch normalization",
+    "A last batch of one sample is merged into the batch before it. "
+    "A client with one sample in a round is skipped and recorded.",
 )
 @pytest.mark.parametrize("kind", [BatchNorm, ByHand, SetUpByHook, Deviation, Squeezes])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])

@@ -128,8 +128,8 @@ def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_tas
     assert [list(record.upload_bytes) for record in records.rounds] == [["a"], ["b", "c"]]
 
 
-@pytest.mark.argument("callbacks", "honoured: their hooks see the server's model before a round and after it")
-@pytest.mark.callback("Callback", "honoured: your own sees the server's model before a round and after it")
+@pytest.mark.argument("callbacks", "Supported. Hooks see the server's model before and after a round.")
+@pytest.mark.callback("Callback", "Supported. Your callback sees the server's model before and after a round.")
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
     places = []
@@ -358,12 +358,12 @@ def test_a_loader_that_is_no_stream_is_refused(make_task):
         trainer.fit(make_task(), torch.utils.data.DataLoader(data))
 
 
-@pytest.mark.argument("strategy", 'honoured: `FederatedStrategy(...)`, or "federated"')
+@pytest.mark.argument("strategy", 'Supported. `FederatedStrategy(...)` or "federated".')
 def test_the_strategy_is_chosen_by_name():
     assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
 
 
-@pytest.mark.may("have extra state (`get_extra_state`)", "refused: it has no mean")
+@pytest.mark.may("Extra state (`get_extra_state`)", "Not supported. Extra state cannot be averaged.")
 def test_extra_state_is_refused(fit, make_stream, make_task):
     class Extra(nn.Linear):
         def get_extra_state(self):

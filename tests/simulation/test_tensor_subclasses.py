@@ -110,8 +110,8 @@ KEEPING = {"keep_optimizer_state": True, "reductions": {"shift": "local"}}
 
 
 @pytest.mark.may(
-    "have parameters or buffers of a subclass of `torch.Tensor`",
-    "they keep their class; the server, client states and checkpoints have plain tensors",
+    "Parameters or buffers of a subclass of `torch.Tensor`",
+    "They keep their class. The server, client states and checkpoints contain plain tensors.",
 )
 @pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -265,8 +265,8 @@ class Keeps(Callback):
 
 
 @pytest.mark.may(
-    "have a callback whose state has an object (a path, a NumPy number)",
-    "refused, at the latest when the first checkpoint is written, by the name of the entry; trains without checkpoints",
+    "A callback whose state contains an object, such as a path or a NumPy number",
+    "Not supported with checkpoints. The error names the entry, at the latest when the first checkpoint is written.",
 )
 @pytest.mark.parametrize(("first", "rounds"), [(0, 0), (1, 1)], ids=["known before", "from the first round on"])
 def test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round(fit, tmp_path, first, rounds):

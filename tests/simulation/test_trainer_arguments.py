@@ -58,7 +58,7 @@ def task():
     return Classifier(MLP([64, 16, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-@pytest.mark.argument("accelerator", "honoured: clients train there, and the server's state is there")
+@pytest.mark.argument("accelerator", "Supported. Clients train on this device, and it holds the server's state.")
 def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_same):
     devices = []
 
@@ -73,7 +73,9 @@ def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_sa
     assert_same(task, same, 0)
 
 
-@pytest.mark.argument("precision", "honoured: of each client's training; other than `32-true` one at a time")
+@pytest.mark.argument(
+    "precision", "Supported for each client's training. Clients train sequentially unless the precision is `32-true`."
+)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
 def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same, precision):
     federated, plain, full = make_task(), make_task(), make_task()
@@ -86,7 +88,7 @@ def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
 
 
-@pytest.mark.argument("min_epochs", "honoured: rounds before anything may end the fit")
+@pytest.mark.argument("min_epochs", "Supported. Minimum number of rounds before early stopping can end the fit.")
 def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_same):
     task, three = make_task(), make_task()
     stop = LambdaCallback(on_train_epoch_end=lambda trainer, _: setattr(trainer, "should_stop", True))
@@ -97,11 +99,13 @@ def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_s
     assert_same(task, three, 0)
 
 
-@pytest.mark.argument("max_steps", "refused: it would end within a round. Use `max_epochs`, in rounds")
-@pytest.mark.argument("min_steps", "refused: a round's steps depend on who trains side by side. Use `min_epochs`")
+@pytest.mark.argument("max_steps", "Not supported. The fit would end within a round. Use `max_epochs`, in rounds.")
+@pytest.mark.argument(
+    "min_steps", "Not supported. The number of steps of a round depends on the vectorized clients. Use `min_epochs`."
+)
 @pytest.mark.argument(
     "val_check_interval",
-    "refused: other than 1.0; within a round there is no server state. Use `check_val_every_n_epoch`",
+    "Not supported, except 1.0. There is no server state within a round. Use `check_val_every_n_epoch`.",
 )
 @pytest.mark.parametrize(
     ("arguments", "argument"),
@@ -122,9 +126,13 @@ def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_
         fit(make_task(), make_stream(), trainer_args=arguments)
 
 
-@pytest.mark.argument("limit_val_batches", "honoured: batches of a validation, which is of the server's model")
-@pytest.mark.argument("limit_test_batches", "honoured: batches of a test, which is of the server's model")
-@pytest.mark.argument("limit_predict_batches", "honoured: batches to predict, by the server's model")
+@pytest.mark.argument(
+    "limit_val_batches", "Supported. Number of validation batches. Validation uses the server's model."
+)
+@pytest.mark.argument("limit_test_batches", "Supported. Number of test batches. Tests use the server's model.")
+@pytest.mark.argument(
+    "limit_predict_batches", "Supported. Number of batches to predict. Predictions use the server's model."
+)
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_limits_of_evaluation(fit, task, digits, stage):
     limit, counts = "limit_val_batches" if stage == "validate" else f"limit_{stage}_batches", Counts()
@@ -140,7 +148,10 @@ def test_limits_of_evaluation(fit, task, digits, stage):
     assert counts.batches == {"sanity": 0, **expected, stage: 1}
 
 
-@pytest.mark.argument("num_sanity_val_steps", "honoured: batches before the first round, of which no trace is left")
+@pytest.mark.argument(
+    "num_sanity_val_steps",
+    "Supported. Number of validation batches before the first round. They do not change the result.",
+)
 @pytest.mark.parametrize("steps", [0, 1, -1])
 def test_batches_before_the_first_round(fit, task, digits, assert_same, steps):
     counts, same = Counts(), Classifier(MLP([64, 16, 10]), 10, task.optimizer)
@@ -151,7 +162,9 @@ def test_batches_before_the_first_round(fit, task, digits, assert_same, steps):
     assert_same(task, same, 0)
 
 
-@pytest.mark.argument("check_val_every_n_epoch", "honoured: rounds from one validation to the next; None is refused")
+@pytest.mark.argument(
+    "check_val_every_n_epoch", "Supported. Number of rounds between validations. None raises an error."
+)
 def test_rounds_between_validations(fit, make_stream, make_task):
     counts = Counts()
     stream = make_stream(rounds_per_experience=3, validation=0.2)
@@ -159,7 +172,9 @@ def test_rounds_between_validations(fit, make_stream, make_task):
     assert counts.rounds == [1, 3, 5]
 
 
-@pytest.mark.argument("log_every_n_steps", "honoured: of the batches of all clients; those side by side are one")
+@pytest.mark.argument(
+    "log_every_n_steps", "Supported. Counts the batches of all clients. A vectorized step counts as one batch."
+)
 @COHORTS
 def test_steps_between_logs(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
     logger, seen = CSVLogger(tmp_path, "", ""), []
@@ -180,8 +195,8 @@ def test_steps_between_logs(fit, make_stream, make_task, tmp_path, max_vectorize
     assert len(seen) == trainer.global_step > max(seen)  # hooks see the client's steps
 
 
-@pytest.mark.argument("enable_checkpointing", "honoured: one after each round, of the server's state")
-@pytest.mark.argument("default_root_dir", "honoured: checkpoints and logs go there")
+@pytest.mark.argument("enable_checkpointing", "Supported. Saves the server's state after each round.")
+@pytest.mark.argument("default_root_dir", "Supported. Folder for checkpoints and logs.")
 def test_checkpoints_and_where_they_go(fit, make_stream, make_task, tmp_path):
     fit(make_task(), make_stream(), trainer_args={"enable_checkpointing": False, "default_root_dir": tmp_path})
     assert not list(tmp_path.iterdir())
@@ -192,7 +207,7 @@ def test_checkpoints_and_where_they_go(fit, make_stream, make_task, tmp_path):
     assert all(torch.equal(value, kept[name]) for name, value in task.state_dict().items())
 
 
-@pytest.mark.argument("enable_model_summary", "honoured: of the module, which is the server's model")
+@pytest.mark.argument("enable_model_summary", "Supported. Summarizes the module, which is the server's model.")
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_summary_of_the_model(fit, make_stream, make_task, capsys, shown):
     fit(make_task(), make_stream(), max_epochs=1, trainer_args={"enable_model_summary": shown})
@@ -215,8 +230,8 @@ def _flags_as_they_were(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.argument("deterministic", "honoured: in each client's steps")
-@pytest.mark.argument("benchmark", "honoured: in each client's steps")
+@pytest.mark.argument("deterministic", "Supported. Applies to the training steps of each client.")
+@pytest.mark.argument("benchmark", "Supported. Applies to the training steps of each client.")
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.usefixtures("_flags_as_they_were")
 def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same, flag):
@@ -231,7 +246,9 @@ def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same
     assert_same(*tasks, 0)
 
 
-@pytest.mark.argument("detect_anomaly", "honoured: in each client's steps, also side by side")
+@pytest.mark.argument(
+    "detect_anomaly", "Supported. Applies to the training steps of each client, also in vectorized training."
+)
 @COHORTS
 def test_an_anomaly_is_told_where_it_begins(fit, make_stream, max_vectorized_clients):
     class Anomalous(Classifier):
@@ -243,7 +260,7 @@ def test_an_anomaly_is_told_where_it_begins(fit, make_stream, max_vectorized_cli
         fit(task, make_stream(), trainer_args={"detect_anomaly": True}, max_vectorized_clients=max_vectorized_clients)
 
 
-@pytest.mark.argument("inference_mode", "honoured: of validation, tests and predictions")
+@pytest.mark.argument("inference_mode", "Supported. Applies to validation, tests and predictions.")
 @pytest.mark.parametrize("mode", [True, False])
 def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
     seen = {"train": set(), "validate": set(), "predict": set()}
@@ -261,7 +278,9 @@ def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
     assert seen == {"train": {False}, "validate": {mode}, "predict": {mode}}
 
 
-@pytest.mark.argument("profiler", "honoured: of the batches of all clients; those side by side are one")
+@pytest.mark.argument(
+    "profiler", "Supported. Profiles the batches of all clients. A vectorized step counts as one batch."
+)
 @COHORTS
 def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, max_vectorized_clients):
     task, same, profiler = make_task(), make_task(), SimpleProfiler()
@@ -273,7 +292,7 @@ def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, max_
     assert_same(task, same, 0)
 
 
-@pytest.mark.argument("barebones", "honoured: the same results, with nothing logged, shown or saved")
+@pytest.mark.argument("barebones", "Supported. Gives the same results without logging, progress bars or checkpoints.")
 def test_barebones_are_the_same(fit, make_stream, make_task, assert_same):
     bare, same = make_task(), make_task()
     trainer = fit(bare, make_stream(), trainer_args={"barebones": True})
@@ -283,10 +302,8 @@ def test_barebones_are_the_same(fit, make_stream, make_task, assert_same):
 
 
 @pytest.mark.seconds
-@pytest.mark.argument(
-    "sync_batchnorm", "honoured: a client's batch is in one process, so there is nothing to bring together"
-)
-@pytest.mark.argument("use_distributed_sampler", "honoured: no data are split over processes, whose clients differ")
+@pytest.mark.argument("sync_batchnorm", "Supported. Has no effect, because each batch of a client is in one process.")
+@pytest.mark.argument("use_distributed_sampler", "Supported. Has no effect, because each process trains other clients.")
 @pytest.mark.parametrize("arguments", [{"sync_batchnorm": True}, {"use_distributed_sampler": False}], ids=str)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_task, assert_same, arguments, devices):
@@ -304,7 +321,7 @@ def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_tas
     assert batches[0] == batches[1]  # of all validation samples
 
 
-@pytest.mark.argument("plugins", "honoured: precision, cluster environment, and how checkpoints are written")
+@pytest.mark.argument("plugins", "Supported for precision, the cluster environment and checkpoint IO.")
 def test_plugins(fit, make_stream, make_task, assert_same, tmp_path):
     written = []
 
@@ -321,7 +338,9 @@ def test_plugins(fit, make_stream, make_task, assert_same, tmp_path):
     assert written == [0, 1] and trainer.strategy.cluster_environment is environment
 
 
-@pytest.mark.argument("enable_autolog_hparams", "honoured: whether loggers are told the task's and the stream's")
+@pytest.mark.argument(
+    "enable_autolog_hparams", "Supported. Whether loggers get the hyperparameters of the module and the stream."
+)
 @pytest.mark.parametrize("logs", [True, False])
 def test_hyperparameters_are_logged(fit, make_stream, make_task, tmp_path, logs):
     logger = CSVLogger(tmp_path, "", "")
@@ -329,7 +348,7 @@ def test_hyperparameters_are_logged(fit, make_stream, make_task, tmp_path, logs)
     assert ("num_classes" in logger.experiment.hparams) == logs
 
 
-@pytest.mark.argument("model_registry", "honoured: where the package `litmodels` sends checkpoints: after rounds")
+@pytest.mark.argument("model_registry", "Supported. The package `litmodels` uploads checkpoints after rounds.")
 def test_a_model_registry_has_the_checkpoints_of_rounds(fit, make_stream, make_task, tmp_path, monkeypatch):
     sent = []
 

@@ -35,7 +35,7 @@ def column(folder, name):
     return [float(line[names.index(name)]) for line in lines if line[names.index(name)]]
 
 
-@pytest.mark.callback("BaseFinetuning", "honoured: layers are frozen and trained from round to round, on all clients")
+@pytest.mark.callback("BaseFinetuning", "Supported. Layers can be frozen or unfrozen at each round, for all clients.")
 @COHORTS
 def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, max_vectorized_clients):
     class Own(BaseFinetuning):
@@ -55,7 +55,9 @@ def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, ma
     assert [torch.equal(weight, before) for weight in seen] == [True, True, False, False]
 
 
-@pytest.mark.callback("Checkpoint", "honoured: your own, after rounds: within one there is no state to go on from")
+@pytest.mark.callback(
+    "Checkpoint", "Supported. A custom subclass can save after rounds. Within a round there is no state to resume from."
+)
 def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, assert_same, tmp_path):
     class Own(Checkpoint):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -67,7 +69,9 @@ def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, as
     assert_same(task, again, 0)
 
 
-@pytest.mark.callback("LambdaCallback", "honoured: batches are those of one client after the other, epochs are rounds")
+@pytest.mark.callback(
+    "LambdaCallback", "Supported. Batches are the batches of one client after another. Epochs are rounds."
+)
 @COHORTS
 def test_hooks_of_a_function(fit, make_stream, make_task, max_vectorized_clients):
     seen = []
@@ -76,7 +80,7 @@ def test_hooks_of_a_function(fit, make_stream, make_task, max_vectorized_clients
     assert seen.count("end") == 2 and seen[-1] == "end" and seen.count("batch") == trainer.global_step
 
 
-@pytest.mark.callback("DeviceStatsMonitor", "honoured: of the process, by the batches of all clients")
+@pytest.mark.callback("DeviceStatsMonitor", "Supported. Logs statistics of the process for the batches of all clients.")
 def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
     arguments = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
     pytest.importorskip("psutil")
@@ -85,7 +89,9 @@ def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
     assert len(found) == trainer.global_step and all(0 < value <= 100 for value in found)
 
 
-@pytest.mark.callback("ThroughputMonitor", "honoured: counts the batches of all clients; those side by side are one")
+@pytest.mark.callback(
+    "ThroughputMonitor", "Supported. Counts the batches of all clients. A vectorized step counts as one batch."
+)
 @COHORTS
 def test_throughput(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
     sizes = []
@@ -103,8 +109,8 @@ def test_throughput(fit, make_stream, make_task, tmp_path, max_vectorized_client
     assert column(tmp_path, "train/samples") == [sum(sizes[: n + 1]) for n in range(len(sizes))]
 
 
-@pytest.mark.callback("ModelSummary", "honoured: of the module, which is the server's model")
-@pytest.mark.callback("RichModelSummary", "honoured: of the module, which is the server's model")
+@pytest.mark.callback("ModelSummary", "Supported. Summarizes the module, which is the server's model.")
+@pytest.mark.callback("RichModelSummary", "Supported. Summarizes the module, which is the server's model.")
 @pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
 def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
     caplog.set_level("INFO", "lightning.pytorch")
@@ -113,8 +119,10 @@ def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
     assert "Trainable params" in said and "59" in said and "model.3" in said
 
 
-@pytest.mark.callback("ProgressBar", "honoured: your own: an epoch is a round, with the batches of all its clients")
-@pytest.mark.callback("TQDMProgressBar", "honoured: a round each, with the batches of all its clients")
+@pytest.mark.callback(
+    "ProgressBar", "Supported. In a custom subclass, an epoch is a round with the batches of all clients."
+)
+@pytest.mark.callback("TQDMProgressBar", "Supported. One bar per round counts the batches of all clients.")
 @pytest.mark.parametrize("kind", [ProgressBar, TQDMProgressBar])
 @COHORTS
 def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, kind, max_vectorized_clients):
@@ -137,29 +145,36 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
         assert counts == [(n + 1, len(counts)) for n in range(len(counts))]
 
 
-@pytest.mark.callback("BatchSizeFinder", "refused: it would end within a round. Set `batch_size`")
-@pytest.mark.callback("LearningRateFinder", "refused: it would end within a round. Use `lightning-fcl tune`")
-@pytest.mark.callback("ModelPruning", "refused: masks would be averaged as weights are. Prune when the fit is done")
+@pytest.mark.callback("BatchSizeFinder", "Not supported. The callback would end within a round. Set `batch_size`.")
+@pytest.mark.callback(
+    "LearningRateFinder", "Not supported. The callback would end within a round. Use `lightning-fcl tune`."
+)
+@pytest.mark.callback(
+    "ModelPruning", "Not supported. The server would average the pruning masks. Prune the model after the fit."
+)
 @pytest.mark.callback(
     "GradientAccumulationScheduler",
-    "refused: it would accumulate gradients of different clients. Set `accumulate_grad_batches`",
+    "Not supported. The callback would accumulate gradients of different clients. Set `accumulate_grad_batches`.",
 )
 @pytest.mark.callback(
     "StochasticWeightAveraging",
-    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+    "Not supported. The callback would average models of different clients. "
+    "Update an `AveragedModel` in `on_train_epoch_end`.",
 )
 @pytest.mark.callback(
     "WeightAveraging",
-    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+    "Not supported. The callback would average models of different clients. "
+    "Update an `AveragedModel` in `on_train_epoch_end`.",
 )
 @pytest.mark.callback(
     "EMAWeightAveraging",
-    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+    "Not supported. The callback would average models of different clients. "
+    "Update an `AveragedModel` in `on_train_epoch_end`.",
 )
 @pytest.mark.callback(
     "SpikeDetection",
-    "refused: it would compare a client's loss with those of other clients. Non-finite uploads are dropped anyway. "
-    'For other outliers, set `reductions={"*": "median"}`',
+    "Not supported. The callback would compare losses of different clients. "
+    'Non-finite uploads are dropped anyway. For other outliers, set `reductions={"*": "median"}`.',
 )
 @pytest.mark.parametrize(
     ("callback", "remedy"),

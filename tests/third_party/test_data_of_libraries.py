@@ -231,8 +231,8 @@ LIBRARIES = (monai, hugging_face, albumentations, torch_geometric, torch_geometr
 
 
 @pytest.mark.may(
-    "train on batches of `MetaTensor`, graphs, dataclasses, or padded to the longest sample",
-    "clients have the batches of the library's own loader",
+    "Batches of `MetaTensor`, graphs, dataclasses, or padded to the longest sample",
+    "Clients get the same batches as from the library's own loader.",
 )
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)

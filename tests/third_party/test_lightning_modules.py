@@ -214,8 +214,8 @@ STRANGERS = {
 
 
 @pytest.mark.may(
-    "train as it does in a plain Trainer: any batches, layers, losses, hooks",
-    "one client's round is the plain Trainer's epoch",
+    "Any batches, layers, losses and hooks of a plain Trainer",
+    "A round of one client equals an epoch of a plain Trainer.",
 )
 @pytest.mark.parametrize("name", STRANGERS)
 def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_alike):
@@ -228,7 +228,8 @@ def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_
 
 
 @pytest.mark.may(
-    "the same with many clients", "the server has the mean of what each would have become in a plain Trainer"
+    "Training as in a plain Trainer, with several clients",
+    "The server state is the weighted mean of the states that plain Trainers give for the clients.",
 )
 @pytest.mark.parametrize("name", STRANGERS)
 def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
@@ -242,7 +243,7 @@ def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
     assert_alike(module, after)
 
 
-@pytest.mark.may("log metrics in `test_step`", "`trainer.test` gives what a plain Trainer gives")
+@pytest.mark.may("Metrics logged in `test_step`", "`trainer.test` returns the same values as in a plain Trainer.")
 @pytest.mark.parametrize("name", ["torchgeo", "chemprop", "pytorch-forecasting"])
 def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federated):
     stranger = STRANGERS[name]()
@@ -255,7 +256,8 @@ def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federate
 
 
 @pytest.mark.may(
-    "draw in its layers, and compute activations once more", "a client has draws of its own, the same ones both times"
+    "Random numbers in layers, with gradient checkpointing",
+    "Each client has its own random numbers. Recomputed activations use the same random numbers.",
 )
 @pytest.mark.parametrize("clients", [1, 3])
 def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike):
@@ -268,7 +270,10 @@ def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike
     assert_alike(again.module, once.module.state_dict())
 
 
-@pytest.mark.may("freeze parameters, also for a while", "they do not travel while training leaves them as they are")
+@pytest.mark.may(
+    "Frozen parameters, also if they are frozen temporarily",
+    "Clients do not transmit parameters while these are frozen.",
+)
 def test_what_is_frozen_stays_and_does_not_travel(federated):
     stranger = lora()
     before = {name: p.detach().clone() for name, p in stranger.module.named_parameters() if not p.requires_grad}
