@@ -32,13 +32,25 @@ from campaign import KINDS, ROOT, Campaign, Outcome
 import recipes
 
 CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, str]] = {
-    "kills": (endings.kill, 100, "A command gets SIGKILL, SIGTERM or SIGINT at a random moment, and is started again."),
-    "disks": (endings.fill, 10, "No file may grow beyond a random size; then there is room, and it is started again."),
-    "checkpoints": (damage.checkpoint_byte, 250, "A byte of a checkpoint changes, from which a fit then goes on."),
-    "results": (damage.results_byte, 250, "A byte changes in a file of a finished search, which is started again."),
-    "folders": (damage.copied_run, 40, "A run's folder is copied, its files have other times; the copy goes on."),
-    "files": (damage.unusable_file, 40, "A file of a run becomes a named pipe, a device or empty; the run is resumed."),
-    "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe change (hypothesis)."),
+    "kills": (endings.kill, 100, "A command gets SIGKILL, SIGTERM or SIGINT at a random time, and is started again."),
+    "disks": (
+        endings.fill,
+        10,
+        "A command runs with a random limit of file size, and is started again without the limit.",
+    ),
+    "checkpoints": (damage.checkpoint_byte, 250, "One byte of a checkpoint is changed, and a fit is resumed from it."),
+    "results": (
+        damage.results_byte,
+        250,
+        "One byte in a file of a finished search is changed, and the search is started again.",
+    ),
+    "folders": (damage.copied_run, 40, "The folder of a run is copied with other file times, and the copy is resumed."),
+    "files": (
+        damage.unusable_file,
+        40,
+        "A file of a run is replaced by a named pipe, a device or an empty file, and the run is resumed.",
+    ),
+    "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe are changed (hypothesis)."),
 }
 """A name's case, its usual number, and what it does."""
 
@@ -56,11 +68,12 @@ def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> 
         }
     lines = [
         "# Reliability\n",
-        "What became of commands to which something happened at random. *Fine*: what was not refused in one message",
-        "ended as if nothing had happened; nothing was left running or left over. In the first tenth of a",
-        "second, before a command listens, Python itself answers Ctrl-C. Each row is written by\n",
+        "This page lists the results of fault injection: commands are killed, disks are filled, and files are damaged",
+        "at random. A case is *fine* if the command stops with one error message, or ends with the same result as",
+        "without the fault. In both cases no process and no temporary file is left. During its first 0.1 s a command",
+        "does not handle Ctrl-C, and Python prints a traceback. This command writes each row:\n",
         "    make test-fault-injection ARGS='--write docs/reliability.md --seed ... --cases ...'\n",
-        f"| what happened | `ARGS` | date, commit | cases | {' | '.join(KINDS)} |",
+        f"| fault | `ARGS` | date, commit | cases | {' | '.join(KINDS)} |",
         f"| --- | --- | --- | ---: | {' | '.join('---:' for _ in KINDS)} |",
     ]
     for name in (name for name in CASES if name in rows):
@@ -70,7 +83,7 @@ def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> 
     wrong = [f"- {name}: {what}" for name, row in rows.items() for what in row["wrong"]]
     if page:
         page.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    return "\n".join([*lines, *(["\n## What went wrong\n", *wrong] if wrong else [])]) + "\n"
+    return "\n".join([*lines, *(["\n## Failed cases\n", *wrong] if wrong else [])]) + "\n"
 
 
 @functools.cache
