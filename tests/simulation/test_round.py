@@ -50,7 +50,7 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
 
 @pytest.mark.argument(
     "reload_dataloaders_every_n_epochs",
-    "Supported for validation loaders of a `FederatedStream`. Raises an error with a LightningDataModule.",
+    "Supported for validation loaders. Raises an error if the stream wraps a LightningDataModule.",
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, max_vectorized_clients, monkeypatch):
