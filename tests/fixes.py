@@ -1252,7 +1252,7 @@ ROWS |= {
         fit_module,
         {"module": Plain, "method": EWC(1.0)},
         {"module": StatesLoss},
-        "define it beside `lightning_fcl_protocols = True`",
+        "define `sample_loss` and `lightning_fcl_protocols = True`",
     ),
     "EWC with a module that does not state its loss, as a Classifier": Row(
         fit_module,
@@ -1969,7 +1969,7 @@ ROWS |= {
         fit_staggered,
         {"method": FedDyn, "scenario": Delayed(ClassIncremental(2, 2), max_delay=2)},
         {"method": SCAFFOLD},
-        "or `SCAFFOLD`",
+        "or use `SCAFFOLD`",
     ),
 }
 

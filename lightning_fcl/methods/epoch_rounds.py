@@ -1,4 +1,4 @@
-"""The epochs of a plain Trainer as rounds of a federation of one client."""
+"""Adapter that runs each epoch of a plain Trainer as a round of a federation with one client."""
 
 from __future__ import annotations
 
@@ -31,41 +31,42 @@ from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples
 
 
 class EpochRounds:
-    """The epochs of a plain Trainer as rounds of a federation of one client.
+    """An adapter that runs each epoch of a plain Trainer as a round of a federation with one client.
 
-    The loaders, the optimizers and the strategy are the user's. No tensor of the module is aggregated.
+    The data loaders, the optimizers and the strategy are unchanged. No tensor of the module is aggregated.
 
     Args:
         module: The module that the Trainer trains.
         methods: The methods among the Trainer's callbacks.
-        local: The state of the federation.
+        local: The state of the one-client federation.
     """
 
     def __init__(self, module: L.LightningModule, methods: Sequence[MethodBase], local: LocalFederation) -> None:
         self._module, self._methods, self._local = module, methods, local
         self._planned = find_stream(module.trainer)
-        # Only some methods look at the samples again.
+        # Keep the inputs of an epoch only if a method reads the samples of a round.
         self._loader = LoaderStream(any(method.needs.round_samples for method in methods))
         self.stream: FederatedStream | LoaderStream = self._loader if self._planned is None else self._planned
         self._round: MethodRound | None = None
         self._is_open = False
-        self._batches_per_epoch = 0  # of local epochs that are planned
+        # Number of batches of one local epoch if a `FederatedStream` plans the batches, otherwise 0.
+        self._batches_per_epoch = 0
         if self._planned is not None:
             self._planned.local_batches = self._batches
 
     def close(self) -> None:
-        """Let the stream plan its batches itself."""
+        """Stop replacing the stream's own batch planning."""
         if self._planned is not None:
             self._planned.local_batches = None
 
     def begin(self, number: int) -> tuple[ClientRound, State, list[StateSection]]:
-        """Begin a round.
+        """Start a round.
 
         Args:
-            number: Number of the epoch.
+            number: Index of the epoch, from 0.
 
         Returns:
-            The client's part, the state that it has received, and the state of each method.
+            The client's round, the state that the client received, and the client state of each method.
         """
         module, methods, server = self._module, self._methods, self._local.server
         client_round = self._enter(number)
@@ -83,7 +84,7 @@ class EpochRounds:
         return client_round, self._received, memories
 
     def _enter(self, number: int) -> ClientRound:
-        """Return the client's part in the round of an epoch, which begins."""
+        """Enter the round of an epoch and return the client's round."""
         client = CLIENT if self._planned is None else self._planned.plan.clients[0]
         if self._local.enter_round(client, number):
             for method in self._methods:
@@ -95,34 +96,34 @@ class EpochRounds:
         return self.stream.client_round(client, number)
 
     def _check_local_epochs(self, client_round: ClientRound, memories: Sequence[StateSection]) -> None:
-        """Raise ValueError if a method asks for several local epochs, which loaders of the user do not have."""
+        """Raise ValueError if a method needs several local epochs and the data is not a `FederatedStream`."""
         for method in methods_overriding(self._methods, "local_epochs"):
             memory = memories[self._methods.index(method)]
             epochs = method.local_epochs(make_client(method, self._module, memory, self._received, client_round))
             if epochs not in (None, 1):
                 raise InvalidValueError(
-                    f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains {epochs} local epochs "
-                    "in a round, but got another loader.",
+                    f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains for {epochs} local epochs "
+                    "per round, but got another data loader.",
                     hint="Pass the data as a `FederatedStream`: `trainer.fit(module, datamodule=stream)`.",
                     argument="datamodule",
                     value=epochs,
                 )
 
     def add(self, batch: Batch) -> None:
-        """Add the samples of a batch to those of the epoch, if the data are no `FederatedStream`."""
+        """Add the samples of a batch to the samples of the epoch if the data is not a `FederatedStream`."""
         if self._planned is None and is_labelled(batch):
             self._loader.add(plain_samples(batch[0]), plain_samples(batch[1]))
 
     def local_epoch(self, batch_idx: int) -> int:
-        """Return the local epoch of a batch, from 0."""
+        """Return the index of the local epoch of a batch, from 0."""
         return batch_idx // self._batches_per_epoch if self._batches_per_epoch else 0
 
     def end(self, memories: Sequence[StateSection], steps: int) -> None:
-        """End the round, if it has not ended yet.
+        """End the round if it has not ended yet.
 
         Args:
-            memories: The state of each method after local training.
-            steps: Number of optimizer steps.
+            memories: The client state of each method after local training.
+            steps: Number of optimizer steps in the round.
         """
         if self._round is None or not self._is_open:
             return
@@ -149,14 +150,15 @@ class EpochRounds:
             method_round.accept([name])
 
     def finish(self) -> None:
-        """End the experience of a fit that has stopped before its last epoch."""
+        """End the current experience after a fit that stopped before its last epoch."""
         if self._round is not None:
             self._round.finish_stopped([self._local.client], self._round.number + (not self._is_open))
 
     def _batches(self, client: str, number: int) -> Iterator[Any]:
-        """Yield the batches of a round of the stream, as a federation plans them."""
+        """Yield the batches of a round of the stream, as planned for a federation."""
         stream, seed = self._planned, self.stream.seed
-        assert stream is not None  # it calls the function
+        # Only a `FederatedStream` calls this function.
+        assert stream is not None
         client_round = self._enter(number)
         client_of = partial(client_before, self._local.server, self._module)
         replayed, epochs = joining_samples(self._methods, client_of), local_epochs_fn(self._methods, client_of, 1)

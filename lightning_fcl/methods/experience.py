@@ -1,10 +1,11 @@
-"""Entries of one experience: when they start anew, and the server's models at the start of experiences.
+"""Method state that belongs to one experience, and the results of experiences.
 
-A method declares in `MethodBase.of_experience` which of its entries belong to one experience. In client state these
-entries start anew when the client enters an experience. On the server they start anew, with their values in
-`MethodBase.init_server_state`, in the round in which all clients enter an experience. If clients enter an experience in
-different rounds, as in `lightning_fcl.data.scenarios.Delayed`, the entries of the server last: a method handles each
-client by itself in `MethodBase.enters_alone`, or it is rejected.
+`MethodBase.of_experience` lists the entries of a method's state that belong to one experience. In the client state,
+these entries are removed when the client enters a new experience. On the server, they are reset to the values of
+`MethodBase.init_server_state` in the round in which all clients enter an experience.
+
+In some scenarios, such as `lightning_fcl.data.scenarios.Delayed`, clients enter an experience in different rounds. The
+server then keeps these entries. The method must override `MethodBase.enters_alone`, or setup raises ValueError.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from lightning_fcl.methods.context import Client
 
 
 def receive(method: MethodBase, client: Client) -> StateSection:
-    """Return the client state with which a client starts a round, see `MethodBase.prepare_client_state`.
+    """Return the client state with which a client starts a round. See `MethodBase.prepare_client_state`.
 
-    If the client enters an experience, its entries of earlier experiences are removed first.
+    If the client enters a new experience, the entries that belong to an earlier experience are removed first.
     """
     if not method.of_experience:
         return method.prepare_client_state(client)
@@ -51,20 +52,23 @@ def receive(method: MethodBase, client: Client) -> StateSection:
 
 
 def noted(method: MethodBase, client: Client, memory: StateSection) -> StateSection:
-    """Return a client state, if there is any, with the experience to which its entries of one experience belong."""
+    """Return the client state with an entry ``experience`` if the method has entries that belong to one experience.
+
+    The entry has the index of the client's current experience. An empty client state stays empty.
+    """
     noting = method.of_experience and memory
     return {**memory, "experience": torch.tensor(client.client_round.experience_idx)} if noting else memory
 
 
 def lasting(method: MethodBase, state: State) -> State:
-    """Return the entries of client state or of the server that do not belong to one experience."""
+    """Return the entries of a client state or server state that do not belong to one experience."""
     return {name: value for name, value in state.items() if not matches(name, method.of_experience)}
 
 
 def declared(method: MethodBase, server_state: State) -> dict[str, Reduction]:
-    """Return the reductions of what the server keeps for a method in a round.
+    """Return the reduction of each entry of a method's server state in the current round.
 
-    Entries that clients receive once are not there in each round.
+    Patterns of a `once` reduction that match no entry are skipped, because such entries do not exist in every round.
     """
     rules = {
         pattern: reduction
@@ -75,14 +79,14 @@ def declared(method: MethodBase, server_state: State) -> dict[str, Reduction]:
 
 
 def begins_experience(plan: Plan, round_idx: int) -> bool:
-    """Return whether all clients enter an experience in a round other than the first."""
+    """Return whether all clients enter an experience in this round, and the round is not the first."""
     if not plan.in_step or round_idx == 0:
         return False
     return plan.current_experiences(round_idx) != plan.current_experiences(round_idx - 1)
 
 
 def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
-    """Raise ValueError if clients enter experiences in different rounds and the method does not handle it."""
+    """Raise ValueError if clients enter experiences in different rounds and the method does not support it."""
     stream = find_stream(module.trainer)
     if stream is None or stream.plan.in_step or not method.of_experience or overrides_hook(method, "enters_alone"):
         return
@@ -90,15 +94,15 @@ def check_in_step(method: MethodBase, module: L.LightningModule) -> None:
     if len(lasting(method, server_state)) < len(server_state):
         raise InvalidValueError(
             f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
-            "whose server state starts anew with each experience, but got clients that enter experiences in different "
+            "which resets its server state in each experience, but got clients that enter experiences in different "
             "rounds.",
-            hint="Use a scenario other than `Delayed`, or `SCAFFOLD`.",
+            hint="Use a scenario other than `Delayed`, or use `SCAFFOLD`.",
             argument="scenario",
         )
 
 
 def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> int | None:
-    """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
+    """Return the client's next round of the same experience among the first ``rounds`` rounds, or None."""
     plan, client = stream.plan, client_round.client_id
     for number in range(client_round.round_idx + 1, min(rounds, plan.num_rounds)):
         if plan.experiences[client][number] != client_round.experience_idx:
@@ -109,13 +113,15 @@ def next_round(stream: ClientStream, client_round: ClientRound, rounds: int) -> 
 
 
 def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumulates: bool) -> bool:
-    """Return whether the next round of a client that always trains replaces what its current round would give.
+    """Return whether the client's next round will replace a result that is computed after the current round.
+
+    The client is assumed to train in every round.
 
     Args:
         stream: The stream.
-        client_round: The client's part in the current round.
+        client_round: The client's current round.
         rounds: Number of rounds of the fit.
-        accumulates: Whether each sample counts, so that the next round must have the same samples.
+        accumulates: Whether each sample counts once. The next round must then have the same samples.
     """
     next_round_idx = next_round(stream, client_round, rounds)
     return next_round_idx is not None and not (
@@ -126,14 +132,14 @@ def returns(stream: ClientStream, client_round: ClientRound, rounds: int, accumu
 def result_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> StateSection:
-    """Return the method's result for the experience.
+    """Return the method's result for the current experience.
 
     Args:
         method: The method.
-        client: The client after its local training.
-        trained_state: The client's state after it.
+        client: The client after local training.
+        trained_state: The client's state after local training.
         data: The samples of the round.
-        earlier: The result of the experience's earlier rounds. {} if there is none.
+        earlier: The result of earlier rounds of the experience, or {}.
     """
     history = client.history
     if method.accumulates and history is not None:
@@ -146,14 +152,17 @@ def result_of(
 def share_of(
     method: MethodBase, client: Client, trained_state: State, data: Any, earlier: StateSection
 ) -> tuple[State, StateSection] | None:
-    """Return what a client uploads to an experience's sums, and all that it has contributed to them then.
+    """Return a client's upload to the sums of an experience, and the client's total contribution after this upload.
 
     Args:
         method: The method.
-        client: The client after its local training.
-        trained_state: The client's state after it.
-        data: The samples of the round; None if the method does not need them.
-        earlier: What the client has contributed in earlier rounds of the experience.
+        client: The client after local training.
+        trained_state: The client's state after local training.
+        data: The samples of the round, or None if the method does not need samples.
+        earlier: The client's total contribution in earlier rounds of the experience, or {}.
+
+    Returns:
+        The upload and the total contribution, or None if the round has no new samples.
     """
     history = client.history
     covers = data is None or history is None or history.covers_experience
@@ -180,9 +189,9 @@ def sections_of(
 
     Args:
         method: The method.
-        memory: What `MethodBase.update_client_state` returned.
-        result: The result for the experience; None if none was computed.
-        share: All that the client has contributed to the experience's sums with the latest upload; None if nothing.
+        memory: The client state that `MethodBase.update_client_state` returned.
+        result: The result for the experience, or None if no result was computed.
+        share: The client's total contribution to the experience's sums after the latest upload, or None.
         previous_state: The client's state at the start of the round.
     """
     section = method.section_name
@@ -197,10 +206,13 @@ def sections_of(
 
 
 def note_result(client_state: ClientState, section: str) -> None:
-    """Note that a method's section has the result for the experience."""
+    """Record in the client state that a method's section contains the result for the experience."""
     client_state[PROGRESS][RESULT + section] = torch.tensor(True)
 
 
 def history_of(stream: ClientStream, client_round: ClientRound, client_state: ClientState) -> SampleHistory | None:
-    """Return the numbers of a client's samples, from the rounds that it has trained in. None: samples have none."""
+    """Return the sample numbers of the current round and of earlier rounds, or None if the samples have no numbers.
+
+    Only the earlier rounds in which the client trained are included.
+    """
     return stream.sample_history(client_round.client_id, client_round.round_idx, trained_rounds(client_state))

@@ -1,4 +1,4 @@
-"""FedKNOW: what FedViT does with samples, done with the largest weights of past tasks."""
+"""FedKNOW: gradient projection against past tasks, which are restored from their largest weights."""
 
 from __future__ import annotations
 
@@ -24,29 +24,36 @@ from lightning_fcl.methods.fedvit import FedViT
 from lightning_fcl.methods.functional import GradientFn, evaluation_mode, make_teacher_fn, require_sample_loss, to_input
 from lightning_fcl.validation import above, at_least, validated
 
-_BATCH = 32  # samples of a step of tuning
+# Number of samples per optimizer step when the kept weights are tuned.
+_BATCH = 32
 
 
 @dataclass(eq=False)
 class FedKNOW(FedViT):
-    """Every step: rotates the gradient so that it undoes no signature task, known by its weights (Luopan et al. 2022).
+    """FedKNOW: gradient projection against tasks restored from their largest weights (Luopan et al., 2022).
 
-    The stages, the choice of tasks and the rotation are those of `FedViT`; the knowledge of a task is another. At a
-    task's end the client keeps the share ``rho`` of the largest weights of each linear and convolutional layer of its
-    body, of those that no earlier task has kept: no weight is kept for two tasks. They are tuned on the task's samples
-    with all free weights at zero. A past task's network has the weights that were kept up to its end, as in PackNet
-    (Mallya and Lazebnik 2018), zeros elsewhere, and the biases, norms and head of its end, which are small, whole. The
-    gradient of a past task is that of distillation, on the present batch, from its network, among the task's classes.
+    `FedKNOW` has the training stages, the task selection and the gradient projection of `FedViT`. The knowledge of a
+    task is different: the client keeps weights instead of samples.
+
+    When a task ends, the client selects weights in each linear and convolutional layer of the body. It keeps the
+    largest weights that no earlier task has kept. Their number is the share ``rho`` of all weights of the layer. No
+    weight is kept for two tasks. The new weights are then tuned on the task's samples, while all weights that no task
+    has kept are zero.
+
+    The network of a past task has the weights that were kept until the end of the task, and zeros elsewhere, as in
+    PackNet (Mallya and Lazebnik, 2018). Its biases, normalization layers and head are copies from the end of the task.
+    The gradient of a past task is the gradient of a distillation loss. The teacher is the network of the past task, on
+    the current batch, with the logits of the task's classes.
 
     Args:
-        rho: Share of each layer's weights that is kept for a task, above 0 and up to 1.
-        temperature: Softens both sides of the distillation, above 0.
-        tune_epochs: Passes over the task's samples that tune the kept weights; 0: none.
-        tune_lr: Learning rate (of Adam) of the tuning, above 0.
-        k: Past tasks that constrain a step. See `FedViT`; and all else.
+        rho: Share of each layer's weights that is kept for a task, above 0 and at most 1.
+        temperature: Temperature of the teacher's and the student's logits in the distillation, above 0.
+        tune_epochs: Number of passes over the task's samples that tune the kept weights. 0 disables tuning.
+        tune_lr: Learning rate of Adam for tuning, above 0.
+        k: Number of past tasks that constrain a step. See `FedViT` for `k` and all other arguments.
 
     Raises:
-        ValueError: If an argument is out of range, the body has no layer to keep weights of; or as `FedViT` does.
+        ValueError: If an argument is out of range, or the body has no linear or convolutional layer. See also `FedViT`.
 
     Example:
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
@@ -76,8 +83,8 @@ class FedKNOW(FedViT):
         weights = [name for name in names if not fnmatchcase(name, self.head_pattern)]
         if not weights:
             raise InvalidValueError(
-                f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
-                f"`{type(client.module).__name__}` has none outside of `head_pattern={self.head_pattern}`.",
+                f"Expected a body with linear or convolutional layers for `{type(self).__name__}`, but "
+                f"`{type(client.module).__name__}` has no such layer outside of `head_pattern={self.head_pattern}`.",
                 hint="Use `FedViT`.",
             )
         number, owners, kept_weights = (
@@ -126,7 +133,7 @@ class FedKNOW(FedViT):
                 for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
                     leaf.grad = gradient * (owners[name] == task + 1)
                 optimizer.step()
-        # Adam leaves a weight alone whose gradient was always zero.
+        # Adam did not change the weights of other tasks during tuning, because their gradients were always zero.
         return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept_weights[n]) for n, leaf in leaves.items()}
 
     def past_tasks(self, client: Client) -> list[int]:
@@ -134,7 +141,7 @@ class FedKNOW(FedViT):
         return [number for number in numbers if number != client.client_round.experience_idx]
 
     def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
-        """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
+        """Return the gradient of the distillation loss from a past task's network on the current batch, shape (p,)."""
         if task not in self._networks:
             self._networks[task] = load_task_network(client.method_state, task)
         x, classes = finite_pairs(client.batch)[0], client.method_state[f"block{task}"]
@@ -147,7 +154,10 @@ class FedKNOW(FedViT):
 
 
 def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
-    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all weights."""
+    """Return a mask of the free weights to keep: the largest ones.
+
+    Their number is the share ``rho`` of all weights of the layer, or the number of free weights if that is smaller.
+    """
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
     mask = torch.zeros_like(magnitude, dtype=torch.bool)
@@ -156,7 +166,7 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 
 
 def load_task_network(method_state: Mapping[str, Tensor], task: int) -> State:
-    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`."""
+    """Return the state of a past task's network: the weights kept until its end, and zeros elsewhere. See `FedKNOW`."""
     owners, kept_weights = strip_prefix(method_state, "owner"), strip_prefix(method_state, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept_weights.items()}
     return weights | strip_prefix(method_state, f"small{task}")

@@ -1,4 +1,4 @@
-"""FedRep: a shared body and a head of one's own; FedViT: what a step, or other clients, would undo is held back."""
+"""FedRep: a shared body and client-local heads. FedViT: FedRep with gradient projection and integration."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ from lightning_fcl.validation import at_least, one_of, unit_interval, validated
 
 @dataclass(eq=False)
 class FedRep(Method):
-    """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
+    """FedRep: head epochs, then body epochs, with client-local heads (Collins et al., 2021, Algorithm 1).
 
-    What is not trained is frozen to the bit. The body travels, the head stays with the client: declare it, as in
+    In each round a client first trains the head with a frozen body, then the body with a frozen head. Frozen tensors
+    stay bitwise identical. The server aggregates the body. The head must be client-local:
     ``FederatedStrategy(reductions={"model.head.*": "local"})``.
 
     Args:
-        head_epochs: Local epochs of the head, at least 1.
-        body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
-        head_pattern: Shell-style pattern of the head's entries.
+        head_epochs: Number of local epochs for the head, at least 1.
+        body_epochs: Number of local epochs for the body, at least 1. ``head_epochs + body_epochs`` overrides the
+            strategy's `local_epochs`.
+        head_pattern: Shell-style pattern of the head's tensor names.
 
     Raises:
-        ValueError: If the Trainer is no federation's, ``head_pattern`` matches all parameters or none, or the head is
-            not declared to stay with the clients.
+        ValueError: If the Trainer does not use ``strategy="federated"``, ``head_pattern`` matches all trainable
+            parameters or none, or the head is not client-local.
 
     Example:
         >>> FedRep(head_epochs=2, body_epochs=4).head_pattern
@@ -73,34 +75,40 @@ class FedRep(Method):
 
 @dataclass(eq=False)
 class FedViT(FedRep):
-    """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
+    """FedViT: gradient projection against signature tasks, with integration after aggregation (Zuo et al., 2024).
 
-    A client's round has three stages, and only the body travels (declare the head's reduction ``"local"``):
+    Only the body is aggregated. Declare the reduction ``"local"`` for the head. A client's round has three stages:
 
-    1. *Integration* (section 3.4), in the rounds of a task after the client's first: the gradient g_b of a batch at
-    the body that the client has trained is rotated as little as possible until it raises no loss at the body received,
-    whose gradient is g_a, and steps that. The paper does so right after each aggregation; here it is the client's next
-    turn, and with ``integrate_last`` also after the last aggregation of a task, for the body that it predicts with. 2.
-    The head learns, the body is frozen. 3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9,
-    until it raises the loss of none of the k past tasks whose gradients differ most from it (section 3.3). Their
-    gradients are restored, at the present parameters, from the samples that are kept of each task, eq. 5.
+    1. *Integration* (section 3.4). It takes place in each round of a task after the client's first round of the task.
+       g_b is the gradient of a batch at the body that the client trained before aggregation. g_a is the gradient at the
+       received body. The client projects g_b so that, to first order, the step does not increase the loss at the
+       received body. Then it takes an optimizer step with the projected gradient.
+    2. Head epochs: the head is trained and the body is frozen.
+    3. Body epochs: the body is trained and the head is frozen. The gradient is projected (eq. 7 to 9) so that it
+       increases the loss of none of the k selected past tasks. These are the tasks whose gradients differ most from the
+       current gradient (section 3.3). Their gradients are computed at the current parameters from the kept samples of
+       each task (eq. 5).
 
-    For a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least one, eq.
-    4, by its own model after the last round of the task that it trained in.
+    In the paper, integration follows each aggregation immediately. Here it takes place at the start of the client's
+    next round. With ``integrate_last`` it also follows the last aggregation of a task, for the body that the client
+    predicts with.
+
+    For each class of a task, the client keeps the share ``rho`` of the samples with the lowest loss, at least one
+    (eq. 4). The loss is computed with the client's own model after the last round of the task in which it trained.
 
     Args:
-        rho: Share of the samples of each class that is kept, above 0 and up to 1.
-        k: Past tasks that constrain a step, at least 1; all, while there are no more.
-        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``.
-        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all.
-        integration_epochs: Local epochs of integration, which come first; 0: none.
+        rho: Share of the samples of each class that is kept, above 0 and at most 1.
+        k: Number of past tasks that constrain a step, at least 1. If there are fewer past tasks, all of them do.
+        distance: Distance between two gradients: ``"wasserstein"`` (as in the paper) or ``"cosine"``.
+        select_every: Number of steps after which a client selects its k tasks again, from the gradients of all tasks.
+        integration_epochs: Number of local epochs of integration. 0 disables integration.
         integrate_last: Whether integration also follows the last aggregation of a task.
-        margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
-            paper's eq. 8; GEM's authors take 0.5.
-        head_epochs: See `FedRep`; and all else.
+        margin: Minimum weight of each constraint if a gradient violates a constraint, at least 0. Also used in
+            integration. 0 is eq. 8 of the paper. The authors of GEM use 0.5.
+        head_epochs: See `FedRep` for `head_epochs` and all other arguments.
 
     Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
+        ValueError: If an argument is out of range, or the module has no `sample_loss`. See also `FedRep`.
 
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs
@@ -121,17 +129,20 @@ class FedViT(FedRep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._before: State | None = None  # the client's state before aggregation
-        self._steps = 0  # of the body, with past tasks
+        # The client's state before aggregation.
+        self._before: State | None = None
+        # Number of steps of the body that were constrained by past tasks.
+        self._steps = 0
         self._chosen: list[int] = []
-        self._rows: Tensor | None = None  # kept from step to step: so much memory is slow to come by
+        # The buffer of constraint gradients is reused from step to step, because allocating it is slow.
+        self._rows: Tensor | None = None
 
-    # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
+    # Subclasses override these functions to keep other knowledge of a task and to compute a gradient from it.
 
     def extract_knowledge(
         self, client: Client, method_state: StateSection, trained_state: State, data: Batch
     ) -> StateSection:
-        """Return the state with the knowledge of the task, of which ``client.result`` may have a part."""
+        """Return the client state with the knowledge of the task. ``client.result`` may contain a part of it."""
         x, y = finite_pairs(data)
         module = client.module
         with torch.no_grad():
@@ -142,15 +153,15 @@ class FedViT(FedRep):
         )
 
     def past_tasks(self, client: Client) -> list[int]:
-        """Numbers of the past tasks of which there is knowledge, ascending."""
+        """Return the indices of the past tasks whose knowledge the client has, ascending."""
         return past_task_indices(client)
 
     def past_gradient(self, client: Client, task: int, gradient_of: GradientFn) -> Tensor:
-        """The gradient of a past task at the present parameters, shape (p,)."""
+        """Return the gradient of a past task at the current parameters, shape (p,)."""
         rows = client.method_state["task"] == task
         return gradient_of(client.method_state["x"][rows], client.method_state["y"][rows])
 
-    # Its stages.
+    # Stages of a client's round.
 
     def local_epochs(self, client: Client) -> int | None:
         usual = super().local_epochs(client)
@@ -161,7 +172,7 @@ class FedViT(FedRep):
         )
 
     def _goes_on(self, memory: StateSection, client_round: ClientRound) -> bool:
-        """Whether a client has a body of its own from an earlier round of the task."""
+        """Return whether the client state has a body from an earlier round of the current task."""
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience_idx
 
     def prepare_client_state(self, client: Client) -> StateSection:
@@ -184,7 +195,7 @@ class FedViT(FedRep):
 
     @property
     def _integration(self) -> int:
-        """Local epochs of integration: there are some only where there is a body from before aggregation."""
+        """Number of local epochs of integration, 0 if there is no body from before aggregation."""
         return self.integration_epochs if self._before is not None else 0
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
@@ -254,7 +265,7 @@ class FedViT(FedRep):
     def _integrated(
         self, federation: FederationProtocol, client_round: ClientRound, state: State, body: State
     ) -> State:
-        """The body after integration of a client's data; the module holds the client's state afterwards."""
+        """Return the body after integration on a client's data. The module contains the client's state afterwards."""
         module, stream, seed = federation.module, federation.stream, federation.seed
         (optimizer,) = federation.optimizers
         load_state_tensors(module, state)
@@ -267,7 +278,8 @@ class FedViT(FedRep):
         keys = make_client_keys(seed, [client_round.client_id], client_round.round_idx, "integration")
         plan = plan_batches(len(y), self.integration_epochs, stream.batch_plan, keys)
         with isolate_rng():
-            for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
+            for number, rows in enumerate(plan):
+                # Both gradients use the same random numbers: computing a gradient does not advance the generators.
                 seed_all(seed, client_round.client_id, client_round.round_idx, "integration", number)
                 previous_gradient, current_gradient = (
                     gradient(x[rows], y[rows], previous_state),
@@ -280,7 +292,13 @@ class FedViT(FedRep):
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
-    """Indices of the share of each class's samples with the lowest loss, at least one, in order (FedViT, eq. 4)."""
+    """Return the indices of each class's samples with the lowest loss, in ascending order (FedViT, eq. 4).
+
+    Args:
+        loss: Loss of each sample, shape (n,).
+        y: Class of each sample, shape (n,).
+        rho: Share of each class's samples to return. At least one sample of each class is returned.
+    """
     order = loss.argsort(stable=True).to(y.device)
     class_rows = []
     for label in torch.unique(y):
@@ -290,9 +308,9 @@ def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
 
 
 class LowestLoss:
-    """FedViT's knowledge extractor as one of Avalanche's exemplar selection strategies: the lowest loss comes first.
+    """FedViT's sample selection as an exemplar selection strategy for Avalanche: samples with the lowest loss first.
 
-    It has the method of Avalanche's ``ExemplarsSelectionStrategy``, as which its buffers take it. See `lowest_loss`.
+    The class has the method of Avalanche's ``ExemplarsSelectionStrategy``, so that Avalanche's buffers accept it.
 
     Example:
         >>> from types import SimpleNamespace
@@ -303,7 +321,10 @@ class LowestLoss:
     """
 
     def make_sorted_indices(self, strategy: Any, data: Batch) -> list[int]:
-        """Positions of a data set's samples ``(x, y, ...)`` by the cross-entropy of ``strategy.model``, ascending."""
+        """Return the positions of a dataset's samples ``(x, y, ...)`` sorted by the loss of ``strategy.model``.
+
+        The loss is the cross-entropy, in ascending order.
+        """
         if not len(data):
             return []
         x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in data]) for part in (0, 1))

@@ -1,4 +1,4 @@
-"""FedWEIT: a shared base, each task's own mask and sparse addition to it, and the additions of the other clients."""
+"""FedWEIT: a shared base, a mask and sparse adaptive weights for each task, and the adaptives of other clients."""
 
 from __future__ import annotations
 
@@ -28,45 +28,56 @@ from lightning_fcl.validation import at_least, validated
 
 @dataclass(eq=False)
 class FedWEIT(Method):
-    """Every step: trains base, mask, adaptive and attention; every task: exchanges the adaptives (Yoon et al. 2021).
+    """FedWEIT: federated weighted inter-client transfer with decomposed weights (Yoon et al., 2021).
 
-    The network is a `FedWEITNet` one, ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. A client minimises, eq. 2::
+    The network is a `FedWEITNet` with weights ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. B is the base, m the
+    mask, A the adaptive of the task, and alpha_j the attention to the adaptive A_j of the knowledge base. A client
+    minimizes (eq. 2)::
 
         task loss + l1 (||A||_1 + sum_i ||A_i||_1) + mask_l1 ||m||_1 + l2 sum_i ||B * sigmoid(m_i) + A_i - theta*_i||^2
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
 
-    over its past tasks i, whose A_i are trained along, and whose ``theta*_i`` is what ``B * sigmoid(m_i) + A_i`` was
-    after the client's last training in the task before. The last line is the authors' code. That code differs from the
-    paper in three points: there ``l2`` is halved (half of the squares), ``mask_l1`` is 0, and past A_i stay as they
-    are (``retroactive=False``).
+    The index i runs over the client's past tasks, whose A_i are trained as well. ``theta*_i`` is the value of
+    ``B * sigmoid(m_i) + A_i`` after the client's last training in the previous task. The line with ``weight_decay``
+    follows the authors' code. Three other points of the authors' code differ from the paper and from this
+    implementation: the ``l2`` term has a factor 1/2, ``mask_l1`` is 0, and past A_i are not trained
+    (``retroactive=False``).
 
-    After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros; a
-    unit's new base is the mean of those who send it and stays where none does. It also sends A, without the numbers up
-    to the network's `threshold`, after each round that may be its last of the task. When the task has ended and a
-    client begins the next task it receives the other clients' latest A, once.
+    After a round a client uploads the base. In each layer, the units with the smallest ``|m|`` are uploaded as zeros:
+    the share ``sparsity`` of all units. The server averages each unit over the clients that upload it. A unit that no
+    client uploads does not change. After each round that may be the last round of its task, a client also uploads A.
+    Values of A with a magnitude up to the network's `threshold` are set to zero first. When a client starts its next
+    task, it receives the latest A of the other clients once.
 
-    What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "local",
-    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
-    not decomposed is averaged, then kept for each task; a mean is weighted by client; A begins at a third of the
-    present base, not of the first one; the knowledge base holds no A of the client's own. Plain SGD is stable only
-    where ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
+    All parameters of a task are client-local. Pass ``FederatedStrategy(reductions={"model.tasks.*": "local",
+    "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"})``. There are four deviations from the
+    authors' code:
+
+    - Tensors that are not decomposed are averaged, then kept for each task.
+    - Means are weighted by client.
+    - A starts at a third of the current base, not of the first base.
+    - The knowledge base contains no A of the client itself.
+
+    Plain SGD is stable only if ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
 
     Args:
-        l1: Weight of the absolute values of the adaptives, at least 0.
-        l2: Weight of the drift of the past tasks, at least 0.
-        weight_decay: Weight of half the squares, at least 0.
-        sparsity: Share of each layer's units of which the base is not sent, 0 to below 1.
-        mask_l1: Weight of the absolute values of the mask, at least 0; None: ``l1``.
-        kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
-        retroactive: Whether the adaptives of past tasks are trained along.
-        per_task: Whether each task has a mask and an adaptive of its own, as in the paper. False: one of both goes on
-            from task to task, in a `FedWEITNet` network of one task, as the baseline of Zuo et al. (PuzzleFL) seems to
-            work, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and a base that alone travels.
-        clients: Who uses it; others train the plain network. See `Method`.
+        l1: Weight of the L1 norm of the adaptives, at least 0.
+        l2: Weight of the drift of past tasks, at least 0.
+        weight_decay: Weight of half the squared norms, at least 0.
+        sparsity: Share of each layer's units whose base is not uploaded, at least 0 and below 1.
+        mask_l1: Weight of the L1 norm of the mask, at least 0. None: equal to ``l1``.
+        kb_size: Maximum number of adaptives that a client receives, sampled at random. None: the adaptives of all
+            other clients.
+        retroactive: Whether the adaptives of past tasks are also trained.
+        per_task: Whether each task has a separate mask and adaptive, as in the paper. If False, all tasks share one
+            mask and one adaptive, in a `FedWEITNet` with one task. The baseline of Zuo et al. (PuzzleFL) seems to work
+            this way, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and an upload of the base only.
+        clients: Clients that use the method. Other clients train the plain network. See `Method`.
 
     Raises:
-        ValueError: If the Trainer is no federation's, the module is no task-incremental `Classifier` of a `FedWEITNet`
-            network with tasks enough, reductions are missing, or another method than `Replay` is there, too.
+        ValueError: If the Trainer does not use ``strategy="federated"``, the module is not a task-incremental
+            `Classifier` of a `FedWEITNet` with enough tasks, a reduction is missing, or the Trainer has a method other
+            than `FedWEIT` and `Replay`.
 
     Example:
         >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity
@@ -74,7 +85,7 @@ class FedWEIT(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(federation_reason="there is nobody whose weights could be attended to")
+    needs: ClassVar[Needs] = Needs(federation_reason="there are no other clients whose weights it could attend to")
 
     l1: float = validated(1e-3, at_least, 0)
     l2: float = validated(100.0, at_least, 0)
@@ -89,20 +100,22 @@ class FedWEIT(Method):
         super().__post_init__()
         if not 0 <= self.sparsity < 1:
             raise InvalidValueError(
-                f"Expected `sparsity` to be at least 0 and below 1 but got {self.sparsity}.",
+                f"Expected `sparsity` to be at least 0 and below 1, but got {self.sparsity}.",
                 argument="sparsity",
                 value=self.sparsity,
             )
         self.mask_l1 = self.l1 if self.mask_l1 is None else self.mask_l1
-        self.knowledge: dict[str, Tensor] = {}  # the server's: each client's latest adaptive, packed
-        self._ending: dict[str, Tensor] = {}  # each client's latest of the task that it is in
+        # On the server: the packed adaptive of each client's latest finished task.
+        self.knowledge: dict[str, Tensor] = {}
+        # On the server: the packed adaptive of each client's current task, from its latest upload.
+        self._ending: dict[str, Tensor] = {}
         self._gates: list[Tensor] = []
 
     def _place(self, memory: StateSection) -> int:
-        """Which of the network's tasks has the mask and the adaptive of the client's present one."""
+        """Return the index of the network's task that holds the mask and the adaptive of the client's current task."""
         return int(memory["tasks"]) - 1 if self.per_task else 0
 
-    # The client.
+    # Client side.
 
     def prepare_client_state(self, client: Client) -> StateSection:
         memory, client_round = client.method_state, client.client_round
@@ -125,7 +138,7 @@ class FedWEIT(Method):
         return new | client.reply
 
     def reply(self, client: Client) -> State:
-        """Return the packed adaptives of other clients for the knowledge base of a client that begins a task."""
+        """Return the packed adaptives of other clients if the client starts a task, otherwise {}."""
         if not client.is_active or not client.is_new_experience:
             return {}
         other_clients = [other for other in sorted(self.knowledge) if other != client.client_round.client_id]
@@ -145,7 +158,8 @@ class FedWEIT(Method):
         adaptive_template = next(model.net.parameters()).detach().new_zeros(model.size)
         model.set_adaptives([unpack_nonzero(memory[f"kb.{j}"], adaptive_template) for j in range(sources)])
         is_new_task = model.num_started_tasks <= task_idx
-        if is_new_task or (not self.per_task and "base" not in memory):  # in the first round of a task
+        # This is the client's first round of the task.
+        if is_new_task or (not self.per_task and "base" not in memory):
             (model.start_task if is_new_task else model.resume_task)(memory["classes"], sources)
             model.update_buffers_()
         for i, task in enumerate(model.tasks):
@@ -191,17 +205,18 @@ class FedWEIT(Method):
         return {**memory, "base": torch.cat([trained_state[f"model.net.{name}"].flatten() for name in names])}
 
     def message(self, client: Client, trained_state: State) -> State:
-        """Return the client's adaptive if its task may end with the round."""
+        """Return the client's adaptive if its task may end with this round, otherwise {}."""
         if not client.may_end:
             return {}
         adaptive = trained_state[f"model.tasks.{self._place(client.method_state)}.adaptive"].detach()
         return {"adaptive": prune(adaptive, get_decomposed(client.module).threshold)}
 
-    # The server.
+    # Server side.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
-        assert federation is not None  # as it needs one
+        # `needs` requires a federation.
+        assert federation is not None
         arrived = federation.server.messages.get(self.section_name, {})
         self._ending |= {client: pack_nonzero(sent["adaptive"]) for client, sent in arrived.items() if sent}
         for client_round in federation.ending_clients(federation.current_round.round_idx):
@@ -222,14 +237,15 @@ class FedWEIT(Method):
         other_methods = [type(m).__name__ for m in get_methods(trainer) if not isinstance(m, FedWEIT | Replay)]
         if other_methods:
             raise InvalidValueError(
-                "Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
-                f"got {', '.join(other_methods)}.",
+                "Expected no method other than `Replay` together with `FedWEIT`, which creates new parameters in each "
+                f"task, but got {', '.join(other_methods)}.",
                 hint="Remove it.",
                 argument="callbacks",
                 value=other_methods,
             )
         federation, model = find_federation(trainer), get_decomposed(pl_module)
-        assert federation is not None  # as it needs one
+        # `needs` requires a federation.
+        assert federation is not None
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise InvalidValueError(
                 "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`.",
@@ -241,7 +257,8 @@ class FedWEIT(Method):
         num_tasks = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if num_tasks > len(model.tasks):
             raise InvalidValueError(
-                f"Expected `FedWEITNet(num_tasks={num_tasks})`, as in the stream, but got {len(model.tasks)}.",
+                f"Expected `FedWEITNet(num_tasks={num_tasks})`, the number of tasks in the stream, but got "
+                f"`num_tasks={len(model.tasks)}`.",
                 hint=f"Pass `num_tasks={num_tasks}` to `FedWEITNet`.",
                 argument="num_tasks",
                 value=len(model.tasks),
@@ -255,7 +272,7 @@ class FedWEIT(Method):
         for name, allowed in expected_reductions.items():
             if reductions[name].name not in allowed:
                 raise InvalidValueError(
-                    f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
+                    f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT`, but got '
                     f'"{reductions[name]}".',
                     hint='Give the strategy `reductions={"model.tasks.*": "local", "model.net.head.*": "local", '
                     '"model.net.body.*weight": "sparse_mean"}`.',
@@ -270,11 +287,12 @@ class FedWEIT(Method):
 
 
 def get_decomposed(module: L.LightningModule) -> FedWEITNet:
-    """The decomposed network that a module trains."""
+    """Return the `FedWEITNet` of a `Classifier`, or raise ValueError."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, FedWEITNet):
         raise InvalidValueError(
-            f"Expected a `Classifier` of a `FedWEITNet` network for `FedWEIT` but got one of `{type(model).__name__}`.",
+            f"Expected a `Classifier` of a `FedWEITNet` for `FedWEIT`, but got a model of type "
+            f"`{type(model).__name__}`.",
             hint="Wrap it: `FedWEITNet(net, num_tasks=10)`.",
             argument="model",
             value=type(model).__name__,
@@ -283,7 +301,10 @@ def get_decomposed(module: L.LightningModule) -> FedWEITNet:
 
 
 def kept_mask_units(mask: Tensor, sparsity: float) -> Tensor:
-    """Which units are sent: all but the ``sparsity`` share of the smallest ``|m|`` (the authors leave out one more)."""
+    """Return a mask of the units to upload: all except the share ``sparsity`` with the smallest ``|m|``.
+
+    The number of omitted units is rounded down. The authors' code omits one unit more.
+    """
     unit_mask = torch.ones_like(mask, dtype=torch.bool)
     unit_mask[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
     return unit_mask

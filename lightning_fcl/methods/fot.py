@@ -1,4 +1,4 @@
-"""FOT: the server takes out of each update what would move a layer's output for inputs of earlier tasks."""
+"""FOT: the server projects each update so that a layer's output for inputs of earlier tasks does not change."""
 
 from __future__ import annotations
 
@@ -22,29 +22,34 @@ from lightning_fcl.validation import unit_interval, validated
 
 @dataclass(eq=False)
 class FOT(ServerUpdateMethod):
-    """Every round: the server projects the averaged update out of what earlier tasks have taught (Bakman et al. 2024).
+    """FOT: federated orthogonal training, which projects the aggregated update (Bakman et al., 2024).
 
-    Of each linear and convolutional layer that learns and is averaged the server keeps an orthonormal basis U of what
-    it sees, and after a round in which the weights have gone from W to W' they become ``W + (W' - W) (I - U U^T)``:
-    for inputs in the span of U the layer's output does not move. A bias is the weight of one more input, which is
-    always 1. What is neither, such as batch normalisation, is averaged as ever. In the first task U is empty.
+    For each trainable, averaged linear or convolutional layer, the server keeps an orthonormal basis U of the layer's
+    inputs in earlier tasks. If the weights change from W to W' in a round, the server sets them to
+    ``W + (W' - W) (I - U U^T)``. The layer's output for inputs in the span of U then does not change. The bias is
+    treated as the weight of an additional input that is always 1. All other tensors, such as batch normalization, are
+    averaged as usual. In the first task, U is empty.
 
-    For an experience a client uploads, for each layer, ``X~^T Omega`` and the squares of ``||X~||`` and ``||X||``: X
-    are the layer's inputs for its samples, X~ what of them lies outside of the span of U, which it has received, Omega
-    numbers that it draws, uniform in [-1, 1]. The server adds them up, which is the same sketch of all clients' inputs
-    together. When the experience ends, the server takes the fewest leading directions (left singular vectors) that
-    leave at most the share ``1 - eps`` of the energy outside, and adds them to U. A sketch flatters its leading
-    directions: of the inputs themselves U holds somewhat less than ``eps``.
+    For each experience, a client uploads a sketch ``X~^T Omega`` and the values ``||X~||^2`` and ``||X||^2`` of each
+    layer. X contains the layer's inputs for the client's samples. X~ is the part of X outside of the span of the
+    downloaded U. Omega is a random matrix, uniform in [-1, 1]. The sum of the clients' sketches is a sketch of the
+    inputs of all clients.
 
-    The authors have clients send this after the experience, of the final model. Here it belongs to the client's last
-    upload of the experience, and is of the client's own model: see `MethodBase.contribute_experience`.
+    When the experience ends, the server adds leading directions (left singular vectors) of the summed sketch to U. It
+    adds the smallest number of directions that leaves at most the share ``1 - eps`` of the energy outside of the span.
+    A sketch overestimates the energy of its leading directions. The span of U therefore contains slightly less than
+    the share ``eps`` of the energy of the inputs.
+
+    In the authors' method, clients upload the sketch after the experience, computed with the final model. Here it is
+    part of the client's last upload of the experience, computed with the client's own model. See
+    `MethodBase.contribute_experience`.
 
     Args:
-        eps: Share of the energy of a layer's inputs that U is to hold after each task, above 0 and at most 1.
+        eps: Share of the energy of a layer's inputs that U should contain after each task, above 0 and at most 1.
 
     Raises:
-        ValueError: If ``eps`` is out of range, the Trainer is no federation's whose server goes to the mean of what
-            clients have trained from its model, or no layer is averaged.
+        ValueError: If ``eps`` is out of range, no layer is averaged, or the Trainer does not use
+            ``strategy="federated"`` with a server that sets its model to the mean of the uploads.
 
     Example:
         >>> FOT(eps=0.9).eps
@@ -55,7 +60,7 @@ class FOT(ServerUpdateMethod):
         round_samples=True,
         features=True,
         tensors=True,
-        federation_reason="no server brings updates together. Use the strategy",
+        federation_reason="it has no server that projects updates. Use the strategy",
     )
     reductions: ClassVar[ReductionRules] = {
         "basis.*": "download_only",
@@ -71,7 +76,8 @@ class FOT(ServerUpdateMethod):
             size = weight_matrix(state_tensors(module), name)
             state[f"basis.{name}"] = size.new_zeros(size.shape[1], 0)
             state[f"sketch.{name}"] = size.new_zeros(size.shape[1], size.shape[1])
-            state[f"energy.{name}"] = size.new_zeros(2)  # of X~, and of X
+            # Squared norms of X~ and of X.
+            state[f"energy.{name}"] = size.new_zeros(2)
         return state
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
@@ -88,7 +94,7 @@ class FOT(ServerUpdateMethod):
         return contribution
 
     def process_aggregate(self, server: Server) -> State:
-        """The mean, without what would move outputs for inputs in the bases, which then take in what was sent."""
+        """Return the projected mean of each layer, and extend the bases when an experience ends."""
         updated_state, previous_state, mean, server_state = (
             dict[str, Tensor](),
             server.previous_state,
@@ -111,15 +117,18 @@ class FOT(ServerUpdateMethod):
 
 
 def remove_projection(rows: Tensor, basis: Tensor) -> Tensor:
-    """What of vectors, shape (n, d), lies outside of the span of an orthonormal basis, shape (d, r)."""
+    """Return the part of row vectors, shape (n, d), outside of the span of an orthonormal basis, shape (d, r)."""
     return rows - (rows @ basis) @ basis.T
 
 
 def extend_basis(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tensor:
-    """A basis, shape (d, r), and the fewest directions of a sketch, shape (d, sums), that hold a share of the energy.
+    """Return a basis extended by the fewest leading directions of a sketch that contain the required energy.
 
-    ``energy`` has the squared norms of what lies outside of the basis, and of the vectors themselves, shape (2,).
-
+    Args:
+        basis: Orthonormal basis, shape (d, r).
+        sketch: Sum of the clients' sketches, shape (d, d).
+        energy: Squared norms of the inputs' part outside of the basis, and of the inputs, shape (2,).
+        eps: Share of the inputs' energy that the extended basis should contain.
     Example:
         >>> sketch = torch.diag(torch.tensor([3.0, 1.0, 0.1]))
         >>> extend_basis(torch.zeros(3, 0), sketch, torch.tensor([10.01, 10.01]), eps=0.95).abs()

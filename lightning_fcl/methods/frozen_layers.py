@@ -1,4 +1,4 @@
-"""Parts of a module that do not learn: parts that a method freezes, and frozen layers with statistics."""
+"""Frozen parts of a module: freezing for methods, and evaluation mode for frozen layers with statistics."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 
 class FrozenLayers:
-    """Keeps the statistics of a module's frozen layers.
+    """A guard that preserves the statistics of a module's frozen layers during training.
 
-    Batch normalization in training mode updates its statistics even if its parameters are frozen. The features of a
-    frozen body would then differ between clients, and from those of the server's model.
+    Batch normalization in training mode updates its statistics even if its parameters are frozen. Without this guard,
+    the features of a frozen body would differ between clients, and from the features of the server's model.
     """
 
     def __init__(self) -> None:
         self._layers: dict[str, nn.Module] = {}
 
     def rest(self, module: nn.Module) -> None:
-        """Put the frozen layers that are in training mode into evaluation mode, and layers that now learn back."""
+        """Put frozen layers into evaluation mode, and layers that are no longer frozen back into training mode."""
         frozen = dict(frozen_layers(module))
         for name in self._layers.keys() - frozen.keys():
             self._layers.pop(name).training = True
@@ -38,18 +38,17 @@ class FrozenLayers:
         self._layers |= resting
 
     def wake(self) -> None:
-        """Put all layers back into training mode."""
+        """Put all layers that `rest` changed back into training mode."""
         for layer in self._layers.values():
             layer.training = True
         self._layers = {}
 
 
 def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and layers that hold buffers and are frozen.
+    """Yield the names and layers of a module that have buffers and are frozen.
 
-    A layer with parameters is frozen if none of them learns. Normalization without parameters follows the smallest part
-    of the module around the normalization that has parameters, apart from the module's last layer.
-
+    A layer with parameters is frozen if none of its parameters is trainable. A normalization layer without parameters
+    is frozen if the smallest enclosing submodule with parameters is frozen. The head of the module does not count.
     Example:
         >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)
         >>> [name for name, _ in frozen_layers(nn.Sequential(body, nn.ReLU(), nn.Linear(3, 2)))]
@@ -58,7 +57,8 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     parts = dict(module.named_modules())
     try:
         head = head_of(module)
-    except ValueError:  # the module's network has no `embed`
+    except ValueError:
+        # The module's network has no `embed`.
         head = None
     head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     for name, layer in parts.items():
@@ -75,15 +75,19 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Freezer:
-    """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
+    """A switch that lets one part of a module learn and freezes the rest.
+
+    Frozen parameters get no gradient, and frozen layers keep their statistics.
+    """
 
     def __init__(self) -> None:
         self._part: Pattern | None = None
         self._trainable: set[str] = set()
-        self._resting: list[nn.Module] = []  # layers that were in training mode
+        # Layers that were in training mode before they were frozen.
+        self._resting: list[nn.Module] = []
 
     def train_only(self, module: nn.Module, pattern: Pattern | None) -> None:
-        """Let a part learn, or all of what learnt before the first part did alone."""
+        """Make only the parameters that match ``pattern`` trainable. None: all that were trainable before freezing."""
         if pattern == self._part:
             return
         if self._part is None:
@@ -96,7 +100,8 @@ class Freezer:
             layer.training = True
         self._resting = []
         for layer_name, layer in module.named_modules():
-            buffers = [name for name, _ in layer.named_buffers(layer_name, recurse=False)]  # statistics of what it sees
+            # A frozen layer with buffers, such as batch normalization, would update its statistics.
+            buffers = [name for name, _ in layer.named_buffers(layer_name, recurse=False)]
             if (
                 layer_name
                 and pattern

@@ -1,4 +1,4 @@
-"""A module's outputs, losses and gradients at other samples, other states and of other losses; it stays as it is."""
+"""Outputs, losses and gradients of a module for other samples, states and losses, without changing the module."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from lightning_fcl.federation.protocols import HasFeatures, HasNumClasses, HasSa
 from lightning_fcl.methods.keyed_dropout import preserve_rng_state
 from lightning_fcl.methods.projection import flatten, unflatten
 
-_CHUNK = 256  # samples that are predicted at once
+# Maximum number of samples per forward pass.
+_CHUNK = 256
 
 SampleLoss = Callable[[Tensor, Any], Tensor]
-"""``loss(output, y)``: the loss of every sample, shape (batch,)."""
+"""``loss(output, y)``: the loss of each sample, shape (batch,)."""
 
 GradientFn = Callable[..., Tensor]
 """``gradient_fn(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
-Of the parameters that a step trains, at those of a state or the present ones; of ``loss``, that of every sample, or
-the task's.
+The gradient is taken with respect to the trained parameters, at their values in ``state``, or at the current values.
+``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
 """
 
 LossFn = Callable[..., Tensor]
-"""``loss_fn(x, y, params=None, loss=None)``: the mean loss on samples, a scalar, as part of the graph.
+"""``loss_fn(x, y, params=None, loss=None)``: the mean loss on samples, a scalar that is part of the autograd graph.
 
-With ``params`` in place of the present ones, by name; of ``loss``, that of every sample, or the task's.
+``params`` replaces tensors of the module by name. ``loss`` is a `SampleLoss`. Default: the module's `sample_loss`.
 """
 
 OutputFn = Callable[[Any], Tensor]
-"""What a module makes of inputs, shape (batch, ...), as part of the graph: the output, or the features."""
+"""A function from inputs to a module's output or features, shape (batch, ...), as part of the autograd graph."""
 
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every submodule gets its own mode back."""
+    """Temporarily set a module to evaluation mode. Afterwards the mode of each submodule is restored."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
@@ -54,18 +55,18 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters that learn, by name."""
+    """Return a module's trainable parameters by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def select_tensors(state: Mapping[str, Tensor], module: nn.Module) -> State:
-    """The entries of a state that are a module's: without what the server keeps for methods."""
+    """Return the tensors of a state that belong to a module, without the server state of methods."""
     module_keys = module.state_dict(keep_vars=True).keys()
     return {name: value for name, value in state.items() if name in module_keys}
 
 
 def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
-    """``teacher_forward(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
+    """Return ``teacher_forward(state, x)``: the module's output with another state, in evaluation mode, no gradient."""
 
     def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
         with torch.no_grad(), evaluation_mode(module):
@@ -76,18 +77,18 @@ def make_teacher_fn(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], 
 
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The outputs of a module with another state on many samples, in evaluation mode, without gradient."""
+    """Return the outputs of a module with another state on many samples, in evaluation mode, without gradient."""
     predict = make_teacher_fn(module)
     return torch.cat([predict(state, to_input(module, part)) for part in torch.split(x, _CHUNK)])
 
 
 def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The features of many samples by a module with another state, as `predictions` gives outputs."""
+    """Return the features of many samples by a module with another state, in evaluation mode, without gradient."""
     return predictions(Embedding(module), {f"{Embedding.prefix}{name}": value for name, value in state.items()}, x)
 
 
 def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientFn:
-    """Gradients of a module's parameters at other samples, states and losses. See `Method.project_gradient`."""
+    """Return a function for gradients at other samples, states and losses. See `Method.project_gradient`."""
 
     def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         leaves: Mapping[str, Tensor] = params
@@ -106,9 +107,13 @@ def make_gradient_fn(module: L.LightningModule, params: Mapping[str, nn.Paramete
 def step_along(
     module: L.LightningModule, optimizer: Optimizer, params: Mapping[str, nn.Parameter], gradient: Tensor
 ) -> None:
-    """One step of an optimizer with a gradient in place of its parameters' own, clipped as the Trainer clips.
+    """Take an optimizer step with the given gradient, clipped as the Trainer clips.
 
-    ``gradient`` is that of ``params`` as one vector, in their order; others of the optimizer's have none.
+    Args:
+        module: The module that the Trainer trains.
+        optimizer: The optimizer. Its parameters that are not in ``params`` get no gradient.
+        params: Parameters by name, in the order of ``gradient``.
+        gradient: Gradient of all ``params`` as one vector.
     """
     optimizer.zero_grad(set_to_none=True)
     for name, piece in unflatten(gradient, params).items():
@@ -119,7 +124,7 @@ def step_along(
 
 
 def make_loss_fn(module: L.LightningModule) -> LossFn:
-    """``loss_fn(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
+    """Return ``loss_fn(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
     def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         precision = module.trainer.precision_plugin
@@ -133,7 +138,13 @@ def make_loss_fn(module: L.LightningModule) -> LossFn:
 
 
 def make_output_fn(module: L.LightningModule, network: nn.Module | None = None, prefix: str = "") -> OutputFn:
-    """``make_output_fn(module)(x)``: the module's output on other samples, as part of the graph. See `Step`."""
+    """Return a function that computes the module's output on other samples, as part of the autograd graph.
+
+    Args:
+        module: The module that the Trainer trains.
+        network: A network that contains the module, to call instead of the module. Default: the module.
+        prefix: Prefix of the module's tensor names in ``network``.
+    """
 
     def output(x: Any) -> Tensor:
         buffers = {f"{prefix}{name}": value.clone() for name, value in module.named_buffers()}
@@ -148,32 +159,32 @@ def make_output_fn(module: L.LightningModule, network: nn.Module | None = None, 
 
 
 def make_embed_fn(module: L.LightningModule) -> OutputFn:
-    """``make_embed_fn(module)(x)``: the module's features of samples, as part of the graph. See `Step`."""
+    """Return a function that computes the module's features of samples, as part of the autograd graph. See `Step`."""
     return make_output_fn(module, Embedding(module), Embedding.prefix)
 
 
 class Embedding(nn.Module):
-    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them."""
+    """A module whose output is the features of another module, for use with `torch.func.functional_call`."""
 
     prefix = "module."
-    """What stands before the names of the other module's entries."""
+    """Prefix of the other module's tensor names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features)."""
+        """Return the features, shape (batch, features)."""
         if not isinstance(self.module, HasFeatures):
             raise InvalidValueError(
-                f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`.",
-                hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
+                f"Expected a module with `embed(x)` and `features`, but got a `{type(self.module).__name__}`.",
+                hint="Use a `Classifier`, or define `embed`, `features` and `lightning_fcl_protocols = True` in the module's class.",
             )
         return self.module.embed(x)
 
 
 def head_of(module: nn.Module) -> nn.Linear | None:
-    """Return the last linear layer with a bias from a module's features to its classes, or None."""
+    """Return the last linear layer with a bias that maps a module's features to its classes, or None."""
     if isinstance(module, HasNumClasses) and isinstance(module, HasFeatures):
         shape = (module.num_classes, module.features)
         for layer in reversed([*module.modules()]):
@@ -183,24 +194,25 @@ def head_of(module: nn.Module) -> nn.Linear | None:
 
 
 def require_sample_loss(module: nn.Module, reason: str = "") -> HasSampleLoss:
-    """The module itself, which states the loss of samples apart."""
+    """Return the module if it has a `sample_loss`, otherwise raise ValueError."""
     if not isinstance(module, HasSampleLoss):
         raise InvalidValueError(
-            f"Expected a module that states its loss apart{reason}, as `Classifier` does in `sample_loss(output, "
-            f"y)`, but got a `{type(module).__name__}`.",
-            hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
+            f"Expected a module with a method `sample_loss(output, y)`{reason}, as in `Classifier`, but got a "
+            f"`{type(module).__name__}`.",
+            hint="Use a `Classifier`, or define `sample_loss` and `lightning_fcl_protocols = True` in the module's "
+            "class.",
             argument="sample_loss",
         )
     return module
 
 
 def to_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
+    """Return samples on the module's device, floating-point samples also in the dtype of the module's parameters."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)
 
 
 def optimized_parameters(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that an optimizer's next step moves, by name."""
+    """Return the parameters of a module that an optimizer's next step changes, by name."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: p for name, p in trainable_parameters(module).items() if p.grad is not None and id(p) in stepped}
