@@ -102,8 +102,8 @@ class EpochRounds:
             epochs = method.local_epochs(make_client(method, self._module, memory, self._received, client_round))
             if epochs not in (None, 1):
                 raise InvalidValueError(
-                    f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains for {epochs} local epochs "
-                    "per round, but got another data loader.",
+                    f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains for {epochs} local "
+                    "epochs per round, but got another data loader.",
                     hint="Pass the data as a `FederatedStream`: `trainer.fit(module, datamodule=stream)`.",
                     argument="datamodule",
                     value=epochs,

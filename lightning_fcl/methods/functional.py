@@ -178,7 +178,8 @@ class Embedding(nn.Module):
         if not isinstance(self.module, HasFeatures):
             raise InvalidValueError(
                 f"Expected a module with `embed(x)` and `features`, but got a `{type(self.module).__name__}`.",
-                hint="Use a `Classifier`, or define `embed`, `features` and `lightning_fcl_protocols = True` in the module's class.",
+                hint="Use a `Classifier`, or define `embed`, `features` and `lightning_fcl_protocols = True` in the "
+                "module's class.",
             )
         return self.module.embed(x)
 

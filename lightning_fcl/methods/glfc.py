@@ -1,4 +1,4 @@
-"""GLFC: new and old classes learn at one pace, old ones as a server's model knew them, chosen by rebuilt samples."""
+"""GLFC: class-aware loss weights, and distillation from an old server model chosen with reconstructed samples."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from lightning_fcl.methods.teachers import (
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.validation import at_least, between, validated
 
-_STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
+# Number and size of the gradient steps that perturb a prototype.
+_STEPS, _RATE = 50, 0.2
 
 
 class ConcatNonzeroRows(Reduction):
-    """The reduction of rows of which the server takes those that are not zero, of all clients, one behind the other."""
+    """A reduction that concatenates the nonzero rows of all clients' uploads."""
 
     name = "concat_nonzero_rows"
     is_downloaded = False
@@ -50,7 +51,7 @@ class ConcatNonzeroRows(Reduction):
         return nonzero_rows(value)
 
     def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
-        """Return the rows, followed by rows of zeros: their positions do not matter."""
+        """Return the rows, followed by rows of zeros. The positions of the rows do not matter."""
         if (
             packed.dtype != reference.dtype
             or packed.dim() != reference.dim()
@@ -66,9 +67,14 @@ class ConcatNonzeroRows(Reduction):
 
 
 def make_encoder(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
-    """The network whose gradients clients send: for images a LeNet with sigmoids, else a linear layer.
+    """Return the network whose gradients clients upload: a LeNet with sigmoids for images, otherwise a linear layer.
 
-    Its weights are uniform in [-0.5, 0.5], the same for the same seed.
+    The weights are uniform in [-0.5, 0.5], and identical for the same seed.
+
+    Args:
+        size: Shape of one sample. Three dimensions (channels, height, width) are an image.
+        classes: Number of classes.
+        seed: Seed of the weights.
 
     Example:
         >>> make_encoder((3, 32, 32), 10, seed=0)(torch.zeros(2, 3, 32, 32)).shape
@@ -88,16 +94,23 @@ def make_encoder(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
 
 @torch.enable_grad()
 def input_gradient(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = False) -> Tensor:
-    """The gradient of the cross-entropy at one sample of a class, of all parameters as one vector."""
+    """Return the gradient of the cross-entropy of one sample with class ``label``, for all parameters as one vector."""
     loss = F.cross_entropy(encoder(x), torch.tensor([label], device=x.device))
     pieces = torch.autograd.grad(loss, [*encoder.parameters()], create_graph=create_graph)
     return torch.cat([piece.flatten() for piece in pieces])
 
 
 def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
-    """The sample, of the shape of ``start``, whose `input_gradient` is nearest to one, by L-BFGS (Zhu et al. 2019).
+    """Return the sample whose `input_gradient` is nearest to a gradient, by L-BFGS (Zhu et al., 2019).
 
-    Of a linear layer, whose gradient is ``g x^T`` for the weight and g for the bias, it is x.
+    For a linear layer, the gradient is ``g x^T`` for the weight and g for the bias, and the result is x.
+
+    Args:
+        encoder: The network.
+        gradient: Gradient of the unknown sample as one vector.
+        label: Class of the unknown sample.
+        start: Initial value of the sample, shape (1, ...).
+        iterations: Maximum number of L-BFGS iterations.
 
     Example:
         >>> linear, x = nn.Sequential(nn.Linear(2, 3)), torch.tensor([[0.5, -2.0]])
@@ -118,13 +131,15 @@ def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iter
 
 
 def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | None = None) -> Tensor:
-    """``g / mean g`` of ``g = 1 - sigmoid(z_y)``, shape (batch,), the mean over the samples of old, or of new, classes.
+    """Return ``g / mean g`` with ``g = 1 - sigmoid(z_y)``, shape (batch,).
+
+    The mean of g is computed separately over samples of old classes and samples of new classes.
 
     Args:
-        logits: z, shape (batch, classes).
+        logits: Logits z, shape (batch, classes).
         y: Labels, shape (batch,).
-        old: Which classes are old, shape (classes,).
-        share: What each sample counts in the mean, shape (batch,); None: all alike.
+        old: Mask of old classes, shape (classes,).
+        share: Weight of each sample in the mean, shape (batch,). None: equal weights.
 
     Example:
         >>> class_aware_weights(Tensor([[0, 0], [0, 0], [9, 0]]), torch.tensor([0, 1, 1]), torch.tensor([True, False]))
@@ -140,33 +155,35 @@ def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | 
 
 @dataclass(eq=False)
 class GLFC(Method):
-    """Every step: class-aware weights, and distillation from the old server's model (Dong et al. 2022, "GLFC").
+    """GLFC: global-local forgetting compensation with class-aware weights and distillation (Dong et al., 2022).
 
-    In place of the task loss: ``(1 - strength) * mean w BCE(z, y) + strength * mean BCE(z, t)``, of binary
-    cross-entropies of the sigmoids of all classes that any client has been given so far; w are `class_aware_weights`, t
-    are the labels, for old classes replaced by what the teacher says. While no class is old it is the first term alone.
-    The stream tells which classes are old, those of all earlier experiences; one that is not of classes has none.
+    The task loss is replaced by ``(1 - strength) * mean w BCE(z, y) + strength * mean BCE(z, t)``. BCE is the binary
+    cross-entropy with a sigmoid for each class that any client has received so far. The weights w are
+    `class_aware_weights`. The target t is the label y, but with the teacher's prediction for old classes. If there are
+    no old classes, only the first term is used, without the factor. Old classes are the classes of all earlier
+    experiences of the stream. Streams whose experiences are not defined by classes have no old classes.
 
-    The teacher is the server's model before the first client entered the newest experience, see
-    `lightning_fcl.methods.teachers`. A client receives it once in each experience but the first. Exemplars are those of
-    `Replay`, beside it. The paper's detection of new tasks by entropy is not here.
+    The teacher is the server's model from before the first client entered the newest experience. See
+    `lightning_fcl.methods.teachers`. A client downloads the teacher once in each experience except the first. For
+    exemplars, add `Replay` to the callbacks. The paper's detection of new tasks by entropy is not implemented.
 
-    With ``proxy_server`` the teacher is the best of the server's models until then. In its first round of an experience
-    a client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves it by 50
-    steps down the loss of its own model, and sends the gradient of a small network that all have (`make_encoder`). The
-    server rebuilds these samples (`invert`); the best model tells most of the newest experience's. **What leaves a
-    client is, but for these steps, a sample of each of its classes**, for the server to see, and for whoever else reads
-    the upload.
+    With ``proxy_server``, the teacher is the best of the server's models in the previous experience. In its first round
+    of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the
+    mean of the class. It perturbs the sample by 50 gradient steps that decrease the loss of its own model. Then it
+    uploads the gradient of this sample for a small network that is the same for all clients (`make_encoder`). The
+    server reconstructs the samples (`invert`). The best model is the model that classifies most reconstructed samples
+    of the newest experience correctly. **A client thus reveals one slightly perturbed sample of each of its classes**
+    to the server, and to anyone else who can read the upload.
 
     Args:
-        strength: Share of the distillation, 0 to 1; 0: class-aware weights alone.
-        proxy_server: Whether the server chooses the teacher by what it rebuilds of clients' samples.
-        num_iterations: Of L-BFGS, to rebuild a sample, at least 1.
+        strength: Weight of the distillation, 0 to 1. 0 uses only the class-aware weights.
+        proxy_server: Whether the server chooses the teacher with reconstructed samples of clients.
+        num_iterations: Maximum number of L-BFGS iterations per reconstructed sample, at least 1.
 
     Raises:
-        ValueError: If an argument is out of range, the module's output are no logits of classes, or, with
-            ``proxy_server``, the Trainer is no federation's with samples, or the module tells no features.
-        TypeError: If the batches are no pairs.
+        ValueError: If an argument is out of range, or the module does not output class logits. With ``proxy_server``,
+            also if the Trainer does not use ``strategy="federated"`` or the module has no features.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> GLFC(strength=0.5).task_weight(Client())
@@ -190,13 +207,18 @@ class GLFC(Method):
         if not self.proxy_server:
             vars(self)["reductions"] = {"before.*": Once()}
         else:
-            # Only the part of the proxy server uses the samples.
+            # Only the proxy server reads the samples of a round.
             vars(self)["needs"] = replace(self.needs, round_samples=True, tensors=True)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.proxy_server:
-            federation = require_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
-            self._size, self._classes = sample_shape(federation, "GLFC(proxy=True)"), federation.stream.num_classes
+            federation = require_federation(
+                trainer, "GLFC(proxy_server=True)", "it has no server that chooses a teacher"
+            )
+            self._size, self._classes = (
+                sample_shape(federation, "GLFC(proxy_server=True)"),
+                federation.stream.num_classes,
+            )
             draws = derive_seed(federation.seed, self.section_name, "encoder")
             self._encoder = make_encoder(self._size, self._classes, draws).to(pl_module.device)
 
@@ -207,7 +229,7 @@ class GLFC(Method):
             return teacher
         numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
         rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
-        # Before a gradient the experience, from 1, and the class.
+        # The first two columns of a row are the experience, counted from 1, and the class. The gradient follows.
         proxy_state = {
             "gradients": rows,
             "images": images,
@@ -232,7 +254,8 @@ class GLFC(Method):
         return 0.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        assert step.y is not None  # as it needs labels
+        # `needs` requires labels.
+        assert step.y is not None
         z, y = step.output, step.y
         old, seen_mask = (match_output(client.method_state[name], z) for name in ("old", "seen"))
         seen_mask = seen_mask | ~seen_mask.any()
@@ -305,13 +328,14 @@ class GLFC(Method):
         if begins or current_score >= best_score:
             proxy_state.update(with_prefix(server.state, "best"))
         following = present_experiences(server.module, 0, round_offset=1)[-1:]
-        if following > present_experiences(server.module, 0)[-1:]:  # the next round begins an experience
+        # The next round starts a new experience.
+        if following > present_experiences(server.module, 0)[-1:]:
             proxy_state.update(models_before(server.module, following, strip_prefix(proxy_state, "best")))
         return {}
 
 
 def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
-    """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
+    """Return a sample, shape (1, ...), after gradient steps that decrease a model's binary cross-entropy."""
     x = to_input(module, x).clone().requires_grad_()
     module_state = select_tensors(state, module)
     with evaluation_mode(module), torch.enable_grad():

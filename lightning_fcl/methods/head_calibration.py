@@ -1,4 +1,4 @@
-"""The server makes the head of sums of features: CCVR and HGP by Gaussians of classes, Fed3R by ridge regression."""
+"""Heads computed by the server from sums of features: CCVR and HGP (class Gaussians), Fed3R (ridge regression)."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from lightning_fcl.validation import above, at_least, one_of, validated
 
 @dataclass(eq=False)
 class Fed3R(Method):
-    """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
+    """Fed3R: a classifier that is set to the ridge regression on all samples so far (Fanì et al., 2024).
 
-    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S are the
-    samples' features by the client's model after local training, with a column of ones for the bias. Y are the one-hot
-    classes. The server adds the sums to all earlier ones and those of the base session. Then it puts
-    ``A (B + beta I)^-1 / temperature`` into the module's last layer. From then on the layer is trained as any other
-    (the authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S contains
+    the samples' features, computed with the client's model after local training, and a column of ones for the bias. Y
+    contains the one-hot classes. The server adds the sums to all earlier sums, including the base session. Then it sets
+    the module's last layer to ``A (B + beta I)^-1 / temperature``. Local training continues from this layer (the
+    authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
 
-    With a frozen body the result equals ridge regression on all samples in one place, for any partition: frozen batch
-    normalization keeps the server's statistics. In the paper the body is frozen while clients compute the sums.
+    With a frozen body the result equals ridge regression on all samples in one place, for any partition. Frozen batch
+    normalization keeps the server's statistics. In the paper, the body is frozen while clients compute the sums.
 
     Args:
-        beta: Regulariser, at least 0.
-        temperature: Ridge regression aims at 1 for the class of a sample and at 0 for others, which a softmax takes for
-            little more than a tie: the solution is divided by it. Above 0.
+        beta: Regularization strength, at least 0.
+        temperature: Divisor of the ridge solution, above 0. Ridge regression aims at 1 for the class of a sample and 0
+            for other classes. A softmax of such outputs is almost uniform without the division.
 
     Raises:
-        ValueError: If the Trainer is no federation's, clients see earlier samples again (``history``), or the module
-            has no last layer on features that it tells.
+        ValueError: If the Trainer does not use ``strategy="federated"``, clients see samples again (``history``), or
+            the module has no linear last layer on top of its features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -59,13 +59,14 @@ class Fed3R(Method):
         round_samples=True,
         features=True,
         tensors=True,
-        federation_reason="no server adds up. Use the strategy, with one client if need be",
+        federation_reason="it has no server that adds up sums. Use the strategy, with a single client if necessary",
     )
     reductions: ClassVar[ReductionRules] = {"A": SparseSum(), "B": SparseSum()}
 
     beta: float = validated(1.0, at_least, 0)
     temperature: float = validated(0.1, above, 0)
-    _base: State = field(default_factory=dict, init=False, repr=False)  # sums of the base session
+    # Sums of the base session.
+    _base: State = field(default_factory=dict, init=False, repr=False)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last_layer(pl_module)
@@ -76,8 +77,8 @@ class Fed3R(Method):
             return
         if stream.plan.history != "round":
             raise InvalidValueError(
-                f'Expected a stream with `history="round"` for `Fed3R` but got "{stream.plan.history}": samples that '
-                "come again would count twice.",
+                f'Expected a stream with `history="round"` for `Fed3R`, but got "{stream.plan.history}", which would '
+                "count samples twice.",
                 hint="Leave `history` out.",
                 argument="history",
                 value=stream.plan.history,
@@ -100,7 +101,8 @@ class Fed3R(Method):
 
     def process_aggregate(self, server: Server) -> State:
         sums, (weight, bias) = server.server_state, last_layer(server.module)
-        if sums["B"][-1] == strip_prefix(server.previous_state, self.section_name)["B"][-1]:  # the number of samples
+        # The last element of B is the number of samples. If it has not changed, no client uploaded new samples.
+        if sums["B"][-1] == strip_prefix(server.previous_state, self.section_name)["B"][-1]:
             return {}
         solution = solve(sums["A"], unpack_upper(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
         return {weight: solution[:, :-1], bias: solution[:, -1]}
@@ -121,46 +123,57 @@ def _no_sums(module: L.LightningModule) -> State:
 
 
 def last_layer(module: L.LightningModule) -> tuple[str, str]:
-    """Return the names of weight and bias of the layer from a module's features to its outputs."""
+    """Return the names of the weight and the bias of the last layer, or raise ValueError if there is no such layer.
+
+    The last layer maps the module's features to its classes.
+    """
     if (layer := head_of(module)) is not None:
         names = {id(value): name for name, value in state_tensors(module).items()}
         return names[id(layer.weight)], names[id(layer.bias)]
     raise InvalidValueError(
-        "Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
-        f"but this `{type(module).__name__}` has none.",
+        "Expected a module whose last layer is an `nn.Linear` with a bias that maps `features` inputs to `num_classes` "
+        f"outputs, but this `{type(module).__name__}` has no such layer.",
         hint="Use a `Classifier` with such a network.",
         argument="module",
         value=type(module).__name__,
     )
 
 
-_BATCH = 64  # samples of a step
+# Number of drawn features per optimizer step.
+_BATCH = 64
 
 
 @dataclass(eq=False)
 class CCVR(Method):
-    """Every experience: its last round ends with a head trained on drawn features (Luo et al. 2021; HGP, Salami 2024).
+    """CCVR: a head trained by the server on features drawn from class Gaussians (Luo et al., 2021; Salami, 2024).
 
-    For an experience a client uploads, for each class of its samples, their number, the sum of their features by its
-    own model, and that of the features' products: see `MethodBase.contribute_experience`. The server adds them up over
-    clients, which gives the exact mean and covariance of all clients' features of a class (CCVR), and over experiences,
-    as HGP keeps the Gaussians of all tasks. Then it draws ``num_samples`` features of each class from its Gaussian and
-    trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen body, whose
-    batch normalization keeps the server's statistics, the moments are those of all samples so far. Otherwise the
-    moments of earlier experiences are of earlier features.
+    For each experience, a client uploads three values per class: the number of samples, the sum of their features, and
+    the sum of the products of their features. The features are computed with the client's own model. See
+    `MethodBase.contribute_experience`.
 
-    HGP draws from each client's Gaussian; here a class has one. The loss is the cross-entropy among the classes that
-    have come, of `decoupled_logits` where ``logit_norm`` is given, as HGP's is with 0.1.
+    The server adds up the values over clients. This gives the exact mean and covariance of all clients' features of a
+    class (CCVR). The server also adds up the values over experiences, as HGP (Salami, 2024) keeps the Gaussians of all
+    tasks.
+
+    In the last round of each experience, the server draws ``num_samples`` features of each class from the class's
+    Gaussian. It trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen
+    body, whose batch normalization keeps the server's statistics, the moments are those of all samples so far.
+    Otherwise the moments of earlier experiences belong to features of earlier models.
+
+    HGP draws from the Gaussian of each client. This implementation has one Gaussian per class. The loss is the
+    cross-entropy among the classes seen so far. With ``logit_norm`` it is computed on `decoupled_logits`. HGP uses 0.1.
 
     Args:
-        covariance: ``"full"``, or ``"diagonal"``: a client then sends as many numbers as features for it.
-        num_samples: Drawn for each class, at least 1.
-        epochs: Passes over them, at least 1.
-        lr: At the start of each calibration, above 0.
-        logit_norm: Above 0; None: logits are left as they are.
+        covariance: ``"full"`` or ``"diagonal"``. With ``"diagonal"``, a client uploads only one number per feature for
+            the covariance of a class.
+        num_samples: Number of features drawn for each class, at least 1.
+        epochs: Number of passes over the drawn features, at least 1.
+        lr: Learning rate at the start of each calibration, above 0.
+        logit_norm: Factor in `decoupled_logits`, above 0. None: logits are not normalized.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
+        ValueError: If an argument is out of range, the Trainer does not use ``strategy="federated"``, or the module has
+            no features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -171,7 +184,10 @@ class CCVR(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        round_samples=True, features=True, tensors=True, federation_reason="no server adds up. Use the strategy"
+        round_samples=True,
+        features=True,
+        tensors=True,
+        federation_reason="it has no server that adds up sums. Use the strategy",
     )
     reductions: ClassVar[ReductionRules] = {"sums": SparseSum(), "products": SparseSum(), "task": "constant"}
 
@@ -188,7 +204,8 @@ class CCVR(Method):
         sums = zero_class_sums(module).double()
         size = sums.shape[1] - 1
         numbers = size * (size + 1) // 2 if self.covariance == "full" else size
-        task = sums.new_zeros(len(sums), dtype=torch.long)  # the calibration for which a class has come, from 1
+        # For each class, the number of the calibration in which it first appeared, from 1. 0: it has not appeared yet.
+        task = sums.new_zeros(len(sums), dtype=torch.long)
         return {"sums": sums, "products": sums.new_zeros(len(sums), numbers), "task": task}
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
@@ -237,9 +254,14 @@ class CCVR(Method):
 
 
 def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
-    """Logits divided by ``logit_norm`` times the mean, over tasks, of the norms of a task's (Zhang et al. 2023: SLCA).
+    """Return logits divided by ``logit_norm`` times the mean norm of a task's logits (SLCA: Zhang et al., 2023).
 
-    How large a class's weights are then makes no difference. ``task`` has the task of each class, shape (classes,).
+    The magnitude of a class's weights then has no effect. The mean is taken over tasks.
+
+    Args:
+        logits: Logits, shape (batch, classes).
+        task: Task of each class, shape (classes,).
+        logit_norm: Factor, above 0.
 
     Example:
         >>> logits, task = torch.tensor([[3.0, 4.0, 1.0]]), torch.tensor([1, 1, 2])
@@ -251,9 +273,14 @@ def decoupled_logits(logits: Tensor, task: Tensor, logit_norm: float) -> Tensor:
 
 
 def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, shape (d,), and the covariance, shape (d, d), or its diagonal, shape (d,), of the samples of a class.
+    """Return the mean, shape (d,), and the covariance of the features of a class.
 
-    Of their number and the sum of their features, shape (1 + d,), and that of the packed products, or of the squares.
+    Args:
+        sums: Number of samples and sum of their features, shape (1 + d,).
+        products: Sum of the packed products of the features, shape (d * (d + 1) / 2,), or sum of squares, shape (d,).
+
+    Returns:
+        The mean, and the covariance, shape (d, d), or with a sum of squares the diagonal of the covariance, shape (d,).
     """
     count, total = sums[0], sums[1:]
     mean, size = total / count, len(total)
@@ -263,7 +290,7 @@ def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Samples of a Gaussian, shape (number, d), whose covariance, or its diagonal, may be singular."""
+    """Draw samples from a Gaussian, shape (number, d). The covariance matrix or its diagonal may be singular."""
     noise = torch.randn(number, len(mean), dtype=mean.dtype, generator=generator)
     if covariance.dim() == 1:
         return mean + noise * covariance.clamp(min=0).sqrt()

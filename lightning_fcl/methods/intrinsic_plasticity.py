@@ -1,4 +1,4 @@
-"""Intrinsic plasticity: reservoirs that adapt to what drives them, without labels."""
+"""Intrinsic plasticity: unsupervised adaptation of a reservoir's gain and bias to its inputs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class IntrinsicPlasticity(Method):
-    """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
+    """Intrinsic plasticity: adapts gain and bias so that activations become Gaussian (Schrauwen et al., 2008).
 
-    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the
-    server averages them; in the last one they send the statistics of the readout. Over several experiences it is
-    FedCLIP, with `Replay` or without; with one client that holds all data, IP and CLIP.
+    In a federation this method is FedIP (De Caro et al.). In all rounds of an experience except the last, clients adapt
+    gain and bias, and the server averages them. In the last round, clients upload the statistics of the readout. With
+    several experiences this method is FedCLIP, with or without `Replay`. With one client that has all data, it is IP
+    or CLIP.
 
     Args:
-        sigma: Standard deviation of the activations aimed at.
-        mu: Their mean.
-        eta: Step size.
-        local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
-        normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
-            ``eta`` must be very small: gains diverge at 0.01.
-        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
-            brings all earlier data back (joint training, from scratch).
-        min_gain: Gains stay at least this large; where one is driven below, a warning says so.
+        sigma: Target standard deviation of the activations, above 0.
+        mu: Target mean of the activations.
+        eta: Step size, above 0.
+        local_epochs: Number of passes over a client's data in a round that adapts, at least 1. The last round of an
+            experience, which fits the readout, always has one pass.
+        normalize_grad: Whether the update directions of gain and bias are each normalized to length 1, layer by layer.
+            Without normalization, ``eta`` must be very small: gains diverge at 0.01.
+        restart: Whether gain is reset to 1 and bias to 0 at the start of each experience. With ``"auto"``, they are
+            reset if the stream has ``history="seen"`` (joint training from scratch on all data so far).
+        min_gain: Lower bound of the gains, above 0. Gains below the bound are clamped, and a warning is logged once.
 
     Raises:
-        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias become non-finite.
 
     Example:
         >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
@@ -65,10 +67,10 @@ class IntrinsicPlasticity(Method):
         for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
             if not 0 < value < float("inf"):
                 raise InvalidValueError(
-                    f"Expected `{name}` to be above 0 and finite but got {value}.", argument=name, value=value
+                    f"Expected `{name}` to be above 0 and finite, but got {value}.", argument=name, value=value
                 )
         if not abs(mu) < float("inf"):
-            raise InvalidValueError(f"Expected `mu` to be finite but got {mu}.", argument="mu", value=mu)
+            raise InvalidValueError(f"Expected `mu` to be finite, but got {mu}.", argument="mu", value=mu)
         at_least(1, local_epochs=local_epochs)
         self.sigma = sigma
         self.mu = mu
@@ -85,7 +87,7 @@ class IntrinsicPlasticity(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, ReservoirTask):
             raise InvalidValueError(
-                "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
+                "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity`, but got a "
                 f"`{type(pl_module).__name__}`, which has no reservoir.",
                 argument="module",
                 value=type(pl_module).__name__,
@@ -93,8 +95,8 @@ class IntrinsicPlasticity(Method):
         pl_module.plasticity, stream = self, find_stream(trainer)
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
             raise InvalidValueError(
-                "Expected clients that pass from experience to experience in the same rounds for "
-                f'`IntrinsicPlasticity` but those of the scenario "{stream.scenario}" do not.',
+                "Expected clients that enter each experience in the same round for `IntrinsicPlasticity`, but in the "
+                f'scenario "{stream.scenario}" they enter experiences in different rounds.',
                 hint="Use another `scenario`.",
                 argument="scenario",
                 value=stream.scenario,
@@ -103,8 +105,8 @@ class IntrinsicPlasticity(Method):
         adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
         if not adapts:
             raise InvalidValueError(
-                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, "
-                "the readout's: nothing would adapt.",
+                "Expected at least two rounds (epochs) per experience for `IntrinsicPlasticity`, but got one. The last "
+                "round fits the readout, so that no round is left to adapt the reservoir.",
                 hint="Raise `rounds_per_experience` and `max_epochs`.",
                 argument="max_epochs",
             )
@@ -114,7 +116,8 @@ class IntrinsicPlasticity(Method):
             module.is_adapting, module.plasticity = False, None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, ReservoirTask)  # as `prepare` has it
+        # `prepare` rejects other modules.
+        assert isinstance(pl_module, ReservoirTask)
         stream, round_idx = find_stream(trainer), trainer.current_epoch
         first, last = round_idx == 0, round_idx + 1 == trainer.max_epochs
         if stream is not None:
@@ -146,13 +149,21 @@ class IntrinsicPlasticity(Method):
         return {"reservoir.gain": server.state["reservoir.gain"].clamp(min=self.min_gain)}
 
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
-        """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
+        """Return gain and bias of several clients after one step along their update directions.
+
+        Args:
+            gain: Gains, shape (clients, N_R). N_R is the number of reservoir units.
+            bias: Biases, shape (clients, N_R).
+            dg: Update direction of the gains, shape (clients, N_R).
+            db: Update direction of the biases, shape (clients, N_R).
+            layers: Number of reservoir layers.
+        """
         if self.normalize_grad:
             dg, db = (F.normalize(d.view(len(d), layers, -1), dim=2).flatten(1) for d in (dg, db))
         gain, bias = gain + self.eta * dg, bias + self.eta * db
         if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
             raise InvalidValueError(
-                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}.",
+                f"Expected gain and bias to stay finite, but they diverged with eta={self.eta}, sigma={self.sigma}.",
                 hint="Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
                 argument="eta",
                 value=self.eta,
@@ -162,7 +173,7 @@ class IntrinsicPlasticity(Method):
             gain = gain.clamp(min=self.min_gain)
             if not self._warned:
                 log.warning(
-                    "%d gains were driven below `min_gain`=%g (a unit of gain 0 is dead) and are kept there. Lower "
+                    "Clamped %d gains to `min_gain`=%g, because a unit with gain 0 has a constant activation. Lower "
                     "`eta` (%g) or raise `sigma` (%g).",
                     int(low.sum()),
                     self.min_gain,

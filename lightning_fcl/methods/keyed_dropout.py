@@ -1,4 +1,4 @@
-"""Random layers that draw by a client's key: side by side it has the numbers that it would have alone."""
+"""Random layers that draw numbers from a client's key, so that vectorized and sequential training draw the same."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone: padding changes none."""
+    """Return random numbers in [0, 1), shape ``shape``, that depend only on the key, the stream and their position.
+
+    Samples that are appended as padding therefore do not change the numbers of other samples.
+
+    Args:
+        key: Key of the client and step, an integer tensor.
+        stream: Number of the draw, from 1.
+        shape: Shape of the result.
+    """
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
-    # 24 bits: as many as a float holds.
+    # A float32 has a mantissa of 24 bits.
     numbers: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
     return numbers.view(tuple(shape))
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed numbers."""
+    """Return the finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed integers."""
     value = (value ^ _shifted(value, 30)) * _FIRST
     value = (value ^ _shifted(value, 27)) * _SECOND
     result: Tensor = value ^ _shifted(value, 31)
@@ -41,19 +49,24 @@ def _shifted(value: Tensor, bits: int) -> Tensor:
 
 
 class KeyedRandomness(TorchFunctionMode):
-    """While it is entered, dropout draws by a key, in place of torch's global generator.
+    """A context manager in which random layers draw from a key instead of torch's global generator.
 
-    It covers ``dropout``, ``dropout1d`` to ``dropout3d``, ``alpha_dropout`` and ``feature_alpha_dropout`` of
-    `torch.nn.functional`, which torch's layers call, the dropout of ``scaled_dot_product_attention``, and
-    ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
+    It covers these functions of `torch.nn.functional`, which torch's layers call: ``dropout``, ``dropout1d`` to
+    ``dropout3d``, ``alpha_dropout``, ``feature_alpha_dropout``, and the dropout of ``scaled_dot_product_attention``. It
+    also covers ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, which third-party layers use (such as timm's
+    ``DropPath``).
+
+    Args:
+        key: The key, or a function that returns the key. The function is called at the first draw.
     """
 
     def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
         super().__init__()
-        self._key = key  # what tells it is asked with the first draw, if there is any
+        self._key = key
         self._stream = 0
-        self.has_read_rng_state = False  # whether anything was called that may draw by it
-        # States of torch's generator: the stream that was at hand with each, and whether this was entered.
+        # Whether a function was called that may draw from the key or read the random state.
+        self.has_read_rng_state = False
+        # For each saved state of torch's generator: the value of `_stream`, and whether this context was active.
         self._noted: WeakIdKeyDictionary | None = None
 
     def __enter__(self) -> KeyedRandomness:
@@ -67,10 +80,11 @@ class KeyedRandomness(TorchFunctionMode):
 
     @contextmanager
     def recomputable(self) -> Iterator[None]:
-        """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
+        """Enter the context so that recomputation, as in `torch.utils.checkpoint`, draws the same numbers again.
 
-        Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
-        Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
+        Saving and restoring the state of torch's generator also saves and restores the position in the draws from the
+        key. In ``loss.backward()``, torch does not apply this mode. It is therefore activated again when a saved state
+        is restored there.
         """
         get_state, restore_state = torch.get_rng_state, torch.set_rng_state
 
@@ -113,14 +127,14 @@ class KeyedRandomness(TorchFunctionMode):
         return keyed_function(self, *args, **(kwargs or {}))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
-        """The numbers of the next call of a random layer."""
+        """Return the random numbers for the next call of a random layer."""
         self._stream += 1
         if not isinstance(self._key, Tensor):
             self._key = self._key()
         return uniform(self._key, self._stream, shape)
 
     def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
-        """Which numbers are kept, as 0 and 1; with ``channels`` whole ones are."""
+        """Return a mask with 1 for each element that is kept and 0 otherwise. ``channels`` masks whole channels."""
         shape = x.shape[:2] if channels else x.shape
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
 
@@ -134,7 +148,7 @@ class KeyedRandomness(TorchFunctionMode):
     def alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
     ) -> Tensor:
-        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
+        """Apply dropout as `torch.nn.functional.alpha_dropout` does: dropped elements get SELU's negative saturation."""
         if not training or p == 0:
             return input
         alpha = 1.7580993408473766
@@ -153,7 +167,10 @@ class KeyedRandomness(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As `torch.nn.functional.scaled_dot_product_attention`; with dropout, in plain products."""
+        """Compute attention as `torch.nn.functional.scaled_dot_product_attention` does.
+
+        With dropout, the attention weights are computed explicitly.
+        """
         if not dropout_p:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -180,7 +197,7 @@ class KeyedRandomness(TorchFunctionMode):
 
 
 def _is_entered(x: Tensor) -> bool:
-    """Whether what is called here draws by a key."""
+    """Return whether a random function that is called here draws from a key."""
     return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
 
 
@@ -190,7 +207,7 @@ def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """What is drawn here by a key is drawn once more by what comes after: a look aside changes no draw."""
+    """Temporarily draw from a key without advancing its stream: the next draws are the same as without this context."""
     entered = _ENTERED[-1:]
     streams = [mode._stream for mode in entered]
     try:

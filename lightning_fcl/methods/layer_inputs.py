@@ -1,4 +1,4 @@
-"""What the layers of a network see of samples, as rows of a matrix, and their weights as the matrix that these meet."""
+"""Inputs of a network's layers as rows of a matrix, and weights as the matrix that multiplies these rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.drift_correction import active_reductions
 from lightning_fcl.methods.functional import evaluation_mode, select_tensors, to_input, trainable_parameters
 
-_PIECE = 32  # samples at once: a convolution has a row for each place of an image
+# Maximum number of samples per forward pass. A convolution has one row per output position of each image.
+_PIECE = 32
 
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
-    """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
+    """Return the names of the layers that are trainable and averaged, or raise ValueError if there is no such layer.
+
+    Supported layers are `nn.Linear`, and `nn.Conv2d` with ``groups=1``, ``padding_mode="zeros"`` and a ``padding`` that
+    is not a string.
+    """
     reductions = active_reductions(module)
     places = [
         name
@@ -37,8 +42,8 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
     layer_names = [name for name in places if parameter_names[name] <= learning]
     if not layer_names:
         raise InvalidValueError(
-            "Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
-            f"`{type(module).__name__}` has none.",
+            "Expected a module with trainable linear or convolutional layers whose reduction is `mean`, but this "
+            f"`{type(module).__name__}` has no such layer.",
             hint="Add an `nn.Linear` that learns, or use another method.",
             argument="module",
             value=type(module).__name__,
@@ -47,13 +52,13 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
 
 
 def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """A layer's weights, shape (outputs, d), in double precision, with the biases, if any, as the last column."""
+    """Return a layer's weights in double precision, shape (outputs, d). A bias is appended as the last column."""
     weight, bias = state[f"{name}.weight"].detach().double().flatten(1), state.get(f"{name}.bias")
     return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], dim=1)
 
 
 def to_weight_state(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> State:
-    """A `weight_matrix` as the entries that it is of, each of its shape and type in a state."""
+    """Return a `weight_matrix` as tensors by name, with the shapes and dtypes of the layer's tensors in ``state``."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
     weight_state = {f"{name}.weight": matrix[:, : weight[0].numel()].view_as(weight).to(weight)}
     return weight_state if bias is None else {**weight_state, f"{name}.bias": matrix[:, -1].to(bias)}
@@ -63,10 +68,17 @@ def to_weight_state(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> S
 def layer_inputs(
     module: L.LightningModule, names: Iterable[str], state: State, x: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """What layers see of samples, in evaluation mode with a state: name by name and some samples at a time.
+    """Yield the inputs of layers for samples, in evaluation mode: pairs of the layer's name and rows.
 
-    Each has the shape (rows, d), in double precision: a row for each sample, or place of a convolution, so that
-    ``rows @ weight_matrix.T`` is the layer's output; where there is a bias, the last column is 1.
+    The rows of a layer have shape (rows, d), in double precision. There is one row per sample, or per output position
+    of a convolution, so that ``rows @ weight_matrix.T`` is the layer's output. If the layer has a bias, the last
+    column is 1. Samples are processed in chunks, so that each name is yielded several times.
+
+    Args:
+        module: The module.
+        names: Names of the layers.
+        state: The module's state for the forward pass. Tensors that the module does not have are ignored.
+        x: Samples, shape (n, ...).
     """
     named_rows: list[tuple[str, Tensor]] = []
     handles = [
@@ -88,7 +100,7 @@ def layer_inputs(
 
 
 def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer's input as rows. See `layer_inputs`."""
+    """Return a layer's input as rows. See `layer_inputs`."""
     if isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str):
         x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
     rows = x.flatten(0, -2).double()

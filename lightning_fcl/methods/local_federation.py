@@ -1,4 +1,4 @@
-"""The state of a federation of one client, as which a plain Trainer trains with methods."""
+"""State of the one-client federation in which a plain Trainer trains with methods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_fcl.federation.server import FederatedServer
 
 
 class LocalFederation:
-    """The state that methods of a plain Trainer have between epochs and fits: that of one client and of a server.
+    """The state that methods keep between epochs and fits of a plain Trainer: one client and one server.
 
-    The server has the entries of methods alone: the model stays in the module, and is not aggregated.
+    The server has only the state of the methods. The model stays in the module, and is not aggregated.
 
     Attributes:
-        server: The server, whose store has the state of the client.
-        client: The name of the client.
+        server: The server. Its client store contains the state of the client.
+        client: Name of the client.
         fits: Number of fits that have ended.
 
     Example:
@@ -31,18 +31,19 @@ class LocalFederation:
         self.server = FederatedServer(ClientStore(), client_weights="uniform")
         self.client = CLIENT
         self.fits = 0
-        self._has_ended = False  # whether the latest fit has, and no other has begun
+        # Whether the latest fit has ended and no other fit has started since.
+        self._has_ended = False
 
     def memory(self, section: str) -> StateSection:
-        """Return the client state of a method, by the name of its section."""
+        """Return the client state of a method by the name of its section."""
         return self.server.client_store.get_section(self.client, section)
 
     def entries(self, section: str) -> State:
-        """Return what the server keeps for a method, by the name of its section."""
+        """Return the server state of a method by the name of its section."""
         return self.server.get_section(section)
 
     def adopt(self, other: LocalFederation, section: str) -> None:
-        """Take over the state of a method that has trained in another Trainer."""
+        """Copy the state of a method from another Trainer in which the method was trained."""
         if memory := other.memory(section):
             self.server.client_store.set_section(self.client, section, dict(memory))
         self.server.extra_tensors |= {f"{section}.{name}": value for name, value in other.entries(section).items()}
@@ -50,7 +51,7 @@ class LocalFederation:
         self._has_ended = self._has_ended or other._has_ended
 
     def enter_round(self, client: str, round_idx: int) -> bool:
-        """Begin a round of a client. Return whether it begins a fit after another one, which enters an experience."""
+        """Start a round of a client. Return whether the round starts a new experience after an earlier fit."""
         store = self.server.client_store
         if client != self.client:
             store[client] = store[self.client]
@@ -68,7 +69,7 @@ class LocalFederation:
         return enters
 
     def end_fit(self) -> None:
-        """Count a fit."""
+        """Record that a fit has ended."""
         self.fits += 1
         self._has_ended = True
 

@@ -1,4 +1,4 @@
-"""LVT's method: attention that stays near what mattered to the last task, and rehearsal with distillation."""
+"""LVT: an attention penalty weighted by importance, replay and distillation for a lifelong vision transformer."""
 
 from __future__ import annotations
 
@@ -29,35 +29,38 @@ from lightning_fcl.validation import above, at_least, unit_interval, validated
 
 @dataclass(eq=False)
 class LVTMethod(Method):
-    """Every step: holds the attention of a lifelong vision transformer, and rehearses (Wang et al. 2022, "LVT").
+    """LVT: attention regularization, replay and distillation for a lifelong vision transformer (Wang et al., 2022).
 
-    From a client's second task on a step's loss is
+    From a client's second task on, the loss of a step is
 
     ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
 
-    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the
-    same at the end of the client's last task, and G how much that task's loss depended on them there: the mean over
-    its samples of ``|d loss / d K|`` (the paper's sum vanishes where the model has learnt the task). CE_mem is the
-    task loss on remembered samples, drawn anew at each step from torch's global generator, KD_mem their distillation:
-    cross-entropy at ``temperature`` against the logits that were remembered with them.
+    - K contains the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`).
+    - K_prev is K at the end of the client's previous task.
+    - G is the importance of K for the previous task: the mean of ``|d loss / d K|`` over the task's samples. The paper
+      uses the sum of the gradients, which vanishes if the model has learned the task.
+    - CE_mem is the task loss on replay samples, which are sampled in each step from torch's global generator.
+    - KD_mem is the distillation loss on the replay samples: the cross-entropy at ``temperature`` against the logits
+      that were stored with the samples.
 
-    When a task ends, the client remembers of each class the share ``rho`` of the samples with the lowest loss (the
-    paper's confidence-aware memory, of fixed size there); if it is not drawn for the task's last round, by the
-    server's model. Left out are the paper's second classifier, for new tasks alone, and the decay of the first one's
-    weight.
+    When a task ends, the client stores the share ``rho`` of the samples with the lowest loss of each class. The paper
+    has a confidence-aware memory of fixed size instead. If the client is not sampled in the task's last round, the
+    server's model selects the samples. Two parts of the paper are not implemented: the second classifier for new tasks
+    only, and the decay of the first classifier's weight.
 
     Args:
-        gamma: Weight of the attention loss, at least 0; 0: keys are free, and not remembered.
-        alpha: Weight of the remembered samples' loss, at least 0.
-        beta: Weight of their distillation, at least 0; with ``alpha=beta=0`` no sample is remembered.
-        rho: Share of the samples of each class that is remembered, above 0 and up to 1.
-        temperature: Softens both sides of the distillation, above 0.
-        batch_size: Remembered samples in a step; None: as many as the batch has.
-        keys: Shell-style pattern of K's entries.
+        gamma: Weight of the attention loss, at least 0. With 0, K is not regularized and not stored.
+        alpha: Weight of the loss on replay samples, at least 0.
+        beta: Weight of the distillation on replay samples, at least 0. With ``alpha=beta=0``, no sample is stored.
+        rho: Share of the samples of each class that is stored, above 0 and at most 1.
+        temperature: Temperature of the teacher's and the student's logits in the distillation, above 0.
+        batch_size: Number of replay samples per step. None: the size of the batch.
+        keys: Shell-style pattern of the parameter names of K.
 
     Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart, or there is no K.
-        TypeError: If the samples are no pairs.
+        ValueError: If an argument is out of range, the module has no `sample_loss`, or ``keys`` matches no trainable
+            parameter.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> LVTMethod(gamma=1.0, alpha=1.0, beta=0.5).keys
@@ -79,7 +82,7 @@ class LVTMethod(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.gamma and not any(matches(name, self.keys) for name in trainable_parameters(pl_module)):
             raise InvalidValueError(
-                f"Expected `keys` to match trainable parameters but `{self.keys}` matches none.",
+                f"Expected `keys` to match trainable parameters, but `{self.keys}` matches no parameter.",
                 hint="Train `lightning_fcl.models.LVT`, or set `gamma=0`.",
                 argument="keys",
             )
@@ -120,7 +123,7 @@ class LVTMethod(Method):
         if not len(y):
             return client.result or memory
         if self.gamma:
-            # Not of what learns now: another method may have frozen a part.
+            # Include parameters that another method may have frozen in the meantime.
             names = [name for name, _ in module.named_parameters() if matches(name, self.keys)]
             gradient = mean_sample_measure(
                 module,

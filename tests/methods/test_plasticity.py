@@ -342,7 +342,7 @@ def test_gains_that_are_driven_down_warn_once_and_stay(
     warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
     assert len(warned) == 1
     assert re.match(
-        r"\d+ gains were driven below `min_gain`=0\.4 \(a unit of gain 0 is dead\) and are kept there\. Lower `eta` "
+        r"Clamped \d+ gains to `min_gain`=0\.4, because a unit with gain 0 has a constant activation\. Lower `eta` "
         r"\(0\.2\) or raise `sigma` \(0\.02\)\.$",
         warned[0],
     )
