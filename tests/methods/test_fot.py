@@ -1,4 +1,4 @@
-"""FOT: what a layer makes of the inputs of earlier tasks stays, and the basis of these is found."""
+"""Tests of FOT: outputs for inputs of earlier tasks do not change, and the bases are correct."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rounding
 
 
 class Watch(Callback):
-    """After each round each layer's weights and what the server keeps."""
+    """A callback that records each layer's weights and FOT's server state after each round."""
 
     def __init__(self):
         self.weights, self.kept = [], []
@@ -45,7 +45,7 @@ def make(make_task, network="linear"):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_outputs_do_not_move_for_inputs_in_the_basis(fit, make_stream, make_task, network):
+def test_fot_inputs_in_basis_keep_layer_output(fit, make_stream, make_task, network):
     watch, plain = Watch(), Watch()
     stream = {"num_experiences": 2, "rounds_per_experience": 2}
     trainer = fit(make(make_task, network), make_stream(**stream), [FOT(eps=0.9), watch])
@@ -56,12 +56,13 @@ def test_outputs_do_not_move_for_inputs_in_the_basis(fit, make_stream, make_task
         assert 0 < basis.shape[1] < len(basis)
         for after in (watch.weights[2][name], watch.weights[3][name]):
             torch.testing.assert_close(after @ basis, before @ basis, rtol=0, atol=1e-6)
-            assert (after - before).abs().max() > 1e-3  # it has learnt
+            # The layer has learned something outside of the basis.
+            assert (after - before).abs().max() > 1e-3
         assert ((plain.weights[3][name] - plain.weights[1][name]) @ basis).abs().max() > 1e-3
 
 
 @pytest.mark.seconds
-def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, make_stream, make_task):
+def test_fot_basis_is_near_optimal_for_inputs_of_all_clients(fit, make_stream, make_task):
     missing = []
     for seed in range(4):
         watch, task = Watch(), make(make_task)
@@ -75,11 +76,12 @@ def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, ma
         outside = float(remove_projection(rows, basis).square().sum() / rows.square().sum())
         missing.append(outside / float(values[basis.shape[1] :].sum()))
         assert 0 < basis.shape[1] < len(basis)
-        assert all(not watch.kept[-1][f"{part}.{name}"].any() for part in ("sketch", "energy"))  # begun anew
+        # The sums start at zero again for the next experience.
+        assert all(not watch.kept[-1][f"{part}.{name}"].any() for part in ("sketch", "energy"))
     assert min(missing) >= 1 and sum(missing) / len(missing) < 1.7, missing
 
 
-def test_directions_of_low_rank_are_found_exactly():
+def test_extend_basis_low_rank_inputs_finds_directions_exactly():
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         old, new = torch.linalg.qr(torch.randn(20, 5, generator=generator).double())[0].split([2, 3], dim=1)
@@ -97,7 +99,7 @@ def test_directions_of_low_rank_are_found_exactly():
         assert extend_basis(basis, sketch * 0, energy * torch.tensor([0.0, 1.0]), eps=0.9) is basis
 
 
-def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
+def test_contribute_experience_uploads_only_part_outside_basis(make_task):
     task, generator = make(make_task), torch.Generator().manual_seed(0)
     x, name = torch.randn(40, 6, generator=generator), "model.1"
     basis = torch.linalg.qr(torch.randn(7, 3, generator=generator).double())[0]
@@ -123,7 +125,7 @@ def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
         nn.Conv2d(2, 3, (1, 2), bias=False),
     ],
 )
-def test_rows_times_weights_are_the_layers_output(layer):
+def test_input_rows_times_weight_matrix_equals_layer_output(layer):
     x = torch.randn(4, 7, 5) if isinstance(layer, nn.Linear) else torch.randn(4, 2, 9, 7)
     state = {f"layer.{name}": value.clone() for name, value in layer.state_dict().items()}
     made = input_rows(layer, x) @ weight_matrix(state, "layer").T
@@ -135,7 +137,7 @@ def test_rows_times_weights_are_the_layers_output(layer):
     assert all(torch.equal(twice[f"layer.{name}"], 2 * value) for name, value in layer.state_dict().items())
 
 
-def test_layers_see_what_they_see_in_evaluation(make_task, fit, make_stream):
+def test_layer_inputs_equal_inputs_in_evaluation_mode(make_task, fit, make_stream):
     task = make(make_task)
     fit(task, make_stream(num_experiences=1))
     x = torch.randn(70, 6)
@@ -164,7 +166,7 @@ def forgotten(fit, make_stream, task, methods):
 
 
 @pytest.mark.seconds
-def test_it_forgets_less_than_fedavg(fit, make_stream, make_task):
+def test_fot_forgets_less_than_fedavg(fit, make_stream, make_task):
     ours, plain = [], []
     for seed in range(3):
         for results, methods in ((ours, [FOT(eps=0.95)]), (plain, [])):
@@ -173,6 +175,6 @@ def test_it_forgets_less_than_fedavg(fit, make_stream, make_task):
     assert sum(ours) < 0.5 * sum(plain)
 
 
-def test_refused(fit, make_stream, make_task):
+def test_fot_without_averaged_layer_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "module"):
         fit(make_task(), make_stream(), [FOT()], reductions={"*": "median"})

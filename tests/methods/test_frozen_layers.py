@@ -1,4 +1,4 @@
-"""Methods that send features: a frozen body keeps the statistics of its batch normalization, and so its features."""
+"""Tests of frozen layers: a frozen body keeps its batch normalization statistics if a method uploads features."""
 
 import copy
 
@@ -21,7 +21,7 @@ WITH_FEATURES = [Fed3R, CCVR, FedProto, ICaRL, FedCBDR, FOT, RegMean]
 
 
 class Net(nn.Module):
-    """A body with batch normalization, frozen, and a head that learns."""
+    """A network with a frozen body that has batch normalization, and a trainable head."""
 
     features = 5
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Flat(nn.Sequential):
-    """The same as one sequence, whose normalization has no parameters."""
+    """The same network as a single sequence, whose batch normalization has no parameters."""
 
     features = 5
 
@@ -56,7 +56,7 @@ class Flat(nn.Sequential):
 
 @pytest.fixture
 def shifted():
-    """Make a stream whose three clients have inputs that are 3 apart."""
+    """Return a function that makes a stream with three clients whose inputs are shifted by 3 from client to client."""
 
     def make(test=0.2, experiences=2, rounds=2):
         generator, y, client = torch.Generator().manual_seed(0), torch.arange(120) % 4, torch.arange(120) // 40
@@ -72,14 +72,14 @@ def statistics(task):
 
 
 def trained_features(task, stream, rounds=(0, 2)):
-    """The features and labels of the samples of some rounds, in double precision, by the server's model."""
+    """Return the features and labels of the samples of some rounds, in double precision, by the server's model."""
     x, y = stream.get_samples(np.concatenate([rows for r in rounds for rows in stream.plan.train[r].values()]))
     with torch.no_grad():
         return copy.deepcopy(task).eval().embed(x).double().numpy(), y.numpy()
 
 
 class Uploads(Callback):
-    """Each client's statistics when its local training is over."""
+    """A callback that records each client's batch normalization statistics after its local training."""
 
     def __init__(self):
         self.statistics = []
@@ -103,18 +103,17 @@ def assert_equal_ridge_sums(trainer, task, stream):
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 @pytest.mark.parametrize("network", [Net, lambda: Net(affine=False), Flat])
-def test_fed3r_with_a_frozen_body_sums_the_features_of_the_server(
-    fit, shifted, make_task, network, max_vectorized_clients
-):
+def test_fed3r_frozen_body_sums_features_of_server_model(fit, shifted, make_task, network, max_vectorized_clients):
     task, stream = make_task(model=network()), shifted()
     before = copy.deepcopy(task.state_dict())
     trainer = fit(task, stream, [Fed3R()], max_vectorized_clients=max_vectorized_clients)
     assert_equal_ridge_sums(trainer, task, stream)
     after = task.state_dict()
-    assert [n for n, value in before.items() if not torch.equal(value, after[n])] == [*after][-2:]  # the head
+    # Only the head has changed.
+    assert [n for n, value in before.items() if not torch.equal(value, after[n])] == [*after][-2:]
 
 
-def test_ccvr_with_a_frozen_body_sums_the_features_of_the_server(fit, shifted, make_task):
+def test_ccvr_frozen_body_sums_features_of_server_model(fit, shifted, make_task):
     task, stream = make_task(model=Net()), shifted()
     kept = fit(task, stream, [CCVR()]).strategy.server.get_section("CCVR")
     features, y = trained_features(task, stream, (1, 3))
@@ -124,7 +123,7 @@ def test_ccvr_with_a_frozen_body_sums_the_features_of_the_server(fit, shifted, m
         np.testing.assert_allclose(unpack_upper(kept["products"][label], 5), own.T @ own, rtol=1e-5, atol=1e-4)
 
 
-def test_fedproto_with_a_frozen_body_has_prototypes_of_the_server(fit, shifted, make_task):
+def test_fedproto_frozen_body_sums_features_of_server_model(fit, shifted, make_task):
     task, stream = make_task(model=Net()), shifted(0.0, experiences=1)
     sums = fit(task, stream, [FedProto()]).strategy.server.get_section("FedProto")["sums"]
     features, y = trained_features(task, stream, (1,))
@@ -132,7 +131,7 @@ def test_fedproto_with_a_frozen_body_has_prototypes_of_the_server(fit, shifted, 
     np.testing.assert_allclose(sums, wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_regmean_with_a_frozen_body_has_layer_inputs_of_the_server(fit, shifted, make_task):
+def test_regmean_frozen_body_uploads_layer_inputs_of_server_model(fit, shifted, make_task):
     grams = []
 
     class Seen(RegMean):
@@ -154,17 +153,18 @@ def test_regmean_with_a_frozen_body_has_layer_inputs_of_the_server(fit, shifted,
     "The backbone keeps the server's statistics. All clients compute the same features.",
 )
 @pytest.mark.parametrize("method", WITH_FEATURES)
-def test_every_method_with_features_keeps_the_statistics_of_a_frozen_body(fit, shifted, make_task, method):
+def test_feature_methods_frozen_body_keeps_statistics(fit, shifted, make_task, method):
     task, uploads = make_task(model=Net()), Uploads()
     before = statistics(task)
     fit(task, shifted(), [method(), uploads])
     assert len(uploads.statistics) == 12
     for found in [*uploads.statistics, statistics(task)]:
         assert all(torch.equal(found[name], value) for name, value in before.items())
-    assert all(layer.training for layer in task.modules())  # as before the fit
+    # The training modes are the same as before the fit.
+    assert all(layer.training for layer in task.modules())
 
 
-def test_without_such_a_method_a_frozen_body_trains_as_in_a_plain_trainer(fit, shifted, make_task, quiet):
+def test_frozen_body_without_feature_method_equals_plain_trainer(fit, shifted, make_task, quiet):
     stream, task, plain, uploads = shifted(0.0, 1, 1), make_task(model=Net()), make_task(model=Net()), Uploads()
     fit(task, stream, [uploads])
     x, y = stream.get_samples(stream.plan.train[0]["0"])
@@ -174,7 +174,7 @@ def test_without_such_a_method_a_frozen_body_trains_as_in_a_plain_trainer(fit, s
 
 
 @pytest.mark.parametrize("method", WITH_FEATURES)
-def test_a_frozen_body_equals_one_that_the_user_puts_into_evaluation_mode(fit, shifted, make_task, method):
+def test_frozen_body_equals_body_in_evaluation_mode(fit, shifted, make_task, method):
     left, put = make_task(model=Net()), make_task(model=Net())
     put.model.body.eval()
     for task in (left, put):
@@ -185,8 +185,10 @@ def test_a_frozen_body_equals_one_that_the_user_puts_into_evaluation_mode(fit, s
 
 @pytest.mark.parametrize("method", WITH_FEATURES)
 @pytest.mark.parametrize("learns", [True, False])
-def test_nothing_moves_for_modules_without_frozen_statistics(fit, shifted, make_task, monkeypatch, method, learns):
-    """With batch normalization that learns, or none."""
+def test_frozen_layers_guard_without_frozen_statistics_changes_nothing(
+    fit, shifted, make_task, monkeypatch, method, learns
+):
+    """The modules have trainable batch normalization, or no batch normalization."""
     states = []
     for rests in (True, False):
         task = make_task(model=Net(freeze=False)) if learns else make_task()
@@ -197,7 +199,7 @@ def test_nothing_moves_for_modules_without_frozen_statistics(fit, shifted, make_
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_a_layer_that_is_trained_from_a_round_on_learns_its_statistics(fit, shifted, make_task):
+def test_layer_unfrozen_in_later_round_updates_statistics(fit, shifted, make_task):
     class Unfreezes(BaseFinetuning):
         def freeze_before_training(self, pl_module):
             pass
@@ -219,13 +221,13 @@ def test_a_layer_that_is_trained_from_a_round_on_learns_its_statistics(fit, shif
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_entries_that_are_declared_fixed_give_the_features_of_the_server(fit, shifted, make_task, frozen):
+def test_fed3r_constant_body_sums_features_of_server_model(fit, shifted, make_task, frozen):
     task, stream = make_task(model=Net(freeze=frozen)), shifted()
     trainer = fit(task, stream, [Fed3R()], reductions={"model.body.*": "constant"})
     assert_equal_ridge_sums(trainer, task, stream)
 
 
-def test_a_ridge_classifier_sums_the_features_of_the_server(fit, shifted):
+def test_ridge_classifier_sums_features_of_server_model(fit, shifted):
     torch.manual_seed(0)
     task, stream = RidgeClassifier(Net(freeze=False), num_classes=4), shifted(rounds=1)
     before = statistics(task)
@@ -236,7 +238,7 @@ def test_a_ridge_classifier_sums_the_features_of_the_server(fit, shifted):
 
 
 @pytest.mark.parametrize("method", [FedProto, ICaRL])
-def test_a_frozen_body_keeps_its_statistics_in_a_plain_trainer(make_task, quiet, method):
+def test_plain_trainer_frozen_body_keeps_statistics(make_task, quiet, method):
     task = make_task(model=Net())
     before = statistics(task)
     data = DataLoader(TensorDataset(torch.randn(40, 6) + 3, torch.arange(40) % 4), 8)
@@ -249,7 +251,7 @@ def names(module):
     return [name for name, _ in frozen_layers(module)]
 
 
-def test_frozen_layers_of_a_body_whose_last_block_learns(make_task):
+def test_frozen_layers_partly_frozen_body_yields_frozen_blocks(make_task):
     blocks = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, affine=affine)) for affine in (True, False, True, False)]
     net = nn.Sequential(*blocks, nn.Linear(5, 4))
     assert names(net) == []
@@ -259,7 +261,7 @@ def test_frozen_layers_of_a_body_whose_last_block_learns(make_task):
     assert names(net) == ["0.1", "1.1", "2.1"]
 
 
-def test_frozen_layers_leaves_out_a_norm_that_prepares_the_inputs_of_a_body_that_learns(make_task):
+def test_frozen_layers_input_norm_of_trainable_body_not_yielded(make_task):
     net = Flat()
     net.insert(0, nn.BatchNorm1d(6, affine=False))
     assert names(make_task(model=net)) == ["model.0", "model.2"]
@@ -267,7 +269,7 @@ def test_frozen_layers_leaves_out_a_norm_that_prepares_the_inputs_of_a_body_that
     assert names(make_task(model=net)) == []
 
 
-def test_frozen_layers_leaves_out_what_has_buffers_and_no_parameters(make_task):
+def test_frozen_layers_buffers_without_parameters_not_yielded(make_task):
     class Noise(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""GEM and A-GEM: what is remembered, what becomes of the gradient, and the same training by hand."""
+"""Tests of GEM and A-GEM: stored samples, projected gradients, and equality with a plain training loop."""
 
 import copy
 
@@ -25,13 +25,13 @@ def generator(seed=0):
 
 
 def mean_gradient(task, x, y):
-    """The gradient of the mean loss, as one vector."""
+    """Return the gradient of the mean loss as one vector."""
     loss = F.cross_entropy(task(x), y)
     return torch.cat([piece.flatten() for piece in torch.autograd.grad(loss, list(task.parameters()))])
 
 
 def by_hand_projected(task, data, remembered, projection, epochs=2, batch=8, clip=None):
-    """A plain PyTorch loop that replaces each gradient by ``projection(gradient, [gradients of past tasks])``."""
+    """Train in a plain PyTorch loop that replaces each gradient by ``projection(gradient, past_gradients)``."""
     optimizer, changed = task.configure_optimizers(), 0
     for _ in range(epochs):
         for x, y in zip(*(part.split(batch) for part in data), strict=True):
@@ -48,15 +48,15 @@ def by_hand_projected(task, data, remembered, projection, epochs=2, batch=8, cli
 
 
 def one_by_closed_form(gradient, references):
-    """Eq. 11 of A-GEM, in double precision."""
+    """Return the gradient of A-GEM's eq. 11, computed in double precision."""
     g, r = gradient.double(), references[0].double()
     return (g - min(float(g @ r), 0.0) / float(r @ r) * r).to(gradient.dtype)
 
 
-# What is remembered.
+# Stored samples.
 
 
-def test_memory_keeps_the_proportions_of_classes():
+def test_stratified_indices_keep_class_proportions():
     y = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)[torch.randperm(100, generator=generator())]
     for size in (10, 20, 50, 100):
         chosen = stratified_indices(y, size, generator())
@@ -64,19 +64,20 @@ def test_memory_keeps_the_proportions_of_classes():
         assert len(set(chosen.tolist())) == size and chosen.tolist() == sorted(chosen.tolist())
 
 
-def test_shares_that_are_no_whole_numbers():
+def test_stratified_indices_fractional_shares_rounded():
     y = torch.tensor([0] * 98 + [7] + [3])
     for size in range(1, 101):
         counts = y[stratified_indices(y, size, generator(size))].unique(return_counts=True)[1]
         assert counts.sum() == size
-        assert len(counts) == (3 if size >= 3 else 1)  # at least one of each, where there is room
+        # Each class has at least one sample if there is enough space.
+        assert len(counts) == (3 if size >= 3 else 1)
     y = torch.arange(5).repeat_interleave(7)
     for size in range(1, 36):
         counts = y[stratified_indices(y, size, generator(size))].bincount(minlength=5)
         assert counts.sum() == size and counts.max() - counts.min() <= 1
 
 
-def test_samples_are_drawn_at_random_and_by_lot():
+def test_stratified_indices_samples_at_random():
     y = torch.tensor([0, 0, 1, 1])
     assert {tuple(stratified_indices(y, 2, generator(s)).tolist()) for s in range(60)} == {
         (0, 2),
@@ -87,7 +88,7 @@ def test_samples_are_drawn_at_random_and_by_lot():
     assert {y[stratified_indices(y, 1, generator(s))].item() for s in range(20)} == {0, 1}
 
 
-def test_one_class_more_than_all_and_nothing():
+def test_stratified_indices_edge_cases():
     assert len(stratified_indices(torch.zeros(9).long(), 4, generator())) == 4
     assert stratified_indices(torch.tensor([3, 1]), 10, generator()).tolist() == [0, 1]
     assert stratified_indices(torch.zeros(0).long(), 10, generator()).tolist() == []
@@ -102,7 +103,7 @@ def client_in(memory=None, round_idx=0, experience=0):
     return Client(memory or {}, {}, ClientRound("a", round_idx, experience))
 
 
-def test_a_task_keeps_the_samples_of_its_newest_round():
+def test_add_task_memory_replaces_samples_of_same_task():
     memory, rng = {}, generator()
     for round_idx, (experience, part) in enumerate(
         [(0, data([0, 1] * 10)), (0, data([0, 1] * 10, 20)), (2, data([2] * 40, 40))]
@@ -116,13 +117,13 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
     assert [len(y) for _, y in both] == [2, 4]
 
 
-def test_number_and_share():
+def test_add_task_memory_size_is_number_or_share():
     for size, kept in ((1, 1), (1.0, 20), (0.25, 5), (0.001, 1), (7, 7), (100, 20)):
         assert len(add_task_memory(client_in(), data([0] * 20), size, generator())["y"]) == kept
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
+def test_add_task_memory_non_finite_samples_dropped(caplog, number):
     x, y = torch.randn(9, 2, 3), torch.arange(9)
     assert all(left is right for left, right in zip(finite_pairs([x, y]), (x, y), strict=True)) and not caplog.records
     x[4, 1, 2] = x[7, 0, 0] = number
@@ -132,7 +133,7 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
-def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_stream, make_task, participation):
+def test_gem_client_stores_samples_of_each_trained_task(fit, make_stream, make_task, participation):
     owners = np.array(["a", "b", "c"])[np.arange(240) // 4 % 3]
     stream = make_stream(client_ids=owners, rounds_per_experience=2)
     trainer = fit(make_task(), stream, [GEM(0.2)], participation=participation)
@@ -149,8 +150,8 @@ def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_s
             assert sum(kept) == int(0.5 + client_round.num_samples / 5)
 
 
-def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
-    """It has no data in the first experience: nothing of it constrains the second."""
+def test_gem_client_without_data_in_task_stores_no_samples(fit, make_stream, make_task):
+    """The client has no data in the first experience, so that no sample of it constrains the second experience."""
     stream = make_stream(client_ids=np.array(["a", "b"])[np.arange(240) // 4 % 2])
     stream.setup("fit")
     del stream.plan.train[0]["b"]
@@ -160,12 +161,12 @@ def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
     assert store["b"]["GEM"]["task"].unique().tolist() == [1]
 
 
-# What becomes of the gradient.
+# Projected gradients.
 
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.2, 1), (None, 2)])
 @pytest.mark.parametrize("method", [lambda: GEM(1.0, margin=0.0), lambda: AGEM(1.0)])
-def test_one_task_is_the_closed_form_before_any_clipping(
+def test_one_past_task_equals_closed_form_before_clipping(
     make_task, samples, train, assert_same, method, clip, accumulate
 ):
     method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
@@ -176,7 +177,7 @@ def test_one_task_is_the_closed_form_before_any_clipping(
     assert_same(task, copied)
 
 
-def test_a_gem_draws_its_reference():
+def test_agem_samples_reference_batch():
     memory = add_task_memory(client_in(), data([0] * 50), 1.0, generator())
     client, drawn = Client(memory, {}, ClientRound("a", 1, experience_idx=1)), []
 
@@ -190,7 +191,7 @@ def test_a_gem_draws_its_reference():
 
 
 class Noisy(nn.Module):
-    """Dropout, batch normalisation, and a parameter that no loss sees."""
+    """A network with dropout, batch normalization, and a parameter that does not affect the loss."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +203,7 @@ class Noisy(nn.Module):
         return self.frozen(self.head(self.body(x)))
 
 
-def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, train, assert_same):
+def test_gradient_fn_leaves_module_and_rng_unchanged(make_task, samples, train, assert_same):
     class Look(Method):
         def project_gradient(self, client, gradient, gradient_fn):
             seen.append((gradient, gradient_fn(*remembered), gradient_fn(*remembered)))
@@ -226,7 +227,7 @@ def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, trai
         assert torch.equal(once, twice) and not torch.equal(once, gradient) and once.abs().max() > 0
 
 
-def test_gradients_are_those_of_training_mode(make_task, samples, train):
+def test_gradient_fn_uses_training_mode(make_task, samples, train):
     class Look(Method):
         def project_gradient(self, client, gradient, gradient_fn):
             seen.append(gradient_fn(*remembered))
@@ -242,7 +243,7 @@ def test_gradients_are_those_of_training_mode(make_task, samples, train):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, train, precision):
+def test_gradient_fn_uses_trainer_precision(make_task, samples, train, precision):
     class Look(Method):
         def project_gradient(self, client, gradient, gradient_fn):
             seen.append((gradient, gradient_fn(*batch)))
@@ -254,10 +255,10 @@ def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, trai
     assert seen[0][0].dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
 
-# Where it runs.
+# Combination with other methods, and invalid data.
 
 
-def test_remembers_no_rehearsed_samples(make_task, samples, train):
+def test_gem_with_replay_stores_no_replay_samples(make_task, samples, train):
     first, second = samples([0, 1]), samples([2, 3], seed=1)
     for order in (lambda a, b: [a, b], lambda a, b: [b, a]):
         method, replay, task = GEM(1.0), Replay(5), make_task()
@@ -267,7 +268,7 @@ def test_remembers_no_rehearsed_samples(make_task, samples, train):
         assert sorted(memory_of(method)["y"][memory_of(method)["task"] == 1].tolist()) == sorted(second[1].tolist())
 
 
-def test_goes_with_a_penalty(make_task, samples, train, assert_same):
+def test_gem_with_fedprox_equals_plain_loop(make_task, samples, train, assert_same):
     method, task, first, second = GEM(1.0, margin=0.0), make_task(), samples([0, 1]), samples([2, 3], seed=1)
     train(task, [method, FedProx(0.0)], first)
     copied = copy.deepcopy(task)
@@ -282,6 +283,6 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
     assert_same(task, copied)
 
 
-def test_what_are_no_pairs_is_not_remembered():
+def test_add_task_memory_not_pairs_raises():
     with raises(InvalidTypeError, "data"):
         add_task_memory(client_in(), [1, 2, 3], 1, generator())

@@ -1,4 +1,4 @@
-"""GLFC: class-aware weights by hand, and the whole of it against a loop."""
+"""Tests of GLFC: class-aware weights against a loop, and the whole method against a plain implementation."""
 
 import copy
 
@@ -30,7 +30,7 @@ def weights_by_hand(z, y, old):
 
 
 def loss_by_hand(z, y, old, seen, teacher, strength):
-    """The paper's, sample by sample and class by class."""
+    """Compute the loss of the paper sample by sample and class by class."""
     weights, total = weights_by_hand(z, y, old), 0.0
     strength = strength if old else 0.0
     for row, label, weight, said in zip(z, y.tolist(), weights, teacher, strict=True):
@@ -45,7 +45,7 @@ def loss_by_hand(z, y, old, seen, teacher, strength):
 
 
 def penalty(method, z, y, teacher, new, old=(), weight=None):
-    """The penalty, and its gradient."""
+    """Return the penalty and its gradient."""
     client = Client(client_round=ClientRound("0", 0, num_classes=z.shape[1], new_classes=new, old_classes=old))
     client.method_state = method.prepare_client_state(client)
     z = z.clone().requires_grad_()
@@ -55,11 +55,12 @@ def penalty(method, z, y, teacher, new, old=(), weight=None):
 
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("old", [(), (0, 3)])
-def test_the_loss_and_its_gradient_are_the_papers(strength, old):
+def test_glfc_loss_and_gradient_equal_paper(strength, old):
     for seed in range(3):
         torch.manual_seed(seed)
         z, teacher, y = 2 * torch.randn(9, 6), torch.randn(9, 6), torch.arange(9) % 5
-        new = tuple(c for c in range(5) if c not in old)  # the sixth class is still to come
+        # The sixth class has not appeared yet.
+        new = tuple(c for c in range(5) if c not in old)
         value, gradient = penalty(GLFC(strength), z, y, teacher, new, old)
         leaf = z.clone().requires_grad_()
         wanted = loss_by_hand(leaf, y, old, range(5), teacher, strength)
@@ -69,8 +70,8 @@ def test_the_loss_and_its_gradient_are_the_papers(strength, old):
         assert GLFC(strength).task_weight(Client()) == 0
 
 
-def test_a_stream_that_is_not_of_classes_has_no_old_ones():
-    """Where all learn at one pace, it is the plain binary cross-entropy."""
+def test_glfc_without_old_classes_is_binary_cross_entropy():
+    """If all samples have the same class-aware weight, the loss is the binary cross-entropy."""
     torch.manual_seed(0)
     z, y = torch.randn(8, 4), torch.arange(8) % 4
     z[torch.arange(8), y] = 0.3
@@ -78,7 +79,7 @@ def test_a_stream_that_is_not_of_classes_has_no_old_ones():
     torch.testing.assert_close(value, torch.nn.functional.binary_cross_entropy_with_logits(z, torch.eye(4)[y]))
 
 
-def test_weights_of_old_and_of_new_classes_are_one_on_average_and_slow_ones_weigh_more():
+def test_class_aware_weights_have_mean_one_and_favor_uncertain_samples():
     torch.manual_seed(0)
     z, y, old = 3 * torch.randn(20, 4), torch.arange(20) % 4, torch.tensor([True, True, False, False])
     weights = class_aware_weights(z, y, old)
@@ -88,10 +89,11 @@ def test_weights_of_old_and_of_new_classes_are_one_on_average_and_slow_ones_weig
     own = z.gather(1, y[:, None])[:, 0]
     assert weights[old[y]][own[old[y]].argmin()] == weights[old[y]].max() > 1
     assert torch.isfinite(class_aware_weights(z + 1000, y, old)).all()
-    assert class_aware_weights(z, y, ~old.new_zeros(4)).mean() == pytest.approx(1, abs=1e-5)  # no class is new
+    # All classes are old.
+    assert class_aware_weights(z, y, ~old.new_zeros(4)).mean() == pytest.approx(1, abs=1e-5)
 
 
-def test_samples_of_no_share_count_for_nothing():
+def test_glfc_samples_with_weight_zero_ignored():
     torch.manual_seed(0)
     z, teacher, y = torch.randn(6, 4), torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     share = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0, 0.0])
@@ -102,7 +104,7 @@ def test_samples_of_no_share_count_for_nothing():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("size", [1, "auto"])
-def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, size):
+def test_glfc_federation_equals_paper_algorithm(fit, make_stream, make_task, assert_same, size):
     task = make_task(model=MLP([6, 16, 4]))
     stream = make_stream(rounds_per_experience=2, shuffle=False)
     stream.setup("fit")
@@ -128,14 +130,14 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
 
 
 class Climbs(Callback):
-    """Clients go up the loss in the later half of four rounds."""
+    """A callback that makes clients maximize the loss in the second half of each four rounds."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         trainer.optimizers[0].param_groups[0]["maximize"] = trainer.current_epoch % 4 >= 2
 
 
 class Models(Callback):
-    """The server's model after each round, what the proxy server has rebuilt, and its best model."""
+    """A callback that records the server's model and GLFC's server state after each round."""
 
     def __init__(self):
         self.states, self.kept = [], []
@@ -146,7 +148,7 @@ class Models(Callback):
 
 
 def known(task, state, kept):
-    """How many of the rebuilt samples a model tells right."""
+    """Return the number of reconstructed samples that a model classifies correctly."""
     task = copy.deepcopy(task)
     task.load_state_dict(state)
     return int((task(kept["images"]).argmax(dim=1) == kept["labels"]).sum())
@@ -154,8 +156,8 @@ def known(task, state, kept):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
-def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, make_stream, make_task, partition):
-    """Whatever the inversion does: images are as they are, and models are compared on them."""
+def test_glfc_proxy_server_keeps_most_accurate_model(fit, make_stream, make_task, partition):
+    """The test does not depend on the quality of the inversion: models are compared on the reconstructed images."""
     behind = []
     for seed in range(2):
         task = make_task(model=MLP([6, 16, 4]), seed=seed)
@@ -174,10 +176,11 @@ def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, 
         teacher = trainer.strategy.server.get_section("GLFC")
         for name in task.state_dict():
             assert torch.equal(teacher[f"before.1.{name}"], models.kept[3][f"best.{name}"])
-    assert any(behind)  # not simply the last
+    # In at least one case the best model is not the latest model.
+    assert any(behind)
 
 
-def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(fit, make_stream, make_task):
+def test_glfc_proxy_server_reconstructs_sample_of_each_class(fit, make_stream, make_task):
     task, models, stream = make_task(model=MLP([6, 16, 4])), Models(), make_stream(partition="dirichlet")
     metrics = ContinualMetrics()
     fit(task, stream, [GLFC(proxy_server=True), models, metrics], max_vectorized_clients=1)
@@ -191,17 +194,18 @@ def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(f
         x, y = stream.get_samples(np.concatenate([*rows.values()]))
         for image, label in zip(kept["images"], kept["labels"], strict=True):
             apart = (x - image).norm(dim=1)
-            assert apart[y == label].min() < 1.5  # it is near to one, as far as 50 steps have moved it
+            # The image is near a sample of its class. The distance is bounded by the 50 perturbation steps.
+            assert apart[y == label].min() < 1.5
         assert not kept["gradients"].any()
 
 
-def test_a_proxy_server_is_refused_where_there_is_no_federation(make_task, train, samples):
+def test_glfc_proxy_server_in_plain_trainer_raises(make_task, train, samples):
     GLFC(proxy_server=False)
     with raises(InvalidValueError, "strategy"):
         train(make_task(), [GLFC(proxy_server=True)], samples())
 
 
-def test_the_teacher_is_the_servers_model_before_the_newest_experience():
+def test_glfc_teacher_is_server_model_before_newest_experience():
     method, memory = GLFC(), {}
     for number, (experience, taught) in enumerate([(0, 0), (0, 0), (2, 2), (2, 2), (3, 4)]):
         part = ClientRound("0", number, experience, num_classes=4, new_classes=(3,), old_classes=(0, 1))
@@ -214,4 +218,5 @@ def test_the_teacher_is_the_servers_model_before_the_newest_experience():
         untaught = GLFC(strength=0.0).prepare_client_state(Client({}, {"w": torch.zeros(1)}, part))
         assert not any(name.startswith("teacher.") for name in untaught)
         memory = method.update_client_state(client, {}, None)
-        assert "teacher.w" not in memory  # the server has it
+        # The client does not keep the teacher, because the server has it.
+        assert "teacher.w" not in memory

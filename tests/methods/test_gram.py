@@ -1,4 +1,4 @@
-"""Products of vectors against NumPy's matrix product in double precision."""
+"""Tests of the Gram matrix of vectors against NumPy's matrix product in double precision."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ def expected(rows, last):
 @pytest.mark.parametrize("function", ["_by_dots", "_by_matrix_products"])
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 10, 21])
 @pytest.mark.parametrize("p", [1, 5, 2047, 2048, 2049, 3 * 2048, 40_001])
-def test_products_of_any_number_and_length(monkeypatch, function, k, p):
-    monkeypatch.setattr(module, "_CONVERTED", 2**16)  # several pieces, the last of which is not full
+def test_gram_matrix_any_shape_equals_numpy(monkeypatch, function, k, p):
+    # There are several chunks, and the last chunk is not full.
+    monkeypatch.setattr(module, "_CONVERTED", 2**16)
     monkeypatch.setattr(module, "_MATRIX_PIECE", 2**12)
     rows, last = vectors(k, p)
     result, correct = getattr(module, function)(rows, last), expected(rows, last)
@@ -35,26 +36,27 @@ def test_products_of_any_number_and_length(monkeypatch, function, k, p):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_in_double_precision_whatever_the_vectors_own(dtype):
+def test_gram_matrix_any_dtype_uses_double_precision(dtype):
     rows, last = vectors(3, 50_000, dtype)
     np.testing.assert_allclose(gram_matrix(rows, last), expected(rows, last), rtol=1e-11, atol=1e-9)
 
 
-def test_scales_do_not_mix():
+def test_gram_matrix_different_scales_keep_precision():
     rows, last = vectors(4, 5000)
     scales = torch.tensor([1e-6, 1e3, 1.0, 1e-3])
     ratio = gram_matrix(rows * scales[:, None], last) / expected(rows, last)
     factors = np.append(scales.double().numpy(), 1.0)
-    np.testing.assert_allclose(ratio, np.outer(factors, factors), rtol=1e-5)  # the scaling rounds to single precision
+    # The scaling rounds to single precision.
+    np.testing.assert_allclose(ratio, np.outer(factors, factors), rtol=1e-5)
 
 
-def test_memory_need_not_be_contiguous():
+def test_gram_matrix_non_contiguous_vectors_same_result():
     rows, last = vectors(5, 5000)
     strided = torch.stack([last, last], dim=1)[:, 0]
     assert np.array_equal(gram_matrix(rows.T.contiguous().T, strided), gram_matrix(rows, last))
 
 
-def test_what_is_not_finite_stays_so():
+def test_gram_matrix_non_finite_vectors_stay_non_finite():
     rows, last = vectors(3, 3000)
     rows[1, 2999] = torch.inf
     rows[2, 0] = torch.nan

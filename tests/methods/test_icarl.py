@@ -1,4 +1,4 @@
-"""iCaRL: herding, exemplars, distillation, and prediction by the nearest mean."""
+"""Tests of iCaRL: herding, exemplars, distillation, and prediction by the nearest mean of exemplars."""
 
 import copy
 
@@ -20,7 +20,7 @@ def unit(v):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_herding_is_greedy(seed):
+def test_herding_selection_is_greedy(seed):
     features = F.normalize(torch.randn(9, 3, generator=torch.Generator().manual_seed(seed)).double())
     rows, chosen = features.numpy(), []
     target = unit(rows.mean(axis=0))
@@ -32,7 +32,7 @@ def test_herding_is_greedy(seed):
     assert herding_selection(features[:0], 3).tolist() == herding_selection(features, 0).tolist() == []
 
 
-def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, samples, train):
+def test_icarl_new_classes_truncate_exemplars_of_old_classes(make_task, samples, train):
     method, task = ICaRL(9), make_task()
     train(task, [method], samples([0, 1]), epochs=1)
     first = memory_of(method)
@@ -50,7 +50,7 @@ def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, sam
 
 
 @pytest.mark.seconds
-def test_distils_nothing_before_the_second_experience(fit, make_stream, make_task, assert_same):
+def test_icarl_first_experience_has_no_distillation(fit, make_stream, make_task, assert_same):
     for experiences in (1, 2):
         tasks = [make_task() for _ in range(3)]
         for task, methods in zip(tasks, ([ICaRL(9, strength=5.0)], [ICaRL(9, strength=0.0)], []), strict=True):
@@ -64,14 +64,15 @@ def test_distils_nothing_before_the_second_experience(fit, make_stream, make_tas
                     assert_same(tasks[pair[0]], tasks[pair[1]])
 
 
-def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, assert_same):
+def test_icarl_training_equals_lwf_with_replay(make_task, samples, train, assert_same):
     class Given(Replay):
         def update_client_state(self, client, trained_state, data):
             return {name: exemplars[name] for name in ("x", "y")}
 
         @property
         def section_name(self):
-            return "ICaRL"  # what it recalls is drawn by the method's name
+            # Samples are drawn by the name of the method's section.
+            return "ICaRL"
 
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
     train(tasks[0], [method], samples([0, 1]), epochs=1)
@@ -84,7 +85,7 @@ def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, as
 
 
 class Trained(Callback):
-    """Each client's state after its latest training, and the round of it."""
+    """A callback that records each client's state after its latest training, and the round."""
 
     def __init__(self):
         self.states, self.rounds = {}, {}
@@ -95,7 +96,7 @@ class Trained(Callback):
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, max_vectorized_clients):
+def test_icarl_predicts_class_of_nearest_exemplar_mean(fit, make_stream, make_task, max_vectorized_clients):
     stream, task, trained = make_stream(partition="dirichlet"), make_task(model=MLP([6, 16, 4])), Trained()
     trainer = fit(task, stream, [ICaRL(12), trained], max_vectorized_clients=max_vectorized_clients)
     features, labels = [], []

@@ -1,4 +1,4 @@
-"""EWC and MAS: the importance against a slow loop over samples, and the drop-in against hand-written loops."""
+"""Tests of EWC and MAS: the importance against a loop over samples, and training against a plain loop."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ STRENGTHS = {"EWC": 5.0, "MAS": 2.0}
 
 
 class Branching(nn.Module):
-    """A network whose control flow depends on its input, which no vectorised gradient can follow."""
+    """A network whose control flow depends on its input, so that gradients cannot be vectorized."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Branching(nn.Module):
 
 
 class Reuse(nn.Module):
-    """A layer whose weights are used twice: by itself, or by what comes after it."""
+    """A network that uses the weights of a layer twice: by calling the layer again, or in a matrix product."""
 
     def __init__(self, twice):
         super().__init__()
@@ -62,7 +62,7 @@ class Reuse(nn.Module):
 
 
 class Patches(nn.Module):
-    """A layer that sees two rows of each sample."""
+    """A network with a layer that gets two rows per sample."""
 
     def __init__(self):
         super().__init__()
@@ -73,14 +73,14 @@ class Patches(nn.Module):
 
 
 class Named(nn.Linear):
-    """A layer that calls by names."""
+    """A layer that calls `F.linear` with keyword arguments."""
 
     def forward(self, x):
         return F.linear(input=x, weight=self.weight, bias=self.bias)
 
 
 class Noisy(nn.Linear):
-    """A layer that draws random numbers, in evaluation too."""
+    """A layer that draws random numbers, also in evaluation mode."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
@@ -93,14 +93,14 @@ MODELS = {
     ),
     "control flow": Branching,
     "a layer twice": lambda: Reuse(True),
-    "weights in a product": lambda: Reuse(False),
-    "two rows a sample": Patches,
-    "by names": lambda: nn.Sequential(nn.Linear(6, 5), Named(5, 4)),
+    "weights in a matrix product": lambda: Reuse(False),
+    "two rows per sample": Patches,
+    "keyword arguments": lambda: nn.Sequential(nn.Linear(6, 5), Named(5, 4)),
 }
 
 
 def by_loop(task, kind, x, y):
-    """The importance, one sample and one backward pass after another."""
+    """Return the importance, computed with one backward pass per sample."""
     task = copy.deepcopy(task).eval()
     total = {name: torch.zeros_like(p) for name, p in task.named_parameters() if p.requires_grad}
     for i in range(len(y)):
@@ -125,12 +125,13 @@ def assert_close(left, right):
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_importance_is_the_loop_over_samples(make_task, samples, monkeypatch, kind, model, chunk):
+def test_importance_equals_loop_over_samples(make_task, samples, monkeypatch, kind, model, chunk):
     monkeypatch.setattr(module_under_test, "_CHUNK", chunk)
     torch.manual_seed(1)
     task = make_task(model=MODELS[model]())
     x, y = samples()
-    task(x)  # moves the running statistics, if there are any
+    # Update the running statistics if the model has any.
+    task(x)
     next(task.parameters()).requires_grad_(False)
     found = of(kind, task, x, y)
     assert_close(found, by_loop(task, kind, x, y))
@@ -139,7 +140,7 @@ def test_importance_is_the_loop_over_samples(make_task, samples, monkeypatch, ki
 
 
 @pytest.mark.parametrize("model", [*MODELS, "one layer", "no gradient"])
-def test_gradients_of_linear_layers_are_outer_products(make_task, samples, model):
+def test_outer_gradients_equal_per_sample_gradients(make_task, samples, model):
     task, (x, y) = (
         make_task(model=nn.Linear(6, 4) if model == "one layer" else MODELS.get(model, lambda: None)()),
         samples(),
@@ -166,7 +167,7 @@ def test_gradients_of_linear_layers_are_outer_products(make_task, samples, model
 
 @pytest.mark.parametrize("model", [*MODELS, "random"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_importance_leaves_everything_alone(make_task, samples, kind, model):
+def test_importance_leaves_module_and_rng_unchanged(make_task, samples, kind, model):
     task = make_task(model=Noisy(6, 4) if model == "random" else MODELS[model]())
     task.train()
     next(task.model.children(), task.model).eval()
@@ -183,7 +184,9 @@ def test_importance_leaves_everything_alone(make_task, samples, kind, model):
 
 @pytest.mark.parametrize(("decay", "normalize"), [(1.0, False), (0.25, False), (1.0, True), (0.25, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, assert_same, kind, decay, normalize):
+def test_training_over_three_experiences_equals_plain_loop(
+    make_task, samples, train, by_hand, assert_same, kind, decay, normalize
+):
     task, copied, method = make_task(), make_task(), KINDS[kind](STRENGTHS[kind], decay, normalize)
     parts = [samples([0, 2]), samples([1, 3], seed=1), samples([0, 1], seed=2)]
     weights, centers, plain = {}, {}, None
@@ -202,16 +205,18 @@ def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, ass
         weights = {n: decay * weights[n] + value if i else value for n, value in new.items()}
         centers = {n: p.detach().clone() for n, p in copied.named_parameters()}
         assert_close(strip_prefix(memory_of(method), "importance"), weights)
-    by_hand(plain, parts[-1])  # the penalty does something
+    # The penalty has an effect.
+    by_hand(plain, parts[-1])
     assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("greatest", [1e-30, 1e4, 1e30])
-def test_the_normalised_penalty_never_blows_up_below_its_rate(kind, greatest, make_task):
-    """Gradient descent on the penalty alone, whatever the importance: of two experiences, spread over decades."""
+def test_normalized_penalty_does_not_diverge(kind, greatest, make_task):
+    """Gradient descent on the penalty alone does not diverge, even if importances differ by orders of magnitude."""
     torch.manual_seed(0)
-    rate, strength = 0.1, 19.0  # their product is 1.9
+    # The product of the rate and the strength is 1.9.
+    rate, strength = 0.1, 19.0
     method, task = KINDS[kind](strength), make_task()
     memory = method.prepare_client_state(Client({}, task.state_dict(), ClientRound("a", 0), task))
     for name, value in memory.items():
@@ -245,7 +250,7 @@ class Convolutional(nn.Sequential):
 
 
 def second_task(make, method, holds, seed, quiet):
-    """Train on digits, then on the same turned by a quarter: how far what the method knows to matter has moved."""
+    """Train on digits, then on rotated digits. Return the change of the parameters, weighted by their importance."""
     data = load_dataset("digits")
     x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
     torch.manual_seed(seed)
@@ -267,8 +272,8 @@ def second_task(make, method, holds, seed, quiet):
     "make",
     [pytest.param(Convolutional, marks=pytest.mark.long), lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))],
 )
-def test_the_defaults_hold_a_small_network_s_important_weights_and_all_in_bounds(quiet, make, kind):
-    """Over two seeds important weights move less than half as far as in fine-tuning; five seeds: 0.20 to 0.34."""
+def test_default_arguments_restrain_important_weights(quiet, make, kind):
+    """With two seeds, the weighted change is below half of that of fine-tuning. With five seeds it is 0.20 to 0.34."""
     held, free = (
         sum(second_task(make, KINDS[kind](), holds, seed, quiet) for seed in range(2)) for holds in (True, False)
     )
@@ -277,7 +282,7 @@ def test_the_defaults_hold_a_small_network_s_important_weights_and_all_in_bounds
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, max_vectorized_clients):
+def test_importance_is_kept_per_client(fit, make_stream, make_task, kind, max_vectorized_clients):
     stream, task, trained = make_stream(num_experiences=1, rounds_per_experience=2), make_task(), Trained()
 
     trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), trained], max_vectorized_clients=max_vectorized_clients)
@@ -293,7 +298,7 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, max_vector
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
+def test_importance_with_fedrep_includes_frozen_head(fit, make_stream, make_task, kind):
     stream, trained = make_stream(rounds_per_experience=2), Trained()
 
     methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head_pattern="model.3.*"), trained]
@@ -307,7 +312,7 @@ def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_
         assert all(value.any() for value in found.values())
 
 
-def test_double_precision(make_task, samples, train):
+def test_importance_double_precision_keeps_dtype(make_task, samples, train):
     for kind, method in KINDS.items():
         used, task = method(STRENGTHS[kind]), make_task()
         train(task, [used], samples(), precision="64-true")
@@ -315,7 +320,7 @@ def test_double_precision(make_task, samples, train):
 
 
 class Pair(L.LightningModule):
-    """A module that puts out more than a tensor."""
+    """A module whose forward pass returns more than one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -331,6 +336,6 @@ class Pair(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_an_output_that_is_no_tensor_is_refused(samples, train):
+def test_mas_output_not_a_tensor_raises(samples, train):
     with raises(InvalidTypeError, "forward"):
         train(Pair(), [MAS()], samples())

@@ -1,4 +1,4 @@
-"""What a gradient tells of a sample: the sample."""
+"""Tests of gradient inversion: a sample can be reconstructed from its gradient."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.rounding
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_a_linear_layer_the_sample_is_a_quotient_of_gradients(seed):
-    """The weight's is ``g x^T`` and the bias's g, whatever the loss."""
+def test_invert_linear_layer_equals_quotient_of_gradients(seed):
+    """The gradient of the weight is ``g x^T`` and the gradient of the bias is g, for any loss."""
     torch.manual_seed(seed)
     encoder, x = make_encoder((6,), 4, seed), torch.randn(1, 6)
     sent = input_gradient(encoder, x, 2)
@@ -23,7 +23,7 @@ def test_of_a_linear_layer_the_sample_is_a_quotient_of_gradients(seed):
     torch.testing.assert_close(invert(encoder, sent, 2, torch.randn(1, 6)), wanted[None], rtol=1e-2, atol=1e-2)
 
 
-def test_the_network_is_the_same_for_the_same_seed():
+def test_make_encoder_same_seed_gives_same_network():
     one, same, other = (
         nn.utils.parameters_to_vector(make_encoder((3, 8, 8), 5, seed).parameters()) for seed in (1, 1, 2)
     )
@@ -32,7 +32,7 @@ def test_the_network_is_the_same_for_the_same_seed():
 
 
 @pytest.mark.seconds
-def test_images_come_back_from_a_lenets_gradient():
+def test_invert_lenet_gradient_reconstructs_images():
     digits, encoder = load_dataset("digits"), make_encoder((1, 8, 8), 10, seed=0)
     alike = []
     for i in range(5):
@@ -42,7 +42,7 @@ def test_images_come_back_from_a_lenets_gradient():
     assert sorted(alike)[2] > 0.9, alike
 
 
-def test_rows_of_all_clients_are_taken_in_but_zeros():
+def test_concat_nonzero_rows_aggregates_rows_of_all_clients():
     server, rows = {"r": torch.zeros(3, 2)}, ConcatNonzeroRows()
     sent = torch.zeros(2, 3, 2)
     sent[0, 1], sent[1, 0], sent[1, 2] = torch.tensor([[1.0, 2], [3, 4], [5, 6]])

@@ -1,8 +1,9 @@
-"""Fed the same batches and the same memory, our methods and Avalanche's end in the same weights.
+"""Tests that methods of this library and of Avalanche give the same weights on the same batches and stored samples.
 
-Ours trains first, in a plain Trainer (an experience is a `fit`) or in a federation of one client. Every batch is kept
-as its training step got it, and what the method remembers. Avalanche's own training loop and plugins then train the
-same network on these. Where the two define a method differently, `CASES` maps one to the other.
+This library trains first, in a plain Trainer (one `fit` per experience) or in a federation of one client. Each batch is
+recorded as the training step got it, and also the samples that the method stored. Then Avalanche's training loop and
+plugins train the same network on the recorded data. If the two libraries define a method differently, `CASES` converts
+the arguments.
 """
 
 import warnings
@@ -39,19 +40,22 @@ pytestmark = pytest.mark.rounding
 
 CLASSES = ([3, 0, 7, 5], [1, 8, 2], [9, 4, 6])
 BATCH, EPOCHS = 16, 2
-DOUBLE = {"precision": "64-true"}  # no rounding grows
-RIDGE = 1e-3  # what Avalanche's GEM, as its authors' code, adds to the diagonal of the dual problem
+# Double precision keeps rounding errors small.
+DOUBLE = {"precision": "64-true"}
+# Ridge that Avalanche's GEM, like the code of GEM's authors, adds to the diagonal of the dual problem.
+RIDGE = 1e-3
 
 
 def digits():
-    """The digits of each experience, 128 of each: whole batches, and numbers that single precision has."""
+    """Return 128 digits per experience: only full batches, and values that single precision represents exactly."""
     x, y = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
     rows = [torch.nonzero(torch.isin(y, torch.tensor(classes))).flatten()[:128] for classes in CLASSES]
     return [(x[chosen].float() / 16, y[chosen]) for chosen in rows]
 
 
 def sgd(params):
-    return torch.optim.SGD(params, lr=0.2)  # without a state, which Avalanche keeps from experience to experience
+    # SGD without momentum has no state. Avalanche would keep the state from experience to experience.
+    return torch.optim.SGD(params, lr=0.2)
 
 
 def network():
@@ -64,7 +68,7 @@ def in_double(part):
 
 
 class Watch(Callback):
-    """Keeps the batches of each experience, as training steps get them."""
+    """A callback that records the batches of each experience as training steps get them."""
 
     def __init__(self):
         self.batches = {}
@@ -77,12 +81,13 @@ class Watch(Callback):
 
 @dataclass
 class Ours:
-    """What has come of our training, and what it was trained on."""
+    """The network that this library trained, and the data that it was trained on."""
 
     network: torch.nn.Module
     batches: list[list[Any]]
     method: Any
-    memory: Any  # at the end
+    memory: Any
+    """The client state of the method after training."""
 
 
 def in_a_trainer(method, quiet, fit):
@@ -109,15 +114,17 @@ def in_a_federation(method, quiet, fit):
 
 
 class OnGiven(Naive):
-    """Avalanche's training, on batches that are given."""
+    """Avalanche's training loop on given batches."""
 
     def make_train_dataloader(self, **kwargs):
-        label = torch.zeros(BATCH, dtype=torch.long)  # of the task: one for all
+        # All samples have the same task label.
+        label = torch.zeros(BATCH, dtype=torch.long)
         self.dataloader = [[x, y, label[: len(y)]] for x, y in self.given[self.experience.current_experience]]
 
 
 def by_avalanche(ours, plugins):
-    strategy = make_strategy(OnGiven, plugins, epochs=1)  # all of ours, one after the other
+    # One epoch is enough, because the recorded batches include all epochs.
+    strategy = make_strategy(OnGiven, plugins, epochs=1)
     strategy.given = ours.batches
     train_on(strategy, [[torch.cat(column) for column in zip(*batches, strict=True)] for batches in ours.batches])
     return strategy.model
@@ -141,14 +148,14 @@ def experiences(parts):
 
 
 class EWCBySample(EWCPlugin):
-    """Squares the gradients of samples, as the Fisher information does; Avalanche squares those of batches."""
+    """EWC that squares the gradients of samples, as the Fisher information does. Avalanche squares batch gradients."""
 
     def compute_importances(self, model, criterion, optimizer, dataset, device, batch_size, **kwargs):
         return super().compute_importances(model, criterion, optimizer, dataset, device, 1, **kwargs)
 
 
 class GEMOnGiven(GEMPlugin):
-    """Remembers what ours did; both would draw it."""
+    """GEM that stores the samples that this library stored, because both libraries draw them at random."""
 
     def __init__(self, ours, strength):
         super().__init__(len(ours.memory["y"]), strength)
@@ -161,7 +168,7 @@ class GEMOnGiven(GEMPlugin):
 
 
 class AGEMOnGiven(AGEMPlugin):
-    """Takes the references that ours took, drawn or not."""
+    """A-GEM that uses the reference samples that this library used."""
 
     def __init__(self, ours):
         super().__init__(1, 1)
@@ -173,7 +180,7 @@ class AGEMOnGiven(AGEMPlugin):
 
 
 class KeptAGEM(AGEM):
-    """Keeps the samples of each reference gradient."""
+    """A-GEM that records the samples of each reference gradient."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -188,7 +195,7 @@ class KeptAGEM(AGEM):
 
 
 def with_ridge(gradient, constraints, margin):
-    """GEM's projection with Avalanche's ridge: what a coordinate more for each constraint does to the dual."""
+    """Project as GEM does with Avalanche's ridge: one additional coordinate per constraint has the same effect."""
     more = RIDGE**0.5 * torch.eye(len(constraints), dtype=constraints.dtype)
     longer = torch.cat([gradient, gradient.new_zeros(len(constraints))])
     return project(longer, torch.cat([constraints, more], dim=1), margin)[: len(gradient)]
@@ -197,32 +204,33 @@ def with_ridge(gradient, constraints, margin):
 CASES = {
     "Naive": (lambda: None, lambda ours: []),
     "LwF": (lambda: LwF(strength=3.0, temperature=1.5), lambda ours: [LwFPlugin(alpha=3.0, temperature=1.5)]),
-    # Ours has a factor 1/2, one center for all experiences, which is the mode "online" there, and may be normalised.
+    # This library has a factor 1/2 and optional normalization. Its single center equals Avalanche's mode "online".
     "EWC": (
         lambda: EWC(strength=3.0, normalize=False),
         lambda ours: [EWCBySample(1.5, mode="online", decay_factor=1.0)],
     ),
-    "EWC that fades": (
+    "EWC with decay": (
         lambda: EWC(strength=3.0, decay=0.5, normalize=False),
         lambda ours: [EWCBySample(1.5, mode="online", decay_factor=0.5)],
     ),
     "GEM": (lambda: GEM(20, margin=0.5), lambda ours: [GEMOnGiven(ours, 0.5)]),
     "GEM without a margin": (lambda: GEM(0.3, margin=0.0), lambda ours: [GEMOnGiven(ours, 0.0)]),
     "A-GEM": (lambda: KeptAGEM(20), lambda ours: [AGEMOnGiven(ours)]),
-    "A-GEM that draws": (lambda: KeptAGEM(30, batch_size=10), lambda ours: [AGEMOnGiven(ours)]),
+    "A-GEM with a reference batch": (lambda: KeptAGEM(30, batch_size=10), lambda ours: [AGEMOnGiven(ours)]),
 }
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("run", [in_a_trainer, in_a_federation])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_avalanche(run, case, fit, quiet, assert_same, monkeypatch):
+def test_method_weights_equal_avalanche(run, case, fit, quiet, assert_same, monkeypatch):
     make_method, make_plugins = CASES[case]
     monkeypatch.setattr("lightning_fcl.methods.episodic.project", with_ridge)
     ours = run(make_method(), quiet, fit)
     theirs = by_avalanche(ours, make_plugins(ours))
     assert_same(ours.network, theirs, 1e-5)
-    if case != "Naive":  # the method has done something
+    # The method has changed the weights.
+    if case != "Naive":
         assert not near(theirs, by_avalanche(ours, []), 1e-3)
 
 
@@ -232,7 +240,7 @@ def near(left, right, tolerance):
 
 
 class Given(ExemplarsBuffer):
-    """Holds what ours held after each experience; both would draw it."""
+    """A buffer with the samples that this library stored after each experience."""
 
     def __init__(self, memories):
         super().__init__(BATCH)
@@ -246,7 +254,7 @@ class Given(ExemplarsBuffer):
         raise NotImplementedError
 
 
-def test_a_memory_of_a_batch_joins_every_batch_as_in_avalanche(quiet, assert_same):
+def test_replay_buffer_of_batch_size_equals_avalanche(quiet, assert_same):
     task, method, memories = Classifier(network(), 10, sgd), Replay(BATCH, policy="reservoir"), []
     for part in digits():
         trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[method], **quiet, **DOUBLE)
@@ -264,7 +272,7 @@ def test_a_memory_of_a_batch_joins_every_batch_as_in_avalanche(quiet, assert_sam
 
 @pytest.mark.parametrize("run", [in_a_trainer, in_a_federation])
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
-def test_replay_trains_on_its_batches_as_avalanche_does(run, policy, fit, quiet, assert_same):
+def test_replay_batches_give_weights_of_avalanche(run, policy, fit, quiet, assert_same):
     ours = run(Replay(40, policy=policy), quiet, fit)
     first, second, third = ({label for _, y in batches for label in y.tolist()} for batches in ours.batches)
     assert first == {*CLASSES[0]} and second - first == {*CLASSES[1]} and third - second >= {*CLASSES[2]}

@@ -1,4 +1,4 @@
-"""Logit adjustment: the loss against a loop in NumPy, and a balanced prior is the task's own loss."""
+"""Tests of logit adjustment: the loss against a loop in NumPy, and no effect with a balanced prior."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from lightning_fcl.methods.class_losses import logit_adjusted_loss
 
 
 def in_numpy(logits, target, counts, tau):
-    """Menon et al., equation 10, by loops, over the classes that have samples."""
+    """Compute equation 10 of Menon et al. in a loop over the classes that have samples."""
     priors = counts / counts.sum()
     result = []
     for row, label in zip(logits, target, strict=True):
@@ -21,7 +21,7 @@ def in_numpy(logits, target, counts, tau):
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0])
-def test_value(tau):
+def test_logit_adjusted_loss_equals_numpy(tau):
     logits, target = torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 4
     counts = torch.tensor([8.0, 1.0, 30.0, 4.0, 0.0], dtype=torch.float64)
     found = logit_adjusted_loss(logits, target, counts, tau)
@@ -29,13 +29,13 @@ def test_value(tau):
 
 
 @pytest.mark.parametrize(("counts", "tau"), [([7.0] * 5, 1.3), ([0.0] * 5, 1.0), ([1.0, 9.0, 0.0, 2.0, 5.0], 0.0)])
-def test_a_level_or_unknown_prior_and_no_strength_leave_the_loss(counts, tau):
+def test_logit_adjusted_loss_balanced_prior_is_cross_entropy(counts, tau):
     logits, target = torch.randn(20, 5), torch.arange(20) % 5
     found = logit_adjusted_loss(logits, target, torch.tensor(counts), tau)
     torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 
-def test_a_class_without_samples_gets_no_gradient_and_a_sample_of_it_stays_finite():
+def test_logit_adjusted_loss_class_without_samples_is_finite():
     logits, counts = torch.randn(2, 3, requires_grad=True), torch.tensor([4.0, 2.0, 0.0])
     loss = logit_adjusted_loss(logits, torch.tensor([0, 2]), counts)
     loss[0].backward(retain_graph=True)
@@ -44,7 +44,7 @@ def test_a_class_without_samples_gets_no_gradient_and_a_sample_of_it_stays_finit
 
 
 class Counts(Callback):
-    """The server's counts after each round."""
+    """A callback that records the server's counts after each round."""
 
     def __init__(self):
         self.kept = []
@@ -54,7 +54,7 @@ class Counts(Callback):
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_the_federation_counts_every_sample_once_an_experience(fit, make_stream, make_task, max_vectorized_clients):
+def test_federation_prior_counts_each_sample_once_per_experience(fit, make_stream, make_task, max_vectorized_clients):
     stream, counts = make_stream(rounds_per_experience=3), Counts()
     fit(
         make_task(),
@@ -69,7 +69,7 @@ def test_the_federation_counts_every_sample_once_an_experience(fit, make_stream,
 
 
 @pytest.mark.parametrize("prior", ["client", "federation"])
-def test_cohorts_learn_what_single_clients_learn(fit, make_stream, make_task, assert_same, prior):
+def test_vectorized_training_equals_sequential_training(fit, make_stream, make_task, assert_same, prior):
     tasks = [make_task(), make_task()]
     for task, max_vectorized_clients in zip(tasks, (1, 3), strict=True):
         fit(
@@ -81,7 +81,7 @@ def test_cohorts_learn_what_single_clients_learn(fit, make_stream, make_task, as
     assert_same(*tasks, 1e-5)
 
 
-def test_a_plain_trainer_takes_the_epoch_before(make_task, samples, train, assert_same):
+def test_plain_trainer_prior_is_from_previous_epoch(make_task, samples, train, assert_same):
     one, other = make_task(), make_task()
     train(one, [LogitAdjustment()], samples([0, 2]), epochs=1)
     train(other, [], samples([0, 2]), epochs=1)

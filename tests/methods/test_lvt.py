@@ -1,4 +1,4 @@
-"""LVT's method: what is remembered when a task ends, and the same training by hand."""
+"""Tests of LVT's method: what a client stores when a task ends, and equality with a plain training loop."""
 
 import copy
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ KEYS = ("model.external_key", "model.external_bias")
 
 
 class Net(nn.Module):
-    """Attention of a vector to keys that are parameters."""
+    """A network with attention of a vector to keys that are parameters."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def make_net(make_task):
-    """Makes classifiers with keys, all with the same initial weights."""
+    """Return a function that makes classifiers with keys, all with the same initial weights."""
 
     def make(seed=0):
         torch.manual_seed(seed)
@@ -48,13 +48,13 @@ def make_net(make_task):
 
 @pytest.fixture
 def in_turn(monkeypatch):
-    """Samples are drawn one after the other, where they would be drawn at random."""
+    """Take replay samples in their order instead of at random."""
     randperm = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **seeded: randperm(n, **seeded) if seeded else torch.arange(n))
 
 
 def knowledge(task, x, y, rho):
-    """K, G, and the surest samples with their logits, sample by sample."""
+    """Return K, G, and the samples with the lowest loss and their logits, computed sample by sample."""
     params = dict(task.named_parameters())
     total = {name: torch.zeros_like(params[name]) for name in KEYS}
     losses = []
@@ -73,7 +73,7 @@ def knowledge(task, x, y, rho):
 
 
 def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, size=8, epochs=2, mu=0.0):
-    """A plain PyTorch loop."""
+    """Train in a plain PyTorch loop."""
     optimizer, params = task.configure_optimizers(), dict(task.named_parameters())
     start = {name: value.detach().clone() for name, value in params.items()}
     previous, weight, (x_old, y_old, z_old) = known
@@ -91,10 +91,10 @@ def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, 
             optimizer.step()
 
 
-# Its parts.
+# Parts of the method.
 
 
-def test_distillation_among_some_classes_is_that_of_their_logits():
+def test_distillation_loss_masked_classes_equals_sliced_logits():
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
     outside = torch.tensor([True, False, False, True, False, True])
@@ -105,14 +105,15 @@ def test_distillation_among_some_classes_is_that_of_their_logits():
     torch.testing.assert_close(gradient, sliced)
 
 
-def test_what_is_remembered_of_a_task(make_net, samples, train):
+def test_lvt_stores_keys_of_last_task_and_samples_of_all_tasks(make_net, samples, train):
     method, task = LVTMethod(rho=0.3), make_net()
     first, second = samples([0, 1]), samples([2, 3, 3, 3], seed=1)
     train(task, [method], first)
     previous, gradient, one = knowledge(task, *first, 0.3)
     assert len(one[1]) == 6 and set(memory_of(method)["task"].tolist()) == {0}
     train(task, [method], second)
-    previous, gradient, two = knowledge(task, *second, 0.3)  # keys: of the last task; samples: of all
+    # Keys belong to the latest task, samples to all tasks.
+    previous, gradient, two = knowledge(task, *second, 0.3)
     for name in KEYS:
         torch.testing.assert_close(memory_of(method)[f"previous.{name}"], previous[name], rtol=0, atol=0)
         torch.testing.assert_close(memory_of(method)[f"gradient.{name}"], gradient[name])
@@ -135,7 +136,7 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
         {"gamma": 4.0, "alpha": 0.3, "beta": 0.7, "temperature": 1.0},
     ],
 )
-def test_the_loss_by_hand(make_net, samples, train, assert_same, in_turn, weights):
+def test_lvt_loss_equals_plain_loop(make_net, samples, train, assert_same, in_turn, weights):
     method, task, first, second = LVTMethod(rho=0.5, **weights), make_net(), samples([0, 1]), samples([2, 3], seed=1)
     train(task, [method], first)
     copied, known = copy.deepcopy(task), knowledge(task, *first, 0.5)
@@ -149,7 +150,7 @@ def test_the_loss_by_hand(make_net, samples, train, assert_same, in_turn, weight
 
 
 @pytest.mark.parametrize("size", [5, 100])
-def test_other_batches_and_a_penalty(make_net, samples, train, assert_same, in_turn, size):
+def test_lvt_batch_size_and_fedprox_equal_plain_loop(make_net, samples, train, assert_same, in_turn, size):
     method, task, first, second = LVTMethod(rho=0.5, batch_size=size), make_net(), samples([0, 1]), samples([2], seed=1)
     train(task, [FedProx(2.0), method], first)
     copied, known = copy.deepcopy(task), knowledge(task, *first, 0.5)
@@ -158,7 +159,7 @@ def test_other_batches_and_a_penalty(make_net, samples, train, assert_same, in_t
     assert_same(task, copied, 1e-5)
 
 
-def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, train, assert_same, in_turn):
+def test_lvt_task_incremental_uses_classes_of_each_task(make_net, samples, train, assert_same, in_turn):
     method, task, (first, second) = LVTMethod(0.0, rho=1.0), make_net(), (samples([0, 1]), samples([2, 3], seed=1))
     task._blocks = torch.tensor([[a // 2 == b // 2 for a in range(4)] for b in range(4)])
     train(task, [method], first)
@@ -176,7 +177,7 @@ def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, trai
     assert_same(task, copied, 1e-5)
 
 
-def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
+def test_lvt_samples_replay_samples_in_each_step(make_net, samples, train, monkeypatch):
     drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
 
     def watched(n):
@@ -191,12 +192,12 @@ def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
     assert [len(rows) for rows in drawn] == [10] * 6 and len({tuple(rows.tolist()) for rows in drawn}) > 1
 
 
-# Where it runs.
+# Federations and combination with other methods.
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("head", ["model.head.*", "model.external_bias", "model.external_*"])
-def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order, head):
+def test_lvt_with_fedrep_regularizes_only_trainable_keys(fit, make_stream, make_net, order, head):
     class Look(LVTMethod):
         def penalty(self, client, step):
             value = super().penalty(client, step)
@@ -226,7 +227,7 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 1])
-def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
+def test_lvt_clients_with_different_tasks_store_their_tasks(fit, participation):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
     data = ArrayDataset(x, np.arange(96) % 6, None, tuple("abcdef"))
     plan = {"num_tasks": 2, "num_clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3)}
@@ -255,10 +256,10 @@ def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit
             assert set(memory["y"][of_task].tolist()) == set(stream.plan.tasks[client][number])
 
 
-# What it cannot work with.
+# Invalid modules.
 
 
-def test_what_it_cannot_work_with(make_task, samples, train):
+def test_lvt_model_without_keys_raises(make_task, samples, train):
     with raises(InvalidValueError, "keys"):
         train(make_task(), [LVTMethod()], samples())
     train(make_task(), [LVTMethod(gamma=0.0)], samples())

@@ -1,4 +1,4 @@
-"""Mean Output Loss: the term in NumPy, and the drop-in against hand-written steps."""
+"""Tests of the mean output loss: the term against NumPy, and training against a plain loop."""
 
 import copy
 
@@ -18,11 +18,12 @@ from lightning_fcl.models.quantization import fold_batchnorm
 
 OUTPUTS = ("probabilities", "log-probabilities", "logits")
 NEW = torch.tensor([False, False, True, True, True, False])
-OLD = torch.tensor([True, True, False, False, False, False])  # class 5 is neither
+# Class 5 is neither new nor old.
+OLD = torch.tensor([True, True, False, False, False, False])
 
 
 def in_numpy(logits, target, new, old, outputs, distance):
-    """The loss of every sample, by loops."""
+    """Compute the loss of each sample in a loop."""
     result = []
     for row, label in zip(np.asarray(logits, dtype=np.float64), np.asarray(target), strict=True):
         probabilities = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
@@ -36,7 +37,7 @@ def in_numpy(logits, target, new, old, outputs, distance):
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("distance", ["squared", "absolute"])
-def test_value(outputs, distance):
+def test_mean_output_loss_equals_numpy(outputs, distance):
     logits, target = 3 * torch.randn(40, 6, dtype=torch.float64), torch.arange(40) % 6
     found = mean_output_loss(logits, target, NEW, OLD, outputs, distance)
     assert found.shape == (40,)
@@ -44,7 +45,7 @@ def test_value(outputs, distance):
 
 
 @pytest.mark.parametrize("distance", ["squared", "absolute"])
-def test_the_target_has_no_gradient_on_logits(distance):
+def test_mean_output_loss_on_logits_has_no_target_gradient(distance):
     logits, target = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 3 + 2
     mean_output_loss(logits, target, NEW, OLD, "logits", distance).sum().backward()
     chosen = F.one_hot(target, 6).bool()
@@ -54,7 +55,7 @@ def test_the_target_has_no_gradient_on_logits(distance):
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("distance", ["squared", "absolute"])
-def test_a_common_shift_changes_nothing(outputs, distance):
+def test_mean_output_loss_invariant_to_common_shift(outputs, distance):
     logits, target = torch.randn(30, 6, dtype=torch.float64), torch.arange(30) % 3 + 2
     values = [mean_output_loss(logits + shift, target, NEW, OLD, outputs, distance) for shift in (0.0, -7.0, 100.0)]
     assert values[0].abs().max() > 1e-3
@@ -63,7 +64,7 @@ def test_a_common_shift_changes_nothing(outputs, distance):
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_nothing_where_no_class_is_old_or_only_the_target_is_new(outputs):
+def test_mean_output_loss_without_old_or_other_new_classes_is_zero(outputs):
     logits, target = torch.randn(4, 6, requires_grad=True), torch.tensor([2, 2, 3, 5])
     nobody = torch.zeros(6, dtype=torch.bool)
     assert mean_output_loss(logits, target, NEW, nobody, outputs).tolist() == [0] * 4
@@ -76,7 +77,7 @@ def test_nothing_where_no_class_is_old_or_only_the_target_is_new(outputs):
 
 
 def loss_by_hand(output, y, new, old, mu=2.0, outputs="probabilities", distance="squared", scope="session"):
-    """The whole loss of a batch, sample by sample."""
+    """Compute the total loss of a batch sample by sample."""
     total = torch.zeros(())
     values = {"logits": output, "probabilities": output.softmax(1), "log-probabilities": output.log_softmax(1)}[outputs]
     for row, value, label in zip(output, values, y.tolist(), strict=True):
@@ -92,7 +93,7 @@ def loss_by_hand(output, y, new, old, mu=2.0, outputs="probabilities", distance=
 
 
 def steps_by_hand(task, stream, loss):
-    """Every round of a federation of one client that does not shuffle."""
+    """Train all rounds of a one-client federation without shuffling in a plain loop."""
     optimizer, client = task.configure_optimizers(), stream.plan.clients[0]
     task.train()
     for current in stream.plan.train:
@@ -109,9 +110,7 @@ def steps_by_hand(task, stream, loss):
 @pytest.mark.parametrize(
     ("outputs", "distance"), [("probabilities", "squared"), ("logits", "absolute"), ("log-probabilities", "squared")]
 )
-def test_a_federation_of_one_client_is_the_hand_written_loop(
-    fit, make_stream, make_task, assert_same, scope, outputs, distance
-):
+def test_one_client_federation_equals_plain_loop(fit, make_stream, make_task, assert_same, scope, outputs, distance):
     stream = make_stream(num_clients=1, class_order=[2, 0, 3, 1], shuffle=False, rounds_per_experience=2, batch_size=64)
     task, copied, sessions = make_task(), make_task(), [(0, 2), (1, 3)]
     fit(task, stream, [MeanOutputLoss(1.5, outputs, distance, scope)], max_vectorized_clients=1)
@@ -126,7 +125,7 @@ def test_a_federation_of_one_client_is_the_hand_written_loop(
 
 
 @pytest.mark.seconds
-def test_with_fedprox_on_the_head_alone(fit, assert_same):
+def test_mean_output_with_fedprox_on_head_equals_plain_loop(fit, assert_same):
     rng = np.random.default_rng(0)
     y = np.arange(48) % 4
     x = rng.normal(size=(48, 1, 16, 16)).astype(np.float32) + y[:, None, None, None].astype(np.float32)
@@ -162,8 +161,8 @@ def a_step(y, classes=6):
 
 
 @pytest.mark.parametrize("scope", ["session", "seen"])
-def test_a_remembered_sample_is_told_from_all_classes_seen(scope):
-    """What is added to the task's cross-entropy leaves that over the chosen classes."""
+def test_replay_sample_cross_entropy_is_over_all_seen_classes(scope):
+    """The task loss plus the penalty is the cross-entropy among the chosen classes."""
     method, step = MeanOutputLoss(0.0, cross_entropy=scope), a_step([0, 1, 3, 4])
     task = F.cross_entropy(step.output, step.y)
     found = task + method.penalty(Client({"new": NEW, "old": OLD}), step)
@@ -177,15 +176,15 @@ def test_a_remembered_sample_is_told_from_all_classes_seen(scope):
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
 
 
-def test_a_class_of_no_session_so_far_is_told_from_the_session_and_itself():
-    """Data that are there before their session (``history="all"``) do not push the session's classes away."""
+def test_future_class_cross_entropy_is_over_session_and_itself():
+    """With ``history="all"``, data of later sessions is present. It must not push the session's classes away."""
     method, step = MeanOutputLoss(0.0), a_step([5])
     found = F.cross_entropy(step.output, step.y) + method.penalty(Client({"new": NEW, "old": OLD}), step)
     assert found.item() == pytest.approx(F.cross_entropy(step.output[:, 2:], torch.tensor([3])).item(), abs=1e-6)
 
 
-def test_replay_in_a_federation(fit, make_stream, make_task, assert_same):
-    """The remembered samples join the batches with their labels."""
+def test_mean_output_with_replay_equals_plain_loop(fit, make_stream, make_task, assert_same):
+    """The replay samples join the batches together with their labels."""
     stream = make_stream(num_clients=1, class_order=[0, 1, 2, 3], shuffle=False, batch_size=100)
     task, copied = make_task(), make_task()
     replay = Replay(1000, "class-balanced", "experience")
@@ -201,7 +200,7 @@ def test_replay_in_a_federation(fit, make_stream, make_task, assert_same):
 
 
 @pytest.mark.parametrize("scope", ["session", "seen", "all"])
-def test_in_a_plain_trainer_every_fit_is_a_session(make_task, samples, train, by_hand, assert_same, scope):
+def test_plain_trainer_each_fit_is_a_session(make_task, samples, train, by_hand, assert_same, scope):
     task, copied, method = make_task(), make_task(), MeanOutputLoss(1.5, cross_entropy=scope)
     old: list[int] = []
     for seed, classes in enumerate([(0, 2), (1, 3)]):
@@ -218,9 +217,12 @@ def test_in_a_plain_trainer_every_fit_is_a_session(make_task, samples, train, by
     assert_same(task, copied)
 
 
-def test_domains_are_sessions_of_the_clients_own_classes(fit, make_stream, make_task, assert_same):
-    """Where the stream tells no classes, those of the batch that the client has not seen are new; in cohorts too."""
-    # The highest label differs from client to client, and the last batch of client 1 is one sample, padded in a cohort.
+def test_domain_incremental_vectorized_equals_sequential(fit, make_stream, make_task, assert_same):
+    """If the stream has no classes per experience, the new classes of a batch are those that the client has not seen.
+
+    The highest label differs from client to client. The last batch of client 1 has one sample, which vectorized
+    training pads.
+    """
     owner = np.array([1, 1, 0, 0])[np.arange(240) % 4]
     owner[[4, 8, 9, 124, 128, 129]] = 2
     options = {"scenario": "domain-incremental", "group": np.arange(240) // 120, "test": 0.0}

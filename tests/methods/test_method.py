@@ -1,4 +1,4 @@
-"""What all methods share in a plain Trainer."""
+"""Tests of what all methods have in common, mostly in a plain Trainer."""
 
 import copy
 from collections import OrderedDict
@@ -45,7 +45,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("methods", METHODS)
-def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_path, methods):
+def test_resume_plain_trainer_equals_uninterrupted_fit(make_task, samples, train, assert_same, tmp_path, methods):
     first, second = samples([0, 2]), samples([1, 3], seed=1)
     whole, again, callbacks = make_task(), make_task(seed=9), METHODS[methods]()
     train(whole, callbacks, first)
@@ -54,7 +54,8 @@ def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_pa
     resumed = METHODS[methods]()
     train(again, resumed, second, epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
     assert_same(again, whole, 0)
-    train(whole, callbacks, first)  # a third experience
+    # This is a third experience.
+    train(whole, callbacks, first)
     train(again, resumed, first)
     assert_same(again, whole, 0)
 
@@ -83,7 +84,7 @@ def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_pa
         ("SI", {"strength": 5.0}, {}),
     ],
 )
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, name, arguments, options):
+def test_resume_federation_equals_uninterrupted_fit(assert_resumes, make_task, name, arguments, options):
     kind = getattr(library, name)
 
     def make(seed=0):
@@ -93,7 +94,8 @@ def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, nam
     assert_resumes(make, lambda: kind(**arguments), **options)
 
 
-TASKS = {  # of those that remember a client's tasks, with all that they remember in each step, in whatever order
+# Methods that store samples of a client's tasks, with arguments that use all stored samples in each step.
+TASKS = {
     "GEM": lambda: GEM(1.0),
     "A-GEM": lambda: AGEM(1.0),
     "BCN": lambda: BCN(1.0, inner_lr=0.1),
@@ -103,8 +105,9 @@ TASKS = {  # of those that remember a client's tasks, with all that they remembe
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", TASKS)
-def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch, name):
-    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))  # BCN draws each once
+def test_one_client_federation_equals_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch, name):
+    # BCN then uses each stored sample once.
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))
     tasks = [make_task(model=copy.deepcopy(model)) for model in [with_head(type(TASKS[name]()))] * 3]
     for task, methods, strategy in zip(
         tasks, ([TASKS[name]()], [TASKS[name]()], []), ("auto", None, None), strict=True
@@ -127,7 +130,7 @@ WITHOUT_WEIGHT = {
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("name", WITHOUT_WEIGHT)
-def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, name, max_vectorized_clients):
+def test_method_with_weight_zero_equals_fedavg(fit, make_stream, make_task, assert_same, name, max_vectorized_clients):
     tasks, options = (
         [make_task(), make_task()],
         {"max_vectorized_clients": max_vectorized_clients, "client_weights": "uniform", "seed": 0},
@@ -141,7 +144,7 @@ def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, n
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same, name):
+def test_first_task_equals_fine_tuning(make_task, samples, train, assert_same, name):
     model = with_head(type(TASKS[name]()))
     tuned, fine = make_task(model=copy.deepcopy(model)), make_task(model=model)
     train(tuned, [TASKS[name]()], samples(), epochs=3)
@@ -149,7 +152,7 @@ def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same, n
     assert_same(tuned, fine, 0)
 
 
-def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path):
+def test_checkpoint_loads_with_weights_only(make_task, samples, train, tmp_path):
     callbacks = METHODS["all"]()
     train(make_task(), [*callbacks, ModelCheckpoint(tmp_path, "{epoch}")], samples(), enable_checkpointing=True)
     kept = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
@@ -169,7 +172,7 @@ def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path
         lambda: GEM(6),
     ],
 )
-def test_an_experience_ends_with_a_fit_that_stops_early(make_task, samples, train, assert_same, make, stop):
+def test_fit_stopped_early_ends_experience(make_task, samples, train, assert_same, make, stop):
     tasks, methods = [make_task(), make_task()], [make(), make()]
     if stop == "steps":
         cut, options = [], {"max_steps": 6}
@@ -187,7 +190,7 @@ def test_an_experience_ends_with_a_fit_that_stops_early(make_task, samples, trai
 
 
 class Parts(Dataset):
-    """Samples with a third part, or with names."""
+    """A dataset whose samples have three parts, or are dicts."""
 
     def __init__(self, kind):
         self.kind, self.x, self.y = kind, torch.randn(96, 6), torch.arange(96) % 4
@@ -206,21 +209,22 @@ class NoStep(Classifier):
 
 @pytest.mark.parametrize(("kind", "parts"), [(list, "a list of 3"), (dict, "a dict")])
 @pytest.mark.parametrize("make", [EWC, GEM, LwF, APFL])
-def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, quiet, make, kind, parts):
+def test_batches_not_pairs_raise_before_first_step(fit, quiet, make, kind, parts):
     data, _message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}` but got {parts}. Return a pair"
     stream = FederatedStream.from_arrays(
         data, data.y, scenario=ClassIncremental(2), partition=IID(2), batch_size=8, seed=0
     )
     with raises(InvalidTypeError, "batch"):
         fit(NoStep(MLP([6, 5, 4]), 4), stream, [make()])
-    if make is not APFL:  # which is for federations
+    # `APFL` needs a federation.
+    if make is not APFL:
         with raises(InvalidTypeError, "batch"):
             trainer = L.Trainer(max_epochs=1, callbacks=[make()], **quiet)
             trainer.fit(NoStep(MLP([6, 5, 4]), 4), DataLoader(data, batch_size=8))
 
 
 def with_head(method):
-    """A network with a head; for LVT's method, one with keys."""
+    """Return a network with a head, or for LVT's method a network with keys."""
     if method is LVTMethod:
         return Net()
     return nn.Sequential(OrderedDict(body=nn.Linear(6, 5), activation=nn.Tanh(), head=nn.Linear(5, 4)))
@@ -230,7 +234,7 @@ def with_head(method):
 @pytest.mark.parametrize("poisoned", [(0, 1, 2), (1, 2), (2,)])
 @pytest.mark.parametrize("participation", [1.0, 2])
 @pytest.mark.parametrize("method", [GEM, FedViT, FedKNOW, LVTMethod])
-def test_a_client_whose_samples_were_not_finite_comes_back(
+def test_client_with_non_finite_samples_participates_again(
     fit, make_stream, make_task, method, participation, poisoned, share
 ):
     class Log(Callback):
@@ -253,7 +257,7 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
     assert all(value.isfinite().all() for value in memory.values())
 
 
-def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
+def test_plain_trainer_epoch_of_stream_is_round(fit, make_stream, make_task):
     class Turns(Method):
         def prepare_client_state(self, client):
             client_rounds.append(
@@ -284,7 +288,7 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
         assert client_rounds == [(when, *client_round) for client_round in expected for when in ("begin", "end")]
 
 
-def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
+def test_gradient_fn_other_state_and_loss(make_task, samples, train):
     class Look(Method):
         def project_gradient(self, client, gradient, gradient_fn):
             before = {name: value.clone() for name, value in task.state_dict().items()}
@@ -309,7 +313,7 @@ def test_gradients_at_another_state_and_of_another_loss(make_task, samples, trai
         torch.testing.assert_close(left, right)
 
 
-def test_the_loss_on_other_samples_is_part_of_the_graph(make_task, samples, train, by_hand, assert_same):
+def test_loss_fn_is_part_of_autograd_graph(make_task, samples, train, by_hand, assert_same):
     class Rehearsal(Method):
         def penalty(self, client, step):
             return 0.5 * step.loss_fn(x, y) + 0.1 * step.loss_fn(x, y, {n: 2 * p for n, p in step.params.items()})

@@ -1,4 +1,4 @@
-"""MOON: features near the server's, far from the previous model's."""
+"""Tests of MOON: features are pulled to the server model's features and pushed from the previous model's features."""
 
 import copy
 
@@ -12,7 +12,7 @@ from lightning_fcl.models import MLP
 
 
 def by_formula(features, near, far, temperature):
-    """The model-contrastive loss of the paper, sample by sample."""
+    """Compute the model-contrastive loss of the paper sample by sample."""
     losses = []
     for z, a, b in zip(features, near, far, strict=True):
         s_near, s_far = (torch.exp((z @ t) / (z.norm() * t.norm()) / temperature) for t in (a, b))
@@ -21,7 +21,7 @@ def by_formula(features, near, far, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_loss_is_the_papers(temperature):
+def test_contrastive_loss_equals_paper(temperature):
     torch.manual_seed(0)
     features, near, far = torch.randn(3, 7, 5)
     torch.testing.assert_close(
@@ -30,7 +30,7 @@ def test_the_loss_is_the_papers(temperature):
     assert (contrastive_loss(near, near, far) < contrastive_loss(far, near, far)).all()
 
 
-def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same):
+def test_moon_federation_equals_paper_algorithm(fit, make_stream, make_task, assert_same):
     stream, task = make_stream(rounds_per_experience=2, shuffle=False), make_task(model=MLP([6, 16, 4]))
     stream.setup("fit")
     w, previous = copy.deepcopy(task), {}

@@ -1,4 +1,4 @@
-"""A plain Trainer is a federation of one client, for every method."""
+"""Tests that a plain Trainer is equal to a federation of one client, for every method."""
 
 import copy
 from typing import ClassVar
@@ -51,14 +51,17 @@ CASES = [(name, arguments) for name in LOCAL for arguments in ARGUMENTS.get(name
 
 
 class SameDraws(Callback):
-    """Seeds the global generator as a federation does for each client. A plain Trainer leaves it to the user."""
+    """A callback that seeds the global generator as a federation does for each client.
+
+    A plain Trainer leaves the seed to the user.
+    """
 
     def on_train_epoch_start(self, trainer, pl_module):
         seed_all(0, "0", trainer.current_epoch)
 
 
 class Local(Method):
-    """Uses the functions that no method of the library has in a plain Trainer."""
+    """A method that overrides the hooks that no method of the library uses in a plain Trainer."""
 
     reductions: ClassVar = {"sums": "sum", "kept": "constant"}
 
@@ -97,7 +100,7 @@ def net(name):
 
 @pytest.fixture
 def make_case(make_task, make_stream, make_reservoir_task, make_series):
-    """Returns a module and a stream of one client, with two experiences of two rounds, for a method."""
+    """Return a function that makes a module and a one-client stream, with two experiences of two rounds."""
 
     def make(name):
         torch.manual_seed(0)
@@ -118,7 +121,7 @@ def make_case(make_task, make_stream, make_reservoir_task, make_series):
 
 
 def assert_equal(method, server, tolerance):
-    """The client and the server of the plain Trainer have what those of the federation have."""
+    """Assert that client state and server state of the plain Trainer are equal to those of the federation."""
     left, right = method.local.server.client_store["0"], server.client_store["0"]
     assert left.keys() == right.keys()
     for section, memory in right.items():
@@ -140,21 +143,22 @@ def test_plain_trainer_equals_federation_of_one_client(fit, make_case, name, arg
         tasks.append(task)
         if strategy == "auto":
             plain = method
-    # The readout's statistics are double-precision sums: a federation adds those of a round to those of earlier rounds.
+    # A federation adds the readout's statistics of a round, in double precision, to the sums of earlier rounds.
     tolerance = 1e-12 if name == "IntrinsicPlasticity" else 0
-    states = [{n: v for n, v in task.state_dict().items() if n != "readout.tag"} for task in tasks]  # a checksum
+    # The tag of the readout is a checksum.
+    states = [{n: v for n, v in task.state_dict().items() if n != "readout.tag"} for task in tasks]
     torch.testing.assert_close(*states, rtol=0, atol=tolerance)
     assert_equal(plain, trainer.strategy.server, tolerance)
     keeps = any(overrides_hook(kind, one) for one in ("update_client_state", "end_experience"))
     assert bool(memory_of(plain)) == keeps or name == "LogitAdjustment"
 
 
-def test_every_method_is_compared_or_needs_a_federation():
+def test_each_method_is_compared_or_needs_federation():
     assert {name for name, _ in CASES} == set(LOCAL) and len(LOCAL) > 20 and len(FEDERATED) > 12
 
 
 @pytest.mark.parametrize("name", FEDERATED)
-def test_method_that_needs_a_federation_is_rejected_before_the_first_epoch(fit, make_case, name):
+def test_method_needing_federation_raises_before_first_epoch(fit, make_case, name):
     task, stream = make_case(name)
     before = copy.deepcopy(task.state_dict())
     with raises(InvalidValueError, "strategy"):
@@ -169,23 +173,23 @@ class Personal(Method):
 
 class Listening(Method):
     def on_round_end(self, trainer, pl_module):
-        """A plain Trainer has no such hook."""
+        """Do nothing. A plain Trainer does not call this hook."""
 
 
 class ListeningToClients(Method):
     def on_client_end(self, trainer, pl_module, client_round):
-        """A plain Trainer has no such hook."""
+        """Do nothing. A plain Trainer does not call this hook."""
 
 
 @pytest.mark.parametrize("kind", [Personal, Listening, ListeningToClients])
-def test_function_that_a_plain_trainer_does_not_call_is_rejected(fit, make_case, kind):
+def test_hook_not_called_by_plain_trainer_raises(fit, make_case, kind):
     task, stream = make_case("")
     with raises(InvalidValueError, "strategy"):
         fit(task, stream, [kind()], strategy="auto")
     fit(task, stream, [kind()])
 
 
-def test_local_epochs_on_loaders_are_rejected_before_a_step(make_task, samples, train):
+def test_local_epochs_with_data_loader_raise_before_first_step(make_task, samples, train):
     task, before = make_task(), make_task()
     with raises(InvalidValueError, "datamodule"):
         train(task, [Local()], samples())
@@ -193,8 +197,8 @@ def test_local_epochs_on_loaders_are_rejected_before_a_step(make_task, samples, 
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_federation_of_one_client_on_loaders_of_the_user(make_task, fit, quiet, samples, assert_same, accumulate):
-    """The loaders, in their order, are the rounds of the client: a stream with the same samples gives the same."""
+def test_plain_trainer_data_loader_equals_federation(make_task, fit, quiet, samples, assert_same, accumulate):
+    """An epoch of the user's data loader equals a round of a stream with the same samples in the same order."""
     (x, y), tasks, methods = samples(number=24), [make_task(), make_task()], [EWC(5.0), EWC(5.0)]
     stream = FederatedStream.from_arrays(
         x,
@@ -212,14 +216,14 @@ def test_federation_of_one_client_on_loaders_of_the_user(make_task, fit, quiet, 
     trainer = L.Trainer(max_epochs=2, callbacks=[methods[0]], **options)
     trainer.fit(tasks[0], loader)
     federated = fit(tasks[1], stream, [methods[1]], max_vectorized_clients=1, trainer_args=options)
-    # A federation divides the sum of the gradients, Lightning each loss.
+    # With accumulated gradients, a federation divides their sum. Lightning divides each loss.
     assert_same(*tasks, 0 if accumulate == 1 else 1e-7)
     kept = federated.strategy.server.client_store.get_section("0", "EWC")
     torch.testing.assert_close(dict(memory_of(methods[0])), dict(kept), rtol=0, atol=0 if accumulate == 1 else 1e-7)
 
 
 class ByHand(Classifier):
-    """Optimizes by hand, with an optimizer for each layer."""
+    """A classifier with manual optimization and one optimizer per layer."""
 
     def __init__(self, model):
         super().__init__(model, 4)
@@ -240,7 +244,7 @@ class ByHand(Classifier):
 
 
 class Counting(Method):
-    """Counts the rounds of the client."""
+    """A method that counts the rounds of the client."""
 
     def update_client_state(self, client, trained_state, data):
         return {
@@ -250,7 +254,7 @@ class Counting(Method):
 
 
 @pytest.mark.parametrize("make", [lambda: FedProx(0.5), lambda: EWC(5.0), Counting])
-def test_optimizing_by_hand_with_two_optimizers_equals_one_optimizer(make_task, train, samples, assert_same, make):
+def test_manual_optimization_with_two_optimizers_equals_one_optimizer(make_task, train, samples, assert_same, make):
     by_hand, usual, methods = ByHand(make_task().model), make_task(), [make(), make()]
     for seed in (0, 1):
         train(by_hand, [methods[0]], samples(seed=seed))
@@ -266,7 +270,7 @@ def test_optimizing_by_hand_with_two_optimizers_equals_one_optimizer(make_task, 
     "make", [lambda: EWC(5.0), lambda: GEM(6), lambda: Replay(6, "reservoir"), lambda: FedProto(), Local]
 )
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_resumed_on_a_stream_is_uninterrupted(fit, make_case, assert_same, tmp_path, make, epoch):
+def test_resume_with_stream_equals_uninterrupted_fit(fit, make_case, assert_same, tmp_path, make, epoch):
     tasks, methods = [], [make(), make()]
     for method, path in zip(methods, (None, tmp_path / f"epoch={epoch}.ckpt"), strict=True):
         task, stream = make_case("")
@@ -281,8 +285,8 @@ def test_resumed_on_a_stream_is_uninterrupted(fit, make_case, assert_same, tmp_p
     torch.testing.assert_close(dict(entries_of(methods[0])), dict(entries_of(methods[1])), rtol=0, atol=0)
 
 
-def test_state_follows_methods_from_trainer_to_trainer(make_task, samples, train):
-    """Methods that have trained in different Trainers bring their states to a common one."""
+def test_method_state_moves_to_next_trainer(make_task, samples, train):
+    """Methods that were trained in different Trainers keep their states in a common Trainer."""
     alone = [EWC(5.0), LwF(2.0)]
     task = make_task()
     train(task, [alone[0]], samples([0, 2]))
@@ -294,8 +298,8 @@ def test_state_follows_methods_from_trainer_to_trainer(make_task, samples, train
     assert len(memory_of(alone[0])) and memory_of(alone[1])["seen"].sum() == 4
 
 
-def test_fit_on_another_stream_enters_another_experience(fit, make_stream, make_task):
-    """Rounds of an earlier stream are no rounds of another one."""
+def test_fit_on_another_stream_starts_new_experience(fit, make_stream, make_task):
+    """Rounds of an earlier stream do not count as rounds of another stream."""
     method = Replay(20, "reservoir", "experience")
     for seed in (0, 1):
         stream = make_stream(num_clients=1, num_experiences=1, rounds_per_experience=2, samples=48, seed=seed)

@@ -1,4 +1,4 @@
-"""Intrinsic plasticity in federations (FedIP, FedCLIP) and plain Trainers, against loops written in NumPy."""
+"""Tests of intrinsic plasticity in federations (FedIP, FedCLIP) and plain Trainers, against loops in NumPy."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 
 @pytest.fixture
 def adapt(by_numpy):
-    """One step of plasticity on a batch, in NumPy: new gain and bias."""
+    """Return a NumPy function for one step of plasticity on a batch. It returns the new gain and bias."""
 
     def run(reservoir, x, gain, bias, method):
         net, h, _ = (part[:, reservoir.washout :] for part in by_numpy.run(reservoir, x, gain, bias))
@@ -29,7 +29,8 @@ def adapt(by_numpy):
         moved = []
         for value, direction in ((gain, dg), (bias, db)):
             mean = direction.sum(axis=1).mean(axis=0)
-            if method.normalize_grad:  # layer by layer
+            # Directions are normalized layer by layer.
+            if method.normalize_grad:
                 mean = np.concatenate([part / np.linalg.norm(part) for part in np.split(mean, reservoir.num_layers)])
             moved.append(value + method.eta * mean)
         return np.maximum(moved[0], method.min_gain), moved[1]
@@ -39,7 +40,7 @@ def adapt(by_numpy):
 
 @pytest.fixture
 def fedip(adapt):
-    """FedIP in NumPy: gain and bias after some rounds that adapt."""
+    """Return a NumPy implementation of FedIP. It returns gain and bias after the given rounds of adaptation."""
 
     def run(reservoir, stream, method, rounds, gain=None, bias=None, buffers=None):
         size = reservoir.features
@@ -69,7 +70,7 @@ def fedip(adapt):
 
 
 class Watch(Callback):
-    """Notes gain, bias, readout and every client's buffer after each round."""
+    """A callback that records gain, bias, readout and each client's buffer after each round."""
 
     def __init__(self):
         self.rounds = []
@@ -88,7 +89,7 @@ class Watch(Callback):
 
 
 def assert_plasticity(reservoir, expected, tolerance=1e-9):
-    """Gain and bias are those, and neither is what it began with."""
+    """Assert that gain and bias have the expected values, and that both differ from their initial values."""
     for value, wanted, start in zip((reservoir.gain, reservoir.bias), expected, (1, 0), strict=True):
         assert np.abs(wanted - start).max() > 1e-3
         np.testing.assert_allclose(value.detach().numpy(), wanted, rtol=0, atol=tolerance)
@@ -97,7 +98,7 @@ def assert_plasticity(reservoir, expected, tolerance=1e-9):
 @pytest.mark.parametrize("options", [{}, {"mu": 0.2, "sigma": 0.3}, ROUGH, {"local_epochs": 3, "eta": 0.02}])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize("reservoir", [{}, {"num_layers": 2, "units": 7, "washout": 2, "bias_scaling": 0.3}])
-def test_federated_plasticity_is_written_by_hand(
+def test_fedip_equals_numpy(
     fit,
     make_series_stream,
     make_reservoir,
@@ -111,7 +112,8 @@ def test_federated_plasticity_is_written_by_hand(
     stream, method = make_series_stream(3, rounds_per_experience=3), IntrinsicPlasticity(**options)
     task, start = make_reservoir_task(make_reservoir(**reservoir)), make_reservoir(**reservoir)
     fit(task, stream, [method], max_vectorized_clients=max_vectorized_clients)
-    expected = fedip(start, stream, method, rounds=[0, 1])  # the last round leaves the reservoir alone
+    # The last round does not change the reservoir.
+    expected = fedip(start, stream, method, rounds=[0, 1])
     assert_plasticity(task.reservoir, expected)
     x, y = stream.get_samples(np.concatenate(list(stream.plan.train[2].values())))
     weight = by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, *expected), 1e-2)
@@ -119,15 +121,16 @@ def test_federated_plasticity_is_written_by_hand(
     assert int(task.readout.n) == len(y) * (9 - start.washout)
 
 
-def test_a_fit_without_it_does_not_go_on_adapting(fit, make_series_stream, make_reservoir_task):
+def test_fit_without_plasticity_does_not_adapt(fit, make_series_stream, make_reservoir_task):
     task, stream = make_reservoir_task(), make_series_stream(rounds_per_experience=2)
-    fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)  # ends in a round that adapts
+    # The fit ends in a round that adapts.
+    fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)
     fit(task, stream, max_epochs=1)
     assert int(task.readout.n) > 0 and bool(task.readout.weight.any())
 
 
-def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_series_stream, make_reservoir_task):
-    """A server step of size 1 is plain averaging, of size 0.5 half the way; in a readout's round nothing moves."""
+def test_server_optimizer_steps_gain_and_bias_in_adapting_rounds(fit, make_series_stream, make_reservoir_task):
+    """A server step size of 1 is plain averaging, and 0.5 is half the update. Readout rounds change nothing."""
 
     def run(**kwargs):
         task, watch = make_reservoir_task(), Watch()
@@ -146,7 +149,7 @@ def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_
     assert torch.equal(momentum[2]["gain"], momentum[1]["gain"])
 
 
-def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, make_reservoir_task, fedip):
+def test_one_client_equals_plain_trainer_and_numpy(fit, make_series_stream, make_reservoir_task, fedip):
     federated, plain, method = make_reservoir_task(), make_reservoir_task(), IntrinsicPlasticity(mu=0.1)
     stream = make_series_stream(1, rounds_per_experience=4)
     fit(federated, stream, [method])
@@ -157,14 +160,16 @@ def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, m
     assert int(plain.readout.n) == int(federated.readout.n)
 
 
-def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make_reservoir_task, fedip, by_numpy):
+def test_uploaded_readout_weights_average_on_adapted_reservoir(
+    fit, make_series_stream, make_reservoir_task, fedip, by_numpy
+):
     stream, method = make_series_stream(3, 2, rounds_per_experience=2), IntrinsicPlasticity()
     task, start, watch = make_reservoir_task(upload="weights"), make_reservoir_task().reservoir, Watch()
     fit(task, stream, [method, watch])
     gain, bias = fedip(start, stream, method, [0])
     gain, bias = fedip(start, stream, method, [2], gain, bias)
     parts = [stream.get_samples(rows) for rows in stream.plan.train[3].values()]
-    # Only of this experience: what clients had added up before is another reservoir's.
+    # Only this experience counts, because the clients' earlier sums belong to another reservoir.
     own = [by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, gain, bias), 1e-2) for x, y in parts]
     expected = np.average(own, axis=0, weights=[len(y) for _, y in parts])
     np.testing.assert_allclose(task.readout.weight.numpy(), expected, rtol=0, atol=1e-8)
@@ -176,10 +181,10 @@ def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("share", [0.2, 1.0])
-def test_experiences_follow_each_other(
+def test_fedclip_two_experiences_equal_numpy(
     fit, make_series_stream, make_reservoir_task, fedip, by_numpy, restart, max_vectorized_clients, share
 ):
-    """Gain and bias go on or restart; the buffers join the data of both, and grow at the end of an experience."""
+    """Gain and bias continue or restart. The buffers join the data in both cases, and grow when an experience ends."""
     stream = make_series_stream(3, 2, rounds_per_experience=3)
     method, watch = IntrinsicPlasticity(local_epochs=2, restart=restart), Watch()
     task, start = make_reservoir_task(), make_reservoir_task().reservoir
@@ -198,7 +203,8 @@ def test_experiences_follow_each_other(
     for adapts in (3, 4):
         assert torch.equal(watch.rounds[adapts]["weight"], watch.rounds[2]["weight"])
     for client in "012":
-        for unchanged in (3, 4):  # the second experience's rounds that adapt
+        # Rounds 3 and 4 are the rounds of the second experience that adapt.
+        for unchanged in (3, 4):
             assert torch.equal(buffers[unchanged][client]["x"], buffers[2][client]["x"])
         for after, experiences in ((2, 1), (5, 2)):
             rows = np.concatenate([stream.plan.train[3 * e][client] for e in range(experiences)])
@@ -229,11 +235,12 @@ def test_experiences_follow_each_other(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("share", ["statistics", "weights"])
-def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share):
+def test_resume_equals_uninterrupted_fit(fit, make_series_stream, make_reservoir_task, tmp_path, share):
     def run(folder=None, ckpt_path=None, seed=0):
         task = make_reservoir_task(upload=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
         with torch.no_grad():
-            task.reservoir.gain += seed  # what is not restored shows
+            # Different initial gains show values that are not restored.
+            task.reservoir.gain += seed
         stream = make_series_stream(4, 2, rounds_per_experience=3, validation=0.2)
         metrics = ContinualMetrics()
         callbacks = [IntrinsicPlasticity(local_epochs=2), Replay(0.3, "reservoir"), metrics]
@@ -254,7 +261,7 @@ def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, 
 
 @pytest.mark.parametrize("round_idx", [1, 2, 4])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
+def test_interrupted_round_leaves_server_unchanged(
     fit, make_series_stream, make_reservoir_task, round_idx, max_vectorized_clients
 ):
     class Stop(Callback):
@@ -280,15 +287,16 @@ def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
     cut, before = run([Stop()]), run([], max_epochs=round_idx)
     for name in ("reservoir.gain", "reservoir.bias", "readout.weight"):
         assert torch.equal(cut.state_dict()[name], before.state_dict()[name]), name
-    if round_idx != 2:  # where a readout round begins, the statistics of the reservoir before are given up
+    # A readout round discards the statistics of the previous reservoir when it starts.
+    if round_idx != 2:
         assert all(torch.equal(value, before.state_dict()[name]) for name, value in cut.state_dict().items())
 
 
-# In a plain Trainer.
+# Plain Trainer.
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_plain_trainer_adapts_in_all_epochs_but_the_last(
+def test_plain_trainer_adapts_in_all_epochs_except_last(
     train, make_series, make_reservoir_task, adapt, by_numpy, restart
 ):
     task, start = make_reservoir_task(), make_reservoir_task().reservoir
@@ -306,8 +314,8 @@ def test_a_plain_trainer_adapts_in_all_epochs_but_the_last(
         np.testing.assert_allclose(task.readout.weight.numpy(), weight, rtol=0, atol=1e-7)
 
 
-def test_the_order_of_methods_does_not_matter(train, make_series, make_reservoir_task):
-    """Plasticity sees what is rehearsed, whoever comes first."""
+def test_plasticity_with_replay_is_independent_of_order(train, make_series, make_reservoir_task):
+    """Plasticity adapts to replay samples regardless of the order of the methods."""
 
     def run(*methods):
         task = make_reservoir_task()
@@ -324,11 +332,11 @@ def test_the_order_of_methods_does_not_matter(train, make_series, make_reservoir
     assert (first["reservoir.gain"] - without["reservoir.gain"]).abs().max() > 1e-4
 
 
-# What is refused, warned of and logged.
+# Errors and warnings.
 
 
 @pytest.mark.parametrize("federated", [False, True])
-def test_gains_that_are_driven_down_warn_once_and_stay(
+def test_gains_below_min_gain_clamped_with_one_warning(
     fit, make_series_stream, make_reservoir_task, fedip, caplog, federated
 ):
     method = IntrinsicPlasticity(sigma=0.02, eta=0.2, min_gain=0.4)
@@ -338,7 +346,8 @@ def test_gains_that_are_driven_down_warn_once_and_stay(
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
         fit(task, stream, [method], **({} if federated else {"strategy": "auto"}))
     assert_plasticity(task.reservoir, fedip(start, stream, method, range(3)))
-    assert task.reservoir.gain.min().item() == pytest.approx(0.4, abs=1e-12)  # the mean of 0.4 and 0.4 is rounded
+    # The mean of 0.4 and 0.4 is rounded.
+    assert task.reservoir.gain.min().item() == pytest.approx(0.4, abs=1e-12)
     warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
     assert len(warned) == 1
     assert re.match(
@@ -348,7 +357,7 @@ def test_gains_that_are_driven_down_warn_once_and_stay(
     )
 
 
-def test_what_compression_leaves_over_drives_no_gain_too_low(fit, make_series_stream, make_reservoir_task):
+def test_compression_residual_keeps_gains_above_min_gain(fit, make_series_stream, make_reservoir_task):
     lowest = []
 
     class Lowest(Callback):
@@ -360,7 +369,7 @@ def test_what_compression_leaves_over_drives_no_gain_too_low(fit, make_series_st
     assert len(lowest) == 8 and lowest[0] > 0.4 == min(lowest)
 
 
-def test_values_that_diverge_are_refused_and_the_server_keeps_its_own(fit, make_series_stream, make_reservoir_task):
+def test_diverging_gain_raises_and_leaves_server_unchanged(fit, make_series_stream, make_reservoir_task):
     for kwargs in ({}, {"strategy": "auto"}):
         task = make_reservoir_task()
         with raises(InvalidValueError, "eta"):
@@ -371,7 +380,7 @@ def test_values_that_diverge_are_refused_and_the_server_keeps_its_own(fit, make_
         assert torch.equal(task.reservoir.gain, torch.ones(12)) and not task.reservoir.bias.any()
 
 
-def test_directions_are_brought_to_length_one_layer_by_layer():
+def test_step_normalizes_directions_per_layer():
     dg, db = torch.randn(3, 8), torch.randn(3, 8)
     gain, bias = IntrinsicPlasticity(eta=0.5).step(torch.ones(3, 8), torch.zeros(3, 8), dg, db, layers=2)
     for moved in (gain - 1, bias):
@@ -382,12 +391,12 @@ def test_directions_are_brought_to_length_one_layer_by_layer():
     torch.testing.assert_close(literal, 9 + 0.5 * dg)
 
 
-def test_a_direction_of_length_zero_moves_nothing():
+def test_step_zero_direction_changes_nothing():
     gain, bias = IntrinsicPlasticity().step(torch.ones(1, 4), torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1, 4))
     assert torch.equal(gain, torch.ones(1, 4)) and not bias.any()
 
 
-def test_bytes_of_every_round(fit, make_series_stream, make_reservoir, make_reservoir_task):
+def test_plasticity_upload_and_download_bytes_per_round(fit, make_series_stream, make_reservoir, make_reservoir_task):
     metrics, task = ContinualMetrics(), make_reservoir_task(make_reservoir().float())
     fit(task, make_series_stream(3, 2, rounds_per_experience=3), [IntrinsicPlasticity(), metrics])
     plastic, statistics, readout = 2 * 12 * 4, 8 * (12 * 12 + 12 * 4) + 8, 8 * 12 * 4
@@ -398,12 +407,12 @@ def test_bytes_of_every_round(fit, make_series_stream, make_reservoir, make_rese
         assert set(entry["correct"]) == (set() if adapts else {"server"})
 
 
-def test_a_module_without_a_reservoir_is_refused(fit, make_stream, make_task):
+def test_module_without_reservoir_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "module"):
         fit(make_task(), make_stream(), [IntrinsicPlasticity()])
 
 
-def test_clients_that_change_experience_at_different_rounds_are_refused(fit, make_series_stream, make_reservoir_task):
+def test_delayed_experiences_raise(fit, make_series_stream, make_reservoir_task):
     stream = make_series_stream(increments=2, rounds_per_experience=2)
     stream.setup("fit")
     first = next(iter(stream.plan.experiences))
@@ -412,7 +421,7 @@ def test_clients_that_change_experience_at_different_rounds_are_refused(fit, mak
         fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
 
 
-def test_a_stream_without_a_round_to_adapt_in_is_refused(fit, make_series_stream, make_reservoir_task):
+def test_stream_without_adapting_round_raises(fit, make_series_stream, make_reservoir_task):
     for experiences in (1, 2):
         with raises(InvalidValueError, "max_epochs"):
             stream = make_series_stream(increments=experiences, rounds_per_experience=1)
