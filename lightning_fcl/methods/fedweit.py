@@ -75,9 +75,9 @@ class FedWEIT(Method):
         clients: Clients that use the method. Other clients train the plain network. See `Method`.
 
     Raises:
-        ValueError: If the Trainer does not use ``strategy="federated"``, the module is not a task-incremental
-            `Classifier` of a `FedWEITNet` with enough tasks, a reduction is missing, or the Trainer has a method other
-            than `FedWEIT` and `Replay`.
+        ValueError: If the Trainer does not use ``strategy="federated"``, or has a method other than `FedWEIT` and
+            `Replay`. Also if a reduction is missing, or the module is not a task-incremental `Classifier` of a
+            `FedWEITNet` with enough tasks.
 
     Example:
         >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity

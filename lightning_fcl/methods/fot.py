@@ -129,6 +129,7 @@ def extend_basis(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> T
         sketch: Sum of the clients' sketches, shape (d, d).
         energy: Squared norms of the inputs' part outside of the basis, and of the inputs, shape (2,).
         eps: Share of the inputs' energy that the extended basis should contain.
+
     Example:
         >>> sketch = torch.diag(torch.tensor([3.0, 1.0, 0.1]))
         >>> extend_basis(torch.zeros(3, 0), sketch, torch.tensor([10.01, 10.01]), eps=0.95).abs()

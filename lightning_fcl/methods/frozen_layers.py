@@ -49,6 +49,7 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     A layer with parameters is frozen if none of its parameters is trainable. A normalization layer without parameters
     is frozen if the smallest enclosing submodule with parameters is frozen. The head of the module does not count.
+
     Example:
         >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)
         >>> [name for name, _ in frozen_layers(nn.Sequential(body, nn.ReLU(), nn.Linear(3, 2)))]

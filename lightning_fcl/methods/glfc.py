@@ -169,11 +169,11 @@ class GLFC(Method):
 
     With ``proxy_server``, the teacher is the best of the server's models in the previous experience. In its first round
     of an experience, a client selects one sample of each of its classes: the sample whose features are nearest to the
-    mean of the class. It perturbs the sample by 50 gradient steps that decrease the loss of its own model. Then it
+    mean of the class. It perturbs the sample by 50 gradient steps that decrease the loss of the client's model. Then it
     uploads the gradient of this sample for a small network that is the same for all clients (`make_encoder`). The
-    server reconstructs the samples (`invert`). The best model is the model that classifies most reconstructed samples
-    of the newest experience correctly. **A client thus reveals one slightly perturbed sample of each of its classes**
-    to the server, and to anyone else who can read the upload.
+    server reconstructs the samples (`invert`). The best model classifies the largest number of the experience's
+    reconstructed samples correctly. **A client thus reveals one slightly perturbed sample of each of its classes** to
+    the server, and to anyone else who can read the upload.
 
     Args:
         strength: Weight of the distillation, 0 to 1. 0 uses only the class-aware weights.

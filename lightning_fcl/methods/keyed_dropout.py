@@ -36,7 +36,7 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Return the finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed integers."""
+    """Apply the finalizer of SplitMix64, as in `lightning_fcl.rng`, on signed integers."""
     value = (value ^ _shifted(value, 30)) * _FIRST
     value = (value ^ _shifted(value, 27)) * _SECOND
     result: Tensor = value ^ _shifted(value, 31)
@@ -148,7 +148,7 @@ class KeyedRandomness(TorchFunctionMode):
     def alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
     ) -> Tensor:
-        """Apply dropout as `torch.nn.functional.alpha_dropout` does: dropped elements get SELU's negative saturation."""
+        """Apply alpha dropout: dropped elements get the negative saturation value of SELU."""
         if not training or p == 0:
             return input
         alpha = 1.7580993408473766

@@ -71,7 +71,7 @@ def test_icarl_training_equals_lwf_with_replay(make_task, samples, train, assert
 
         @property
         def section_name(self):
-            # Samples are drawn by the name of the method's section.
+            # The section name is part of the random seed.
             return "ICaRL"
 
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
