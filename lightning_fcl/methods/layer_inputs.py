@@ -72,7 +72,7 @@ def layer_inputs(
 
     The rows of a layer have shape (rows, d), in double precision. There is one row per sample, or per output position
     of a convolution, so that ``rows @ weight_matrix.T`` is the layer's output. If the layer has a bias, the last
-    column is 1. Samples are processed in chunks, so that each name is yielded several times.
+    column is 1. Samples are processed in chunks. Each name is yielded once per chunk.
 
     Args:
         module: The module.
