@@ -60,9 +60,9 @@ def write_data(folder, header):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("section", ["A node's own data", pytest.param("Data modules", marks=pytest.mark.long)])
+@pytest.mark.parametrize("section", ["Data of the nodes", pytest.param("Data modules", marks=pytest.mark.long)])
 def test_commands_of_the_page_end_in_a_report_and_the_bits_of_the_simulation(machines, tmp_path, section):
-    at, own, rehearsal = machines(), "A node's own data", "A rehearsal on one machine"
+    at, own, rehearsal = machines(), "Data of the nodes", "Try a deployment on one machine"
     ports = [free_port() for _ in range(3)]
     page = Page(tmp_path, {"18000": at.port, "18090": ports[0]})
 
