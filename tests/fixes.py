@@ -1264,7 +1264,7 @@ ROWS |= {
         fit_module,
         {"module": StatesLoss, "method": FedProto()},
         {"module": Embeds},
-        "define them beside `lightning_fcl_protocols = True`",
+        "define them and set `lightning_fcl_protocols = True`",
     ),
     "CCVR with a module without features": Row(
         fit_module,

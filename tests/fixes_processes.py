@@ -234,7 +234,7 @@ ROWS |= {
         find_size,
         {"simulates": False},
         {"simulates": True},
-        "Simulate the federation, or leave `GLFC` out.",
+        "Simulate the federation, or do not use `GLFC`.",
         MissingValueError,
     ),
     "sums of clients in other experiences": Row(fit_sums, {"scenario": LATE}, {"participation": 1.0}, SUMS),

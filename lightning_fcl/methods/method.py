@@ -1,4 +1,4 @@
-"""Method: a declaration that goes among a Trainer's callbacks."""
+"""The base class `Method`, which is a Lightning callback, and helper functions for masks of classes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from lightning_fcl.methods.experience import check_in_step
 
 
 class Method(MethodBase, Callback):
-    """A federated or continual learning method: what it adds to the loss, does to the gradient, mixes in and remembers.
+    """Base class of federated and continual learning methods, which are Lightning callbacks.
 
-    Subclasses override some of the functions of `MethodBase`, and hooks of Lightning only where they must: the
-    functions run in a plain Trainer, in a federation, and for many clients side by side.
+    A subclass overrides some hooks of `MethodBase`, for example `penalty`, `project_gradient` or `replay_samples`.
+    These hooks run in a plain Trainer, in a federation, and vectorized over clients. Override Lightning's own hooks
+    only if no hook of `MethodBase` is sufficient.
 
     Args:
-        clients: Who uses the method. See `MethodBase`.
+        clients: The clients that use the method. See `MethodBase`.
 
     Example:
         >>> class WeightDecay(Method):
@@ -46,42 +47,63 @@ class Method(MethodBase, Callback):
             check_in_step(self, pl_module)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before a fit: refuse what the method cannot work with, and look up what it needs."""
+        """Check that the method supports the Trainer and the module, and look up what it needs, before a fit.
+
+        Raises:
+            ValueError: If the method does not support the Trainer or the module.
+        """
 
 
 def get_driver(trainer: L.Trainer) -> MethodDriver:
-    """The driver of a Trainer's methods; it is put behind the last of them if there is none."""
+    """Return the driver of a Trainer's methods. If there is none, insert a driver after the last method."""
     callbacks = get_callbacks(trainer)
     for callback in callbacks:
         if isinstance(callback, MethodDriver):
             return callback
     driver = MethodDriver(get_methods(trainer))
     position = 1 + max((i for i, callback in enumerate(callbacks) if isinstance(callback, Method)), default=-1)
-    # A new list: Lightning may be going through the old one, and would call the method at hand once more.
+    # Assign a new list: Lightning may be iterating over the old one, and would call the current method twice.
     trainer.callbacks = [*callbacks[:position], driver, *callbacks[position:]]  # type: ignore[attr-defined]
     return driver
 
 
 def sample_shape(federation: FederationProtocol, name: str) -> tuple[int, ...]:
-    """The shape of a sample of a federation's stream, for a method that makes some."""
+    """Return the shape of one sample of a federation's stream, without the batch dimension.
+
+    Args:
+        federation: The federation.
+        name: The method that generates samples of this shape, for the message.
+
+    Raises:
+        MissingValueError: If the stream has no samples, as on the server of a deployment.
+    """
     stream = federation.stream
     if (rows := first_indices(stream)) is None:
         raise MissingValueError(
-            f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
-            "deployment.",
-            hint=f"Simulate the federation, or leave `{name}` out.",
+            f"Expected the stream on the server to have training samples, which define the sample shape for `{name}`, "
+            "but it has none, as in a deployment.",
+            hint=f"Simulate the federation, or do not use `{name}`.",
         )
-    with isolate_rng():  # a data set's own code may draw
+    # Reading a sample may draw random numbers in the dataset's own code.
+    with isolate_rng():
         return tuple(stream.get_samples(rows[:1])[0].shape[1:])
 
 
 def class_mask(num_classes: int, classes: Sequence[int]) -> Tensor:
-    """Which of so many classes are among some, shape (number,); longer where these ask for it."""
+    """Return a Boolean mask of classes, shape (num_classes,). The mask is longer if a class is ``num_classes`` or more.
+
+    Args:
+        num_classes: Minimum length of the mask.
+        classes: The classes at which the mask is True.
+    """
     return add_seen_classes(torch.zeros(num_classes, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))
 
 
 def add_seen_classes(seen_mask: Tensor, labels: Tensor) -> Tensor:
-    """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it."""
+    """Return a copy of a mask of classes, shape (classes,), that is also True at the labels.
+
+    The copy is longer if a label does not fit in the mask.
+    """
     size = max(len(seen_mask), int(labels.max()) + 1 if len(labels) else 0)
     extended_mask = pad_classes(seen_mask, size).clone()
     extended_mask[labels] = True
@@ -89,20 +111,23 @@ def add_seen_classes(seen_mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def pad_classes(values: Tensor, size: int) -> Tensor:
-    """Values of classes, with zeros for those that a larger output has."""
+    """Return per-class values, shape (classes,), padded with zeros to the length ``size``."""
     return F.pad(values, (0, size - len(values)))
 
 
 def match_output(values: Tensor, output: Tensor) -> Tensor:
-    """Values of classes, as many as an output has classes, on its device."""
+    """Return per-class values on the device of an output, padded with zeros to the output's number of classes."""
     return pad_classes(values.to(output.device), output.shape[-1])
 
 
 def target_mask(target: Tensor, output: Tensor) -> Tensor:
-    """Which class of an output, shape (batch, classes), is that of each target."""
+    """Return a Boolean mask of shape (batch, classes) that is True at the target class of each sample."""
     return torch.arange(output.shape[-1], device=output.device) == target[..., None]
 
 
 def mask_other_classes(logits: Tensor, classes: Tensor) -> Tensor:
-    """Logits of some classes; the others' are far below, and not -inf: what they add to a loss is finite."""
+    """Return logits in which every class outside the mask ``classes`` has the value -1e4.
+
+    The value is not -inf, so that a loss of these logits stays finite.
+    """
     return torch.where(classes, logits, -1e4)

@@ -1,6 +1,6 @@
-"""The calls of the functions of methods in one round, for each client and for the server.
+"""Calls of the methods' hooks in one round, for each client and for the server.
 
-A federation and a plain Trainer, which is a federation of one client, both call the functions of methods here.
+A federation and a plain Trainer both use this module. A plain Trainer is a federation of one client.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from lightning_fcl.rng import derive_seed
 
 @dataclass(eq=False)
 class LocalRound:
-    """One client's round after its local training.
+    """The data of one client in a round after its local training.
 
     Args:
-        part: The client's part in the round.
+        part: The client's `ClientRound`.
         received: The state that the client started from.
         kept: The client state before the round.
-        entered: The client state at the start of the round, see `enter_round`.
+        entered: The client state at the start of the round. See `enter_round`.
         steps: Number of optimizer steps.
-        state: The client's state after local training.
-        memories: The state of each method after local training.
-        samples: Returns the client's samples of the round, stacked.
+        state: The client's model state after local training.
+        memories: The client state of each method after local training.
+        samples: A function that returns the client's samples of the round, stacked.
     """
 
     part: ClientRound
@@ -76,23 +76,24 @@ class LocalRound:
     samples: Callable[[], Any]
 
     def data(self, method: MethodBase) -> Any:
-        """Return the samples of the round; None if a method does not need them."""
+        """Return the samples of the round, or None if the method does not need them."""
         return self.samples() if method.needs.round_samples else None
 
 
 @dataclass(eq=False)
 class MethodRound:
-    """The calls of the functions of methods in one round.
+    """Calls of the methods' hooks in one round.
 
     Args:
         number: Number of the round, from 0.
         module: The module that the Trainer trains.
         methods: The methods among the Trainer's callbacks.
         stream: The stream.
-        server: The server, which keeps the state of the clients and of the methods.
-        seed: Seed of the draws of methods.
+        server: The server, which stores the state of the clients and of the methods.
+        seed: Seed of the random numbers that methods use.
         is_full: Whether all clients train in every round.
-        looks_ahead: Whether a result for an experience is left to the client's next round if that is sure to come.
+        looks_ahead: Whether to skip a result that the client's next round is certain to replace. This requires
+            ``is_full``.
     """
 
     number: int
@@ -103,7 +104,8 @@ class MethodRound:
     seed: int
     is_full: bool = True
     looks_ahead: bool = True
-    _shares: dict[tuple[str, str], StateSection] = field(init=False, default_factory=dict)  # of clients and methods
+    # What each client has contributed to the sums of its experience, by client and method.
+    _shares: dict[tuple[str, str], StateSection] = field(init=False, default_factory=dict)
 
     @property
     def _rounds(self) -> int:
@@ -114,7 +116,7 @@ class MethodRound:
     # Download.
 
     def server_entries(self) -> ExtraTensors:
-        """Return what the server keeps for methods in the round. Remove what no client needs any more."""
+        """Return the server state of the methods for the round. Remove entries that no client needs any more."""
         extra, begins = server_entries(self.methods, self.module), begins_experience(self.stream.plan, self.number)
         for method in self.methods:
             server_state = self.server.get_section(method.section_name)
@@ -125,7 +127,13 @@ class MethodRound:
         return extra
 
     def receive(self, client_round: ClientRound, received_state: State, entered: ClientState) -> list[StateSection]:
-        """Return the state of each method with which a client starts a round, from a received state and its own."""
+        """Return each method's client state at the start of a round.
+
+        Args:
+            client_round: The client's `ClientRound`.
+            received_state: The state that the client has received.
+            entered: The client state at the start of the round. See `enter_round`.
+        """
         device, memories = self.module.device, []
         for method in self.methods:
             client = make_client(
@@ -144,7 +152,7 @@ class MethodRound:
     # Upload.
 
     def ended(self, method: MethodBase, client: LocalRound, memory: StateSection) -> Client:
-        """Return a client after its local training, as a method sees it."""
+        """Return the `Client` that a method's hooks receive after local training."""
         method_client = make_client(method, self.module, memory, client.received, client.part)
         method_client.num_steps = client.steps
         self._set_history(method, method_client, client.kept)
@@ -152,11 +160,11 @@ class MethodRound:
 
     @property
     def uploads(self) -> bool:
-        """Whether a method uploads something in place of the client's state."""
+        """Whether a method changes the state that clients upload."""
         return any(overrides_hook(method, "transform_upload") for method in self.methods)
 
     def upload(self, client: LocalRound) -> State:
-        """Return what a client uploads in place of its state."""
+        """Return the state that a client uploads, after the changes by the methods' `transform_upload`."""
         state = client.state
         for method, memory in zip(self.methods, client.memories, strict=True):
             if overrides_hook(method, "transform_upload") and method.applies_to(client.part):
@@ -164,7 +172,7 @@ class MethodRound:
         return state
 
     def contribute(self, client: LocalRound) -> State:
-        """Return what a client uploads to the entries that the server keeps for methods, each of the entry's shape."""
+        """Return a client's uploads to the methods' server state. Each tensor has the shape of its entry."""
         upload = self._nothing
         for method, memory in zip(self.methods, client.memories, strict=True):
             receives = any(name.startswith(f"{method.section_name}.") for name in self._nothing)
@@ -174,7 +182,10 @@ class MethodRound:
             trained_state = _lasting(client.state, client.received, self.server.reductions)
             statistics = method.upload_statistics(method_client, trained_state, client.data(method))
             if overrides_hook(method, "contribute_experience"):
-                statistics = {**statistics, **self._share(method, client, method_client, trained_state)}
+                statistics = {
+                    **statistics,
+                    **self._experience_contribution(method, client, method_client, trained_state),
+                }
             if statistics:
                 upload = {
                     **upload,
@@ -183,7 +194,7 @@ class MethodRound:
         return upload
 
     def messages(self, clients: Sequence[LocalRound]) -> Messages:
-        """Return what clients send to methods beside the entries, by section of the method."""
+        """Return the messages that clients send to methods in addition to the entries, by section of the method."""
         messages_by_section: dict[str, list[State]] = {}
         for number, method in enumerate(self.methods):
             if overrides_hook(method, "message"):
@@ -201,7 +212,7 @@ class MethodRound:
 
     @cached_property
     def _nothing(self) -> State:
-        """What a client uploads that contributes nothing."""
+        """The upload of a client that contributes nothing to the methods' server state."""
         rules, entries = self.server.reductions, self.server.extra_tensors
         return {
             name: rules[name].empty_upload(entries[name])
@@ -209,10 +220,13 @@ class MethodRound:
             if name in rules and rules[name].is_uploaded
         }
 
-    def _share(self, method: MethodBase, client: LocalRound, method_client: Client, trained_state: State) -> State:
-        """Return what a client uploads to the sums of its experience."""
+    def _experience_contribution(
+        self, method: MethodBase, client: LocalRound, method_client: Client, trained_state: State
+    ) -> State:
+        """Return a client's upload to the sums of its experience."""
         client_round = client.part
-        rounds = self.stream.plan.num_rounds  # the same for a fit that ends earlier and is resumed
+        # Use the plan's number of rounds: it is the same if a fit ends earlier and is resumed.
+        rounds = self.stream.plan.num_rounds
         if self.is_full and returns(self.stream, client_round, rounds, accumulates=True):
             return {}
         earlier = client.entered.get(method.section_name + SENT, {})
@@ -226,10 +240,10 @@ class MethodRound:
     # End of a client's round.
 
     def end(self, client: LocalRound, missed_sync: bool = False) -> ClientState:
-        """Return what a client keeps for methods after its round.
+        """Return the client state of all methods after the client's round.
 
         Args:
-            client: The client.
+            client: The client after its local training.
             missed_sync: Whether the server has not received the client's upload.
         """
         client_state: ClientState = {}
@@ -244,7 +258,7 @@ class MethodRound:
         return client_state
 
     def _sections(self, method: MethodBase, client: LocalRound, memory: StateSection, missed_sync: bool) -> ClientState:
-        """Return the sections that a client keeps for a method after its local training."""
+        """Return the sections of a method in the client state after local training."""
         at_round, at_experience = (
             overrides_hook(method, "update_client_state"),
             overrides_hook(method, "end_experience"),
@@ -268,11 +282,14 @@ class MethodRound:
         return sections_of(method, memory, result, share, client.entered)
 
     def _returns(self, client_round: ClientRound, accumulates: bool) -> bool:
-        """Return whether the client's next round is sure to replace a result for the experience."""
+        """Return whether the client's next round is certain to replace a result for the experience."""
         return self.looks_ahead and self.is_full and returns(self.stream, client_round, self._rounds, accumulates)
 
     def end_dropped(self, client: LocalRound) -> None:
-        """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
+        """Store the results of a client whose upload was dropped, if they were left to this round.
+
+        The client is in its last round of the experience, so that no later round can compute them.
+        """
         if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
             updated_state = self._finish_experience(client.part, client.kept, client.received)
             if updated_state is not None:
@@ -282,11 +299,11 @@ class MethodRound:
 
     @torch.no_grad()
     def take_turns(self, previous_state: State, share: float) -> None:
-        """Let methods change the server's model in the module, one after the other.
+        """Let the methods change the server's model in the module, in the order of the callbacks.
 
         Args:
-            previous_state: The server's state when the round began, with what the server kept for methods.
-            share: Share of the stream's clients whose uploads were accepted, above 0.
+            previous_state: The server's state at the start of the round, including the server state of the methods.
+            share: Fraction of the stream's clients whose uploads were accepted, above 0.
         """
         state, ends = state_tensors(self.module), _ends(self.stream, self.number)
         for method in self.methods:
@@ -301,7 +318,7 @@ class MethodRound:
                 )
 
     def accept(self, clients: Iterable[str]) -> None:
-        """Note the clients whose uploads of the round were accepted, if a method has sums of experiences."""
+        """Record the clients whose uploads were accepted in the round, if a method has sums of experiences."""
         if any(overrides_hook(method, "contribute_experience") for method in self.methods):
             self.server.accepted |= dict.fromkeys(clients, self.number)
 
@@ -310,9 +327,9 @@ class MethodRound:
     ) -> ClientState | None:
         """Return a client's state with the results that were left to a later round of the experience.
 
-        With full participation a result is computed once. If the client's last upload is dropped, or the fit stops
-        within the experience, the result is computed from the state that the client has then. None if no result is
-        missing.
+        With full participation, a result is computed once, in the last round of the experience. If the client's last
+        upload is dropped, or the fit stops within the experience, the result is computed from the client's current
+        state. Returns None if no result is missing.
         """
         if PROGRESS not in client_state or int(client_state[PROGRESS]["experience"]) != client_round.experience_idx:
             return None
@@ -338,7 +355,7 @@ class MethodRound:
         return updated_state
 
     def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
-        """End the experiences of clients of a fit that was stopped after ``rounds`` rounds, before its last one."""
+        """Finish the clients' experiences after a fit that stopped early, after ``rounds`` rounds."""
         store, device = self.server.client_store, self.module.device
         for client in clients:
             client_state = store[client]
@@ -353,7 +370,10 @@ class MethodRound:
 
 
 def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> ExtraTensors:
-    """Return what the server keeps for methods beside the entries of the module, with first values and reductions."""
+    """Return the server state of methods, with initial values and reductions.
+
+    The module itself does not have these entries.
+    """
     extra: dict[str, tuple[Tensor, Reduction | str]] = {}
     for method in methods:
         server_state = method.init_server_state(module)
@@ -363,7 +383,7 @@ def server_entries(methods: Sequence[MethodBase], module: L.LightningModule) -> 
 
 
 def entered_state(server: FederatedServer, client_round: ClientRound, client_state: ClientState) -> ClientState:
-    """Return a client's state at the start of a round, from what the client keeps."""
+    """Return a client's state at the start of a round, from its stored state."""
     return (
         enter_round(client_state, client_round.experience_idx, server.accepted.get(client_round.client_id, -1))
         if client_state
@@ -374,7 +394,7 @@ def entered_state(server: FederatedServer, client_round: ClientRound, client_sta
 def client_before(
     server: FederatedServer, module: L.LightningModule, method: MethodBase, client_round: ClientRound
 ) -> Client:
-    """Return a client before a round, as a method sees it: the client has received nothing."""
+    """Return the `Client` that a method's hooks get before a round, when the client has received nothing."""
     memory = entered_state(server, client_round, server.client_store[client_round.client_id]).get(
         method.section_name, {}
     )
@@ -382,13 +402,16 @@ def client_before(
 
 
 def _ends(stream: ClientStream, number: int) -> bool:
-    """Return whether the experience of some client ends with a round."""
+    """Return whether a client's experience ends with a round."""
     plan = stream.plan
     return number + 1 == plan.num_rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 
 
 def _lasting(trained_state: State, received_state: State, reductions: Mapping[str, Reduction]) -> State:
-    """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
+    """Return a trained client's state without changes that the server ignores.
+
+    Entries that are neither uploaded nor client-local, such as `fixed` ones, get their received values back.
+    """
     fixed_names = {
         n for n in trained_state if n in reductions and not (reductions[n].is_uploaded or reductions[n].is_local)
     }
@@ -400,5 +423,5 @@ def _lasting(trained_state: State, received_state: State, reductions: Mapping[st
 
 
 def _moved(memory: StateSection, device: torch.device) -> StateSection:
-    """Return a client state on a device. A client state from a disk or a checkpoint is on the CPU."""
+    """Return a client state on a device. A client state loaded from a disk or a checkpoint is on the CPU."""
     return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}

@@ -1,4 +1,4 @@
-"""What a method cannot work without."""
+"""The requirements that a method declares."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method cannot work without.
+    """The requirements of a method on the module, the data and the Trainer.
+
+    They are checked before the first round.
 
     Args:
         labels: Batches are pairs ``[x, y]``.
-        dict_batches: They may also be dicts of tensors, in a federation.
-        tensors: Inputs and targets, or the values of a dict, are one tensor each, with a row for each sample: the
-            method stores samples, or splits the samples of a round.
-        logits: The module's output are logits of classes.
-        sample_loss: The module states the loss of samples apart from its training step.
-        round_samples: `Method.update_client_state`, `Method.upload_statistics` and those of an experience look at the
-            round's samples.
-        numbers: They look at the samples' numbers, `Client.history`, alone.
-        features: The server uses clients' features or layer inputs. Frozen layers, such as batch normalization with
+        dict_batches: In a federation, batches may also be dicts of tensors.
+        tensors: Inputs and targets, or the values of a dict, are one tensor each, with one row per sample. Set it if
+            the method stores samples or splits the samples of a round.
+        logits: The module's output is a tensor of class logits.
+        sample_loss: The module defines ``sample_loss(output, y)``, the loss of each sample, apart from its training
+            step.
+        round_samples: `Method.update_client_state`, `Method.upload_statistics` or the hooks of an experience read the
+            samples of the round.
+        numbers: These hooks read only the numbers of the samples, `Client.history`.
+        features: The server uses the clients' features or layer inputs. Frozen layers, such as batch normalization with
             frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
-        federation_reason: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
-        local_head: Entries that match the method's argument ``local_head`` stay with the clients, in a federation.
-        uniform_weights: All clients weigh alike in the federation's means.
+        federation_reason: Why the method does not run in a plain Trainer. The text follows "got a plain one:" in the
+            error message. An empty text means that the method runs in a plain Trainer.
+        local_head: Entries that match the method's argument ``head_pattern`` must be client-local in a federation.
+        uniform_weights: All clients must have equal weights in the federation's means.
 
     Example:
         >>> Needs(labels=True, federation_reason="it has no clients").round_samples

@@ -1,4 +1,4 @@
-"""Gradients of each sample's own objective, many at once, and what is summed of them over samples."""
+"""Gradients of each sample's loss, computed for a chunk of samples at once, and reductions over samples."""
 
 from __future__ import annotations
 
@@ -20,40 +20,48 @@ from lightning_fcl.methods.functional import evaluation_mode, to_input
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
-_CHUNK = 256  # samples whose gradients are taken at once, at most
+# Maximum number of samples whose gradients are computed at once.
+_CHUNK = 256
+# Functions that read a value from a tensor, so that the code can branch on it.
 _DECIDING = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
-_NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
+# Maximum number of values in the gradients of a chunk: 256 MB in single precision.
+_NUMBERS = 2**26
 
 
 class OuterProduct(NamedTuple):
-    """Gradients of samples that are outer products: that of sample n is ``left[n] right[n]^T``."""
+    """Per-sample gradients that are outer products: the gradient of sample n is ``left[n] right[n]^T``."""
 
     left: Tensor
     right: Tensor
 
 
 def over_samples(measure: Callable[[Tensor], Tensor], gradients: Tensor | OuterProduct) -> Tensor:
-    """The sum over samples of a measure of each number, one with ``measure(a b) = measure(a) measure(b)``."""
+    """Return the sum over samples of an elementwise function of the gradients.
+
+    Args:
+        measure: An elementwise function with ``measure(a * b) = measure(a) * measure(b)``, such as the absolute value.
+        gradients: Per-sample gradients, shape (samples, ...), or outer products.
+    """
     if isinstance(gradients, OuterProduct):
         return measure(gradients.left).T @ measure(gradients.right)
     return measure(gradients).sum(dim=0)
 
 
 def squared_norms(gradients: Tensor | OuterProduct) -> Tensor:
-    """The squared norm of each sample's gradient, shape (samples,)."""
+    """Return the squared norm of each sample's gradient, shape (samples,)."""
     if isinstance(gradients, OuterProduct):
         return gradients.left.square().sum(dim=1) * gradients.right.square().sum(dim=1)
     return gradients.flatten(1).square().sum(dim=1)
 
 
 class _OtherUseError(Exception):
-    """A parameter is used otherwise than in a linear layer that sees a row for each sample, or more than once."""
+    """A parameter is used twice, or in an operation other than a linear layer with one row per sample."""
 
 
 class _LinearLayers(TorchFunctionMode):
-    """Notes what linear layers see and give, and ends with `_OtherUseError` where a parameter is used otherwise.
+    """Records the inputs and outputs of linear layers. Raises `_OtherUseError` if a parameter is used otherwise.
 
-    What samples go through between them must not depend on each other, which is so in evaluation mode.
+    The operations between the layers must not mix samples. In evaluation mode they do not.
     """
 
     def __init__(self, params: State, samples: int) -> None:
@@ -63,7 +71,8 @@ class _LinearLayers(TorchFunctionMode):
         self.calls: list[tuple[list[str], Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DECIDING:  # of a batch, where it should be of a sample
+        # A decision by values of a whole batch would differ from a decision by one sample.
+        if func in _DECIDING:
             raise _OtherUseError
         output = func(*args, **(kwargs or {}))
         if param_ids := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
@@ -82,7 +91,10 @@ class _LinearLayers(TorchFunctionMode):
 def outer_gradients(
     objective: Objective, params: State, x: Tensor, y: Tensor
 ) -> dict[str, Tensor | OuterProduct] | None:
-    """`per_sample_gradients` in one pass, if each parameter is a linear layer's with a row a sample; else None."""
+    """Compute the result of `per_sample_gradients` in one pass, as outer products if possible.
+
+    Returns None if a parameter is used outside of linear layers that have one row per sample.
+    """
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     layers = _LinearLayers(leaves, len(x))
     with torch.enable_grad():
@@ -102,14 +114,24 @@ def outer_gradients(
 
 
 def per_sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """The gradient of each sample's own objective, by parameter: vectorised, or in a loop where that fails."""
+    """Return the gradient of each sample's loss by parameter, each of shape (samples, ...).
+
+    The computation is vectorized with `torch.func.vmap`. If this fails, a loop computes one sample after another.
+
+    Args:
+        objective: ``objective(params, x, y)``: the loss of a batch.
+        params: The parameters by name.
+        x: Inputs, shape (samples, ...).
+        y: Targets, shape (samples, ...).
+    """
 
     def single(params: State, x: Tensor, y: Tensor) -> Tensor:
         return objective(params, x[None], y[None])
 
     try:
         stacked: State = vmap(grad(single), in_dims=(None, 0, 0))(params, x, y)
-    except (RuntimeError, ValueError):  # random layers, control flow by the data, no batching rule: as a task says it
+    # vmap fails for random layers, for control flow that depends on data, and for operations without a batching rule.
+    except (RuntimeError, ValueError):
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         inputs = list(leaves.values())
         with torch.enable_grad():
@@ -129,20 +151,32 @@ def module_per_sample_gradients(
     y: Tensor,
     names: Iterable[str],
 ) -> Iterator[Mapping[str, Tensor | OuterProduct]]:
-    """The gradients of samples' own ``objective(output, y)``, a sum over samples, by parameter, some samples at once.
+    """Yield the per-sample gradients of ``objective(output, y)`` by parameter, for one chunk of samples after another.
 
-    The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
+    The module runs in evaluation mode with the given state. Each gradient has the shape (samples, ...) or is an
+    `OuterProduct`.
+
+    Args:
+        module: The module, whose ``forward`` returns a tensor.
+        objective: The loss of a batch, a sum over samples.
+        state: The module's state.
+        x: Inputs, shape (n, ...).
+        y: Targets, shape (n, ...).
+        names: Names of the parameters.
+
+    Raises:
+        InvalidTypeError: If ``forward`` does not return a tensor.
     """
     name_set = {*names}
     params = {name: value.detach() for name, value in state.items() if name in name_set}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in name_set}
     x = to_input(module, x)
 
-    def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def output_objective(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         output = functional_call(module, {**params, **rest}, (x,))
         if not isinstance(output, Tensor):
             raise InvalidTypeError(
-                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}.",
+                f"Expected `{type(module).__name__}.forward` to return a tensor, but got {type(output).__name__}.",
                 hint="Return the logits alone.",
                 argument="forward",
             )
@@ -151,8 +185,8 @@ def module_per_sample_gradients(
     chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
     with evaluation_mode(module), isolate_rng():
         for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
-            yield outer_gradients(of_output, params, inputs, targets) or per_sample_gradients(
-                of_output, params, inputs, targets
+            yield outer_gradients(output_objective, params, inputs, targets) or per_sample_gradients(
+                output_objective, params, inputs, targets
             )
 
 
@@ -165,7 +199,10 @@ def mean_sample_measure(
     y: Tensor,
     names: Iterable[str],
 ) -> State:
-    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
+    """Return the mean over samples of an elementwise function of per-sample gradients of ``objective(output, y)``.
+
+    See `over_samples` for ``measure`` and `module_per_sample_gradients` for the other arguments.
+    """
     name_set = {*names}
     total = zeros_like_state({name: value for name, value in state.items() if name in name_set})
     for gradients in module_per_sample_gradients(module, objective, state, x, y, name_set):

@@ -1,4 +1,4 @@
-"""APFL and Ditto: a personal model beside the shared one, mixed with it by a learnt weight, or drawn to it."""
+"""APFL and Ditto: each client trains a personal model in addition to the shared model."""
 
 from __future__ import annotations
 
@@ -32,24 +32,28 @@ from lightning_fcl.validation import at_least, between, validated
 
 @dataclass(eq=False)
 class APFL(Method):
-    """Every step: a personal model ``v`` and its weight ``alpha`` learn beside the shared ``w`` (Deng et al. 2020).
+    """Adaptive personalized federated learning (Deng et al., 2020): mix a personal model with the shared model.
 
-    ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task
-    loss at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and
-    ``alpha`` one with ``<v - w, g>`` (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A client predicts with
-    ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which ``ContinualMetrics(when="aggregated")`` tests.
-    ``v`` holds trainable parameters; buffers are those of ``w``.
+    The shared model ``w`` trains and is uploaded as without APFL. Each client also has a personal model ``v`` and a
+    weight ``alpha``, and ``v_bar = alpha v + (1 - alpha) w``. With g, the gradient of the task loss at ``v_bar`` on the
+    batch of the step (including replay samples), ``v`` takes a step with ``alpha g`` (Algorithm 1), and ``alpha`` takes
+    a step with ``<v - w, g>`` (eq. 10). ``alpha`` is clipped to [0, 1].
 
-    ``v`` has an optimizer like that of ``w``, while the paper has SGD. Clients train one at a time; a step costs two
-    forward and backward passes in place of one.
+    The client keeps ``v`` and ``alpha`` between rounds. ``v`` has the trainable parameters only, and uses the buffers
+    of ``w``. A client predicts with ``v_bar`` of its own ``v`` and the server's ``w``, see `personalize`.
+    ``ContinualMetrics(when="aggregated")`` tests this model.
+
+    Deviation from the paper: ``v`` has an optimizer like that of ``w``, and the paper uses SGD. Clients train
+    sequentially. A step takes two forward and backward passes instead of one.
 
     Args:
-        alpha0: What ``alpha`` begins with, from 0 to 1.
-        alpha_lr: Step size of ``alpha``; None: the optimizer's learning rate, as in the paper; 0: ``alpha`` is fixed.
+        alpha0: Initial value of ``alpha``, from 0 to 1.
+        alpha_lr: Step size of ``alpha``. None uses the learning rate of the optimizer, as in the paper. 0 keeps
+            ``alpha`` fixed.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module does not state its
-            loss apart.
+        ValueError: If an argument is out of range, the Trainer does not run a federation, or the module does not define
+            ``sample_loss(output, y)``.
 
     Example:
         >>> APFL(alpha0=0.5).alpha0
@@ -60,7 +64,7 @@ class APFL(Method):
     needs: ClassVar[Needs] = Needs(
         labels=True,
         sample_loss=True,
-        federation_reason="with a single client there is no shared model to mix with. Remove `APFL`",
+        federation_reason="`APFL` mixes with a shared model, which a single client does not have. Remove `APFL`",
     )
 
     alpha0: float = validated(0.5, between, 0, 1)
@@ -69,14 +73,15 @@ class APFL(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._trainable: list[str] = []
-        self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
+        # The personal model of the client that trains currently.
+        self._personal: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
             raise InvalidValueError(
-                f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
-                f"each batch, but got {trainer.accumulate_grad_batches}.",
+                f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model takes a step "
+                f"on each batch, but got {trainer.accumulate_grad_batches}.",
                 hint="Raise the stream's `batch_size` instead.",
                 argument="accumulate_grad_batches",
                 value=trainer.accumulate_grad_batches,
@@ -104,20 +109,22 @@ class APFL(Method):
         alpha = client.method_state["alpha"]
         gradient = make_gradient_fn(pl_module, shared)(*client.batch, interpolate(personal_params, shared, alpha))
         if not torch.isfinite(gradient.sum()):
-            return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
+            # The stored personal model must stay finite. The federation handles a client that diverges.
+            return
         towards = flatten(personal_params) - flatten(shared).detach()
-        set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
+        # A learning rate schedule may have changed the values of the groups.
+        set_group_values(self._optimizer, group_values(optimizer))
         direction = alpha * gradient + self.extra_gradient(client, personal_params)
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, direction)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
     def extra_gradient(self, client: Client, trained_state: State) -> Tensor | float:
-        """What is added to the gradient that the parameters ``trained_state`` of ``v`` step with, as one vector."""
+        """Return a vector to add to the gradient of ``v``. ``trained_state`` has the current parameters of ``v``."""
         return 0.0
 
     def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
-        """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
+        """Return an optimizer for ``v`` like the client's own. It changes ``v`` in the client state in place."""
         self._personal = {name: nn.Parameter(value) for name, value in strip_prefix(client.method_state, "v").items()}
         params_by_name = dict(client.module.named_parameters())
         personal_optimizer = with_parameters(
@@ -127,7 +134,8 @@ class APFL(Method):
         return personal_optimizer
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        assert client.federation is not None  # as it needs one
+        # `federation_reason` in `needs` requires a federation.
+        assert client.federation is not None
         if not client.federation.settings.keep_optimizer_state or self._optimizer is None:
             return client.method_state
         return {**client.method_state, **with_prefix(optimizer_state(self._optimizer), "optimizer")}
@@ -143,24 +151,26 @@ class APFL(Method):
 
 @torch.no_grad()
 def interpolate(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1."""
+    """Return ``alpha v + (1 - alpha) w`` for the entries of ``personal``: exactly w for alpha 0, exactly v for 1."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}
 
 
 @dataclass(eq=False)
 class Ditto(APFL):
-    """Every step: a personal model ``v`` learns the task near the server's model (Li et al. 2021, Algorithm 1).
+    """Ditto (Li et al., 2021, Algorithm 1): train a personal model that stays near the server's model.
 
-    The shared ``w`` travels and trains as without it. On each batch ``v``, too, takes a step, by an optimizer like that
-    of ``w``, along the gradient of ``task loss + strength / 2 * ||v - w_server||^2``, of which w_server is what the
-    client has received: `APFL` with a mixture of ``v`` alone, and a pull. A client begins with ``v`` where it is in its
-    first round, predicts with it, as `APFL` says, keeps it, and sends what FedAvg sends.
+    The shared model ``w`` trains and is uploaded as without Ditto. On each batch, the personal model ``v`` also takes a
+    step, with an optimizer like that of ``w``, along the gradient of ``task loss + strength / 2 * ||v - w_server||^2``.
+    w_server is the model that the client has received. Ditto is `APFL` with ``alpha`` fixed at 1 and this penalty.
+
+    In its first round a client initializes ``v`` with the received model. The client keeps ``v`` and predicts with it,
+    as described for `APFL`. It uploads the same tensors as in FedAvg.
 
     Args:
-        strength: Weight (lambda) of the distance, at least 0; with 0, ``v`` learns from the client's data alone.
+        strength: Weight (lambda) of the distance, at least 0. With 0, ``v`` learns from the client's data alone.
 
     Raises:
-        ValueError: If ``strength`` is negative, or for what `APFL` raises it.
+        ValueError: If ``strength`` is negative, or for the same reasons as in `APFL`.
 
     Example:
         >>> Ditto(strength=0.1).alpha0
@@ -170,7 +180,7 @@ class Ditto(APFL):
     needs: ClassVar[Needs] = Needs(
         labels=True,
         sample_loss=True,
-        federation_reason="with a single client there is no shared model to stay near. Remove `Ditto`",
+        federation_reason="`Ditto` stays near a shared model, which a single client does not have. Remove `Ditto`",
     )
 
     alpha0: float = field(default=1.0, init=False)

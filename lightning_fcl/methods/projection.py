@@ -1,4 +1,4 @@
-"""Projection of gradients: a step for one task that, to first order, raises no other task's loss."""
+"""Projection of gradients, so that a step for one task does not increase other tasks' losses to first order."""
 
 from __future__ import annotations
 
@@ -18,44 +18,64 @@ DistanceKind = Literal["wasserstein", "cosine"]
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Solver = Callable[[Matrix, Matrix], Matrix]
 
-_TOLERANCE = 4e-9  # of cosines: with what rounding adds, 1e-8 holds
-_PIECE = 16384  # coordinates: a dozen gradients of them stay in the cache of a processor core
-_STRETCH = 2**18  # coordinates: a stretch of the result stays in a cache while others are added to it
-_LONG = 100_000  # coordinates
-_FIRST = 0 if find_spec("quadprog") else 1  # of the two solvers
+# Tolerance for cosines. With rounding errors added, every cosine is at least -1e-8.
+_TOLERANCE = 4e-9
+# Coordinates per piece. A dozen gradients of this length stay in the cache of a processor core.
+_PIECE = 16384
+# Coordinates per stretch of the result. A stretch stays in a cache while gradients are added to it.
+_STRETCH = 2**18
+# Number of coordinates from which a gradient counts as long.
+_LONG = 100_000
+# Index of the first solver to use: 0 for quadprog, 1 for the solver in NumPy.
+_FIRST = 0 if find_spec("quadprog") else 1
 
-_BLOCK = 2048  # coordinates of a dot product: the few rows it meets next stay in the cache of a processor core
-_CONVERTED = 2**19  # numbers converted at once, 4 MiB: long stretches of each row, and still in a cache
-_MATRIX_PIECE = 2**21  # coordinates at once on other devices
+# Coordinates per dot product. The rows of the next products stay in the cache of a processor core.
+_BLOCK = 2048
+# Number of values converted at once, 4 MiB: long stretches of each row that still fit in a cache.
+_CONVERTED = 2**19
+# Coordinates per matrix product on devices other than the CPU.
+_MATRIX_PIECE = 2**21
 
 
 @torch.no_grad()
 def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tensor:
-    """The gradient nearest to ``gradient``, shape (p,), that points away from no constraint gradient, shape (k, p).
+    """Return the vector nearest to ``gradient`` that does not point away from any constraint gradient.
 
-    It solves ``min_g' 1/2 ||g' - g||^2`` such that ``<g', g_i> >= 0`` for all rows ``g_i`` of G, through its dual with
-    as many variables as constraints, ``min_v 1/2 v^T G G^T v + g^T G^T v`` such that ``v >= margin``, and
-    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9). Where no constraint is
-    violated it is ``gradient`` itself, whatever the margin, as in GEM's own code.
+    Solves ``min_g' 1/2 ||g' - g||^2`` subject to ``<g', g_i> >= 0`` for all rows ``g_i`` of G. The dual problem has one
+    variable per constraint: ``min_v 1/2 v^T G G^T v + g^T G^T v`` subject to ``v >= margin``, and ``g' = G^T v + g``
+    (GEM, Lopez-Paz and Ranzato, 2017, eq. 11 and 12; FedViT, eq. 7 to 9).
 
-    Products are taken in double precision and of unit vectors, so that scales do not matter: ``<g', g_i> / (||g||
-    ||g_i||)`` is at least -1e-8. Rows may be zero, alike, or dependent. Without a margin the result is never longer
-    than ``gradient``.
+    Products are computed in double precision from unit vectors, so that the scales of the gradients do not matter:
+    ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8. Rows may be zero, equal, or linearly dependent.
+
+    Args:
+        gradient: The gradient g, shape (p,).
+        constraints: The constraint gradients G, shape (k, p).
+        margin: Lower bound of the dual variables.
+
+    Returns:
+        The projected gradient, shape (p,). It is ``gradient`` itself if no constraint is violated, for every margin, as
+        in the code of GEM's authors. Without a margin it is never longer than ``gradient``.
+
+    Raises:
+        InvalidValueError: If a gradient is not finite.
     """
     products = _gram(gradient, constraints)
     weights = _weights(products, margin)
     if weights is None:
         return gradient
     if not np.isfinite(weights).all():
-        return torch.zeros_like(gradient)  # no step at all violates nothing
+        # A zero step violates no constraint.
+        return torch.zeros_like(gradient)
     return _combine(gradient, constraints, weights, products)
 
 
 @torch.no_grad()
 def agem(gradient: Tensor, reference: Tensor) -> Tensor:
-    """The gradient nearest to ``gradient`` that does not point away from one reference gradient.
+    """Return the vector nearest to ``gradient`` that does not point away from one reference gradient.
 
-    ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0`` (Chaudhry et al. 2019, A-GEM, eq. 11).
+    Computes ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` if ``g^T g_ref < 0`` (A-GEM, Chaudhry et al., 2019, eq. 11).
+    Otherwise returns ``gradient`` itself.
     """
     products = _gram(gradient, reference[None])
     if products[0, 1] >= 0:
@@ -65,10 +85,17 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind = "wasserstein") -> Tensor:
-    """How far other gradients, shape (k, p), are from a gradient: shape (k,), in double precision, on the CPU.
+    """Return the distances of the references, shape (k, p), from a gradient: shape (k,), float64, on the CPU.
 
-    ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which does not see
-    in which coordinate a value stands. ``"cosine"``: 1 - the cosine of the angle between them, 1 for a zero gradient.
+    Args:
+        gradient: The gradient, shape (p,).
+        references: The other gradients, shape (k, p).
+        kind: ``"wasserstein"``: the distance between the distributions of coordinates, ``mean |sort(a) - sort(b)|``. It
+            ignores which coordinate has which value. ``"cosine"``: 1 - the cosine of the angle between the gradients,
+            and 1 for a zero gradient.
+
+    Raises:
+        InvalidValueError: If a gradient is not finite.
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
@@ -84,17 +111,20 @@ def gradient_distance(gradient: Tensor, references: Tensor, kind: DistanceKind =
 
 
 def most_dissimilar(gradient: Tensor, references: Tensor, k: int, kind: DistanceKind = "wasserstein") -> Tensor:
-    """Which ``k`` gradients are farthest from a gradient, those first (FedViT's signature tasks, section 3.3)."""
+    """Return the indices of the ``k`` references farthest from a gradient, farthest first.
+
+    FedViT calls the tasks of these gradients signature tasks (section 3.3).
+    """
     return gradient_distance(gradient, references, kind).argsort(descending=True, stable=True)[:k]
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
-    """One vector of named tensors, in their order."""
+    """Concatenate named tensors to one vector, in their order."""
     return torch.cat([value.reshape(-1) for value in tensors.values()])
 
 
 def unflatten(flat: Tensor, reference: Mapping[str, Tensor]) -> State:
-    """The named tensors of a vector that `flatten` made, in the shapes of ``reference``."""
+    """Split a vector that `flatten` made into named tensors with the names and shapes of ``reference``."""
     pieces = torch.split(flat, [value.numel() for value in reference.values()])
     return {name: piece.view(value.shape) for (name, value), piece in zip(reference.items(), pieces, strict=True)}
 
@@ -112,12 +142,13 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
     cancelling = weights @ lengths[:-1] > 10 * lengths[-1]
     whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
     if len(gradient) >= _LONG and whole and not cancelling:
-        # Rounding errors of so many coordinates average out, unless large terms cancel each other.
+        # The rounding errors of many coordinates average out, unless large terms cancel each other.
         active = np.flatnonzero(weights * lengths[:-1] > 1e-15 * lengths[-1])
         if constraints.stride(1) != 1 or 3 * len(active) > 2 * len(weights):
             return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
         result = gradient.clone(memory_format=torch.contiguous_format)
-        for start in range(0, len(gradient), _STRETCH):  # the others are not read
+        # Constraints with zero weight are not read.
+        for start in range(0, len(gradient), _STRETCH):
             result_slice, stretch = result[start : start + _STRETCH], constraints[:, start : start + _STRETCH]
             for i in active:
                 result_slice.add_(stretch[i], alpha=float(weights[i]))
@@ -142,15 +173,15 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _sorted(tensor: Tensor) -> Tensor:
     tensor = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
-    # NumPy sorts many times faster than torch on a CPU.
+    # On a CPU, NumPy sorts many times faster than torch.
     return torch.from_numpy(np.sort(tensor.numpy())) if tensor.device.type == "cpu" else tensor.sort().values
 
 
 def _refuse(gradient: bool, is_finite_row: list[bool]) -> None:
     locations = [] if gradient else ["the gradient"]
-    locations += [f"row {row} of the others" for row, finite in enumerate(is_finite_row) if not finite]
+    locations += [f"row {row} of the other gradients" for row, finite in enumerate(is_finite_row) if not finite]
     raise InvalidValueError(
-        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(locations)}.",
+        f"Expected finite gradients, but got NaN, infinity or too large values in {', '.join(locations)}.",
         hint="Lower the learning rate, or clip the gradients.",
         argument="gradient",
         value=locations,
@@ -158,9 +189,9 @@ def _refuse(gradient: bool, is_finite_row: list[bool]) -> None:
 
 
 def _weights(products: Matrix, margin: float) -> Matrix | None:
-    """The dual variables v, shape (k,), or None where nothing is violated.
+    """Return the dual variables v, shape (k,), or None if no constraint is violated.
 
-    Constraints become unit vectors, so that neither tolerances nor the regularisation depend on scales.
+    Constraints are scaled to unit vectors, so that neither the tolerances nor the regularization depend on scales.
     """
     norms = np.sqrt(products.diagonal())
     rows = np.flatnonzero(norms[:-1])
@@ -169,7 +200,7 @@ def _weights(products: Matrix, margin: float) -> Matrix | None:
     if not len(rows) or slope.min() >= -_TOLERANCE * length:
         return None
     unit = products[np.ix_(rows, rows)] / np.outer(scale, scale)
-    # What the margin adds at least is added beforehand: the rest of the weights is not negative.
+    # Add the minimum weights, which the margin requires, first. The remaining weights are then at least 0.
     min_weights = margin * scale
     squared_increase = float(min_weights @ (2 * slope + unit @ min_weights))
     slope, length = slope + unit @ min_weights, float(np.sqrt(length**2 + max(squared_increase, 0.0)))
@@ -179,8 +210,12 @@ def _weights(products: Matrix, margin: float) -> Matrix | None:
 
 
 def _solve(unit: Matrix, slope: Matrix) -> Matrix:
-    """``argmin_v 1/2 v^T unit v + slope^T v`` such that ``v >= 0``, for slopes of at most 1; NaN if none is found."""
-    if slope.min() >= -_TOLERANCE:  # the margin alone was enough
+    """Return ``argmin_v 1/2 v^T unit v + slope^T v`` subject to ``v >= 0``, or NaN if no solver succeeds.
+
+    The slopes are at most 1 in absolute value.
+    """
+    # The margin alone can satisfy all constraints.
+    if slope.min() >= -_TOLERANCE:
         return np.zeros_like(slope)
     if len(slope) == 1:
         return -slope
@@ -189,16 +224,16 @@ def _solve(unit: Matrix, slope: Matrix) -> Matrix:
             weights = _refine(solver, unit, slope, ridge)
             if weights is not None:
                 return weights
-        warnings.warn(f"`{solver.__name__[1:]}` found no projection of a gradient.", stacklevel=4)
+        warnings.warn(f"The solver `{solver.__name__[1:]}` found no projection of a gradient.", stacklevel=4)
     return np.full_like(slope, np.nan)
 
 
 def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix | None:
-    """Weights that satisfy all constraints, if they are found.
+    """Return weights that satisfy all constraints, or None if the solver does not find any.
 
-    Solvers want a definite matrix, which a ridge makes of ``unit``. It pulls towards the weights of the iteration
-    before (a proximal point method), so that its bias vanishes; one iteration does, unless constraints are nearly
-    opposite.
+    Solvers need a positive definite matrix, so a ridge is added to ``unit``. The ridge pulls towards the weights of the
+    previous iteration (a proximal point method), so that its bias vanishes. One iteration is sufficient unless
+    constraints are nearly opposite.
     """
     weights, regular = np.zeros_like(slope), unit + ridge * np.eye(len(slope))
     for _ in range(100):
@@ -206,13 +241,14 @@ def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix
             weights = np.maximum(solver(regular, slope - ridge * weights), 0)
         except (ValueError, RuntimeError, np.linalg.LinAlgError):
             return None
-        if (unit @ weights + slope).min() >= -_TOLERANCE:  # not if it is NaN
+        # This is False if a weight is NaN.
+        if (unit @ weights + slope).min() >= -_TOLERANCE:
             return weights
     return None
 
 
 def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
-    """The quadratic program by Goldfarb and Idnani's active sets, compiled."""
+    """Solve the quadratic program with quadprog: the compiled active-set method of Goldfarb and Idnani."""
     import quadprog
 
     weights: Matrix = quadprog.solve_qp(matrix, -slope, np.eye(len(slope)), np.zeros_like(slope))[0]
@@ -220,7 +256,7 @@ def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
 
 
 def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
-    """The same as non-negative least squares by Lawson and Hanson's active sets, in NumPy."""
+    """Solve the same problem as non-negative least squares with the active sets of Lawson and Hanson, in NumPy."""
     weights, free = np.zeros_like(slope), np.zeros(len(slope), dtype=bool)
     for _ in range(10 * len(slope)):
         gain = np.where(free, 0.0, -(matrix @ weights + slope))
@@ -242,21 +278,31 @@ def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
 
 @torch.no_grad()
 def gram_matrix(rows: Tensor, last: Tensor) -> Matrix:
-    """Products of the vectors ``rows``, shape (k, p), and ``last`` with each other: shape (k + 1, k + 1), float64.
+    """Return the products of the vectors ``rows``, shape (k, p), and ``last`` with each other.
 
-    On a CPU, dot products of pieces that were just converted: half of them suffice, as the matrix is symmetric, and
-    with so few vectors a matrix product spends most of its time on rearranging them.
+    On a CPU, dot products of freshly converted pieces are faster than a matrix product. The matrix is symmetric, so
+    half of the products is sufficient. With few vectors, a matrix product spends most of its time on rearranging them.
+
+    Args:
+        rows: The first k vectors, shape (k, p).
+        last: The last vector, shape (p,).
+
+    Returns:
+        The Gram matrix, shape (k + 1, k + 1), float64.
     """
     return _by_dots(rows, last) if solver_device(last).type == "cpu" else _by_matrix_products(rows, last)
 
 
 def solver_device(tensor: Tensor) -> torch.device:
-    """Where there is double precision for a tensor: Apple's GPUs have none."""
+    """Return a device with double precision for a tensor: the CPU for Apple's GPUs, otherwise the tensor's device."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
 
 
 def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
-    """Each vector times itself and the following ones, in a ring: every pair once (twice, if their number is even)."""
+    """Compute the products of each vector with itself and the following vectors, in a ring.
+
+    Every pair is computed once. If the number of vectors is even, opposite pairs are computed twice.
+    """
     count, length = len(rows) + 1, len(last)
     offsets = count // 2 + 1
     total = count + offsets - 1
@@ -275,7 +321,8 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
         flat[count:, :size].copy_(piece[: offsets - 1])
         flat[:, size:] = 0
         with np.errstate(all="ignore"):
-            sums += np.vecdot(ring, vectors, out=products, order="C")  # block by block, not row by row
+            # This order makes `vecdot` proceed block by block, not row by row.
+            sums += np.vecdot(ring, vectors, out=products, order="C")
     first = np.arange(count)[:, None]
     second = (first + np.arange(offsets)) % count
     result = np.empty((count, count))

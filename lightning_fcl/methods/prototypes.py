@@ -1,4 +1,4 @@
-"""FedProto, iCaRL, and the class means that clients add up: one sum of features and one count for each class."""
+"""FedProto, iCaRL, and class means from each class's sum of features and number of samples."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.validation import at_least, check_arguments, one_of
 
-_TIE = 1e-5  # distances between vectors of length 1 that are alike
+# Distances between unit vectors that differ by at most this value count as equal.
+_TIE = 1e-5
 
 
 class ClassSums(SparseMean):
-    """The reduction of sums by class: those of a round's clients are added up, in place of the server's.
+    """A reduction that replaces the server's per-class sums by the sums over the clients of the round.
 
-    Entries have the shape (classes, 1 + features): a count, and a sum of features. Their quotient is the mean over the
-    samples of all clients, whatever the clients weigh elsewhere. A class that no client of the round has keeps the
-    server's row; nothing is added up over rounds. Zeros do not travel.
+    Entries have the shape (classes, 1 + features): a count and a sum of features. Their quotient is the mean over the
+    samples of all clients, independent of the clients' weights in other reductions. If no client of the round has
+    samples of a class, the class keeps the server's row. Sums of different rounds are not added. Zeros are not
+    transmitted.
     """
 
     name = "class_sums"
@@ -44,7 +46,7 @@ class ClassSums(SparseMean):
 
 
 class SparseSum(Sum):
-    """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte."""
+    """The reduction ``sum`` for entries that are often zero: a client with only zeros uploads 0 bytes."""
 
     name = "sparse_sum"
 
@@ -64,57 +66,69 @@ class _Sums(PlainSums):
 
 
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
-    """The count and the sum of the features of each class, shape (classes, 1 + features)."""
+    """Return the number of samples and the sum of features of each class, shape (classes, 1 + features)."""
     counted_features = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
     return zero_class_sums(module).to(counted_features).index_add_(0, y.to(counted_features.device), counted_features)
 
 
 def zero_class_sums(module: L.LightningModule) -> Tensor:
-    """The sums of no samples, shape (classes, 1 + features)."""
+    """Return the class sums of zero samples, shape (classes, 1 + features).
+
+    Raises:
+        InvalidValueError: If the module does not define its features and its number of classes.
+    """
     if not (isinstance(module, HasNumClasses) and isinstance(module, HasFeatures)):
         raise InvalidValueError(
             "Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
             f"`{type(module).__name__}`.",
-            hint="Use a `Classifier`, or define them beside `lightning_fcl_protocols = True`.",
+            hint="Use a `Classifier`, or define them and set `lightning_fcl_protocols = True`.",
             argument="embed",
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
 
 
 def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each class, shape (classes, features), and which classes have one, shape (classes,)."""
+    """Return the mean of each class, shape (classes, features), and whether it has samples, shape (classes,)."""
     return sums[:, 1:] / sums[:, :1].clamp(min=1), sums[:, 0] > 0
 
 
 def nearest_mean(features: Tensor, means: Tensor, seen_classes: Tensor, output: Tensor) -> Tensor:
-    """Scores of classes: minus the distance from each mean, -inf for unknown ones; ``output`` where none is known."""
+    """Return class scores, shape (batch, classes): minus the distance from each class mean.
+
+    Args:
+        features: Features, shape (batch, features).
+        means: Class means, shape (classes, features).
+        seen_classes: Whether a class has a mean, shape (classes,). Other classes get the score -inf.
+        output: The scores to return if no class has a mean.
+    """
     if not seen_classes.any():
         return output
-    # Not by products of matrices, whose rounding depends on the number of samples.
+    # Matrix products would round differently for different numbers of samples.
     distance = torch.cdist(features.to(means), means, compute_mode="donot_use_mm_for_euclid_dist")
     return -distance.masked_fill(~seen_classes, torch.inf)
 
 
 class FedProto(Method):
-    """Every step: pulls features to the prototype of their class, the mean over all clients (Tan et al. 2022).
+    """FedProto (Tan et al., 2022): pull features towards the prototype of their class, the mean over all clients.
 
-    ``task loss + strength * mean (f(x) - C_y)^2``, the mean over the samples and features of a batch, as in the
-    authors' code (equation 7 has a distance between means for each class); f are the module's features, C_y the
-    prototype of the class that the client has received. A class without one adds nothing.
+    The loss is ``task loss + strength * mean (f(x) - C_y)^2``. The mean is over the samples and features of a batch, as
+    in the authors' code (eq. 7 has a distance between the means of each class). f(x) are the module's features, and
+    C_y is the prototype of the class that the client has received. A class without a prototype adds nothing.
 
-    After its training a client sends, for each class of its samples, the sum of their features by its own model, and
-    their number; their quotient over all clients of the round is the prototype (equation 6; the authors' code weighs
-    clients equally). A class that none of them has keeps its earlier prototype.
+    After local training a client uploads, for each class, the sum of the features of its samples by its own model, and
+    their number. The quotient of the sums over all clients of the round is the prototype (eq. 6; the authors' code
+    weights clients equally). If no client of the round has a class, the class keeps its earlier prototype.
 
-    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "local"})``.
+    In the paper, clients transmit only prototypes: use ``FederatedStrategy(reductions={"*": "local"})``.
 
     Args:
         strength: Weight (lambda) of the distance, at least 0.
-        rescore: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
+        predictor: ``"nearest"`` predicts the class of the nearest prototype. ``"head"`` uses the module's own output.
+        clients: The clients that use the method. See `MethodBase`.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
+        ValueError: If an argument is out of range, or the module does not define its features.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -157,40 +171,51 @@ class FedProto(Method):
 
 
 def herding_selection(features: Tensor, size: int) -> Tensor:
-    """Indices of samples, each so that the mean of all chosen is nearest the mean of all (Rebuffi et al., alg. 4)."""
+    """Return the indices of exemplars chosen by herding (Rebuffi et al., 2017, Algorithm 4).
+
+    Each exemplar is chosen so that the mean of all chosen samples is nearest to the mean of all samples.
+
+    Args:
+        features: Features of the samples, shape (n, features).
+        size: Maximum number of exemplars.
+    """
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     indices: list[int] = []
     for _ in range(min(size, len(features))):
         distance = (F.normalize(total + features) - mean).norm(dim=1)
         distance[indices] = torch.inf
-        # The first of those that are as near: two samples are equally far from their mean, whatever rounding says.
+        # Among nearly equal distances take the first. Two samples are always equally far from their mean, for example,
+        # and rounding must not choose between them.
         indices.append(int((distance <= distance.min() + _TIE).byte().argmax()))
         total = total + features[indices[-1]]
     return torch.tensor(indices, dtype=torch.long, device=features.device)
 
 
 class ICaRL(LwF):
-    """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
+    """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
-    For an experience a client chooses exemplars of its classes by `herding_selection`, on features of length 1 of its
-    own model after the last round that it trained in. Its ``memory_size`` exemplars are shared equally by all classes
-    that it has trained on, and those of earlier classes are cut from the end.
+    At the end of an experience a client chooses exemplars of its classes by `herding_selection`. It uses normalized
+    features of its own model after the last round in which it trained. All classes that the client has trained on share
+    its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
 
-    Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
-    each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
-    the round's clients, in place of the earlier ones; a class that none of them has keeps its sum: `ClassSums`.
+    The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client: after
+    local training, each client uploads, for each class, the sum of its exemplars' features and their number. The
+    server's sums are those of the clients of the latest round. If no client of the round has a class, the class keeps
+    its earlier sum. See `ClassSums`.
 
-    The classes of the experience are learnt by the module's own loss, and old ones distilled as in `LwF`, from the
-    client's model at the end of its last experience: the paper has binary cross-entropies of sigmoids for both.
+    The module's own loss trains the classes of the experience. The old classes are distilled as in `LwF`, from the
+    client's model at the end of its previous experience. Deviation: the paper uses binary cross-entropies of sigmoids
+    for both.
 
     Args:
-        memory_size: Exemplars that a client keeps, of all classes together, at least 1.
+        memory_size: Number of exemplars that a client keeps, of all classes together, at least 1.
         strength: Weight of the distillation, at least 0.
-        temperature: Softens both sides of it, above 0.
+        temperature: Temperature that softens the outputs of teacher and student, above 0.
+        clients: The clients that use the method. See `MethodBase`.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
+        ValueError: If an argument is out of range, or the module does not define its features.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> ICaRL(memory_size=100).accumulates
@@ -218,7 +243,8 @@ class ICaRL(LwF):
     def _exemplars(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         x, y = finite_pairs(data)
         old = tuple(part.to(x.device) for part in memory_pairs(client.method_state) or (x[:0], y[:0]))
-        if (result_pairs := memory_pairs(client.result)) is not None:  # choose anew among these and the new samples
+        # If the experience has a result already, choose again among its samples and the new samples.
+        if (result_pairs := memory_pairs(client.result)) is not None:
             current = ~torch.isin(result_pairs[1], old[1].to(result_pairs[1].device))
             x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(result_pairs, (x, y), strict=True))
         features = F.normalize(embeddings(client.module, trained_state, x)).to(x.device)

@@ -1,4 +1,4 @@
-"""RegMean and LoRM: linear layers come together by least squares on what they answer, not by their mean."""
+"""RegMean and LoRM: merge linear layers by least squares on their outputs instead of averaging their weights."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ from lightning_fcl.methods.prototypes import SparseSum
 from lightning_fcl.models.lora import AdaptedLinear
 from lightning_fcl.validation import between, validated
 
-_NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs
+# Eigenvalues below this fraction of the largest one are rounding errors: the inputs do not have such a direction.
+_NONE = 1e-10
 
 
 @dataclass(eq=False)
 class RegMean(ServerUpdateMethod):
-    """Every round: each layer answers as its clients' layers do, in the mean over their inputs (Jin et al. 2023).
+    """RegMean (Jin et al., 2023): merge layers so that their outputs fit the outputs of all clients' layers.
 
-    After its training a client also sends, for each linear and convolutional layer that has learnt, ``G_k = X_k^T X_k``
-    of the layer's inputs for its samples, by its own model, and ``W_k G_k``. The server adds them up, and the layer is
-    ``W = (sum_k W_k G_k) (sum_k G_k)^+``, which minimises ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of
-    one more input, which is always 1. In directions that no input has, W is the clients' mean, as FedAvg's is. What is
-    neither layer nor bias is averaged as ever.
+    After local training a client also uploads ``G_k = X_k^T X_k`` and ``W_k G_k`` for each trained linear or
+    convolutional layer. X_k are the layer's inputs for the client's samples, computed with the client's own model.
 
-    With ``alpha`` below 1 the numbers off the diagonal of G are multiplied by it; of 0 only the diagonal travels, and
-    each weight is a mean of its own.
+    The server sums them and sets the layer to ``W = (sum_k W_k G_k) (sum_k G_k)^+``. This minimizes
+    ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of an additional input, which is always 1. In directions
+    without inputs, W is the average of the clients' weights, as in FedAvg. All other entries are averaged as in FedAvg.
+
+    With ``alpha`` below 1, the off-diagonal values of G are multiplied by ``alpha``. With 0, clients upload only the
+    diagonal, and the merge is a weighted average of each weight separately.
 
     Args:
-        alpha: Share of the numbers off the diagonal, 0 to 1.
+        alpha: Factor of the off-diagonal values of G, from 0 to 1.
 
     Raises:
-        ValueError: If ``alpha`` is out of range, the Trainer is no federation's whose server goes to the mean of what
-            clients have trained from its model, or no layer is averaged.
+        ValueError: If ``alpha`` is out of range, no layer is averaged, or the Trainer does not run a federation in
+            which the server sets its model to the mean of models that all clients have trained from it.
 
     Example:
         >>> RegMean(alpha=0.0).alpha
@@ -53,7 +55,7 @@ class RegMean(ServerUpdateMethod):
         round_samples=True,
         features=True,
         tensors=True,
-        federation_reason="no server brings layers together. Use the strategy",
+        federation_reason="it has no server that merges layers. Use the strategy",
     )
     reductions: ClassVar[ReductionRules] = {"gram.*": SparseSum(), "answers.*": SparseSum()}
 
@@ -72,7 +74,7 @@ class RegMean(ServerUpdateMethod):
         return weight.new_zeros(size, size) if self.alpha else weight.new_zeros(size)
 
     def _gram(self, rows: Tensor) -> Tensor:
-        """``X^T X`` of some inputs, shape (n, d), or of no alpha its diagonal; still with all numbers off it."""
+        """Return ``X^T X`` of inputs, shape (n, d), before ``alpha`` is applied, or its diagonal if ``alpha`` is 0."""
         return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
@@ -92,7 +94,7 @@ class RegMean(ServerUpdateMethod):
         return statistics
 
     def process_aggregate(self, server: Server) -> State:
-        """Layers that have learnt, by least squares on what they answer; the sums begin anew."""
+        """Return the trained layers, merged by least squares on their outputs, and reset the sums to 0."""
         updated_state, mean, server_state = dict[str, Tensor](), server.state, server.server_state
         for name, gram in strip_prefix(server_state, "gram").items():
             if gram.any():
@@ -104,14 +106,17 @@ class RegMean(ServerUpdateMethod):
 
 
 def gram_product(weight: Tensor, gram: Tensor) -> Tensor:
-    """``W G`` of a layer, shape (outputs, d), with G as a matrix, shape (d, d), or its diagonal, shape (d,)."""
+    """Return ``W G`` for a layer W, shape (outputs, d). G is a matrix, shape (d, d), or a diagonal, shape (d,)."""
     return weight @ gram if gram.dim() == 2 else weight * gram
 
 
 def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
-    """The layer, shape (outputs, d), that answers as the clients' do, and is their mean where there is no input.
+    """Return the layer that fits the clients' outputs best: ``(sum W G) (sum G)^+``, shape (outputs, d).
 
-    ``(sum W G) (sum G)^+``, from the sums of their `gram_product` and of their Gram matrices, or of the diagonals.
+    Args:
+        mean: The average of the clients' weights, shape (outputs, d). It is the result in directions without inputs.
+        weighted: The sum of the clients' `gram_product`, shape (outputs, d).
+        gram: The sum of their Gram matrices, shape (d, d), or of the diagonals, shape (d,).
 
     Example:
         >>> one, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])
@@ -130,19 +135,21 @@ def merge_regression(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class LoRM(RegMean):
-    """Every round: `RegMean` of one factor of a `LoRA` network, the other one resting (Salami et al. 2025).
+    """LoRM (Salami et al., 2025): `RegMean` for a `LoRA` network, in which one factor trains at a time.
 
-    B learns in the first round of an experience and every second one, A being the same for all, and A in those between;
-    the head learns in all. As a factor's inputs are what it sees, ``A x`` for B, its closed form is ``(sum_k B_k A G_k
-    A^T) (A (sum_k G_k) A^T)^+`` for B and that of `RegMean` for A, the authors' two. They take ``alpha=0`` for the
-    body, 0.5 for the head; here it is one for both.
+    In the first round of an experience and in every second round after it, B trains and A is identical for all clients.
+    In the rounds between, A trains. The head trains in all rounds. The inputs of a factor are the inputs of its layer:
+    ``x`` for A, and ``A x`` for B. The closed form is ``(sum_k B_k A G_k A^T) (A (sum_k G_k) A^T)^+`` for B, and the
+    formula of `RegMean` for A, as in the paper. Deviation: the authors use ``alpha=0`` for the body and 0.5 for the
+    head. Here the same ``alpha`` applies to both.
 
-    For an experience a client also uploads ``G_k`` of the inputs of each layer that has an addition, by its own model.
-    When the experience ends, with G_t, their sum, and W_t, the layer with its addition as the server has it then, the
-    layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, which is the same form of their
-    additions, and B is zero again. The authors' tasks all begin from the body as it was; here a task goes on from what
-    those before have come to, whose layers travel to clients in each round from then on, as they are no longer those of
-    the body that everybody has.
+    For each experience a client also uploads ``G_k`` of the inputs of each layer with a LoRA adapter, computed with its
+    own model. At the end of experience t, G_t is the sum of these, and W_t is the server's layer including its adapter.
+    The layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, and B is reset to 0.
+
+    Deviation: in the paper every task starts from the original body. Here an experience starts from the layers merged
+    after the earlier experiences. The server sends these layers to the clients in each later round, because they differ
+    from the original layers that all clients have.
 
     Example:
         >>> LoRM(alpha=0.5).vectorizable

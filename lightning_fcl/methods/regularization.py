@@ -21,17 +21,18 @@ from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.per_sample_gradients import mean_sample_measure
 from lightning_fcl.validation import above, at_least, between, validated
 
-_SCALE = "scale"  # the entry of a memory that the importance is multiplied by
+# Name of the entry of the client state that contains the factor of the importance.
+_SCALE = "scale"
 
 
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-    """The sum of scalars, 0 where there are none, on the device of ``params``."""
+    """Return the sum of scalar terms on the device of ``params``, or 0 if there are no terms."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
 @dataclass(eq=False)
 class Consolidation(Method):
-    """What EWC, MAS and SI share: the penalty, and when the importance of the parameters is taken."""
+    """Base class of EWC, MAS and SI: a quadratic penalty, weighted by the importance of the parameters."""
 
     needs: ClassVar[Needs] = Needs(round_samples=True, tensors=True)
 
@@ -40,7 +41,10 @@ class Consolidation(Method):
     normalize: bool = True
 
     def importance(self, client: Client, trained_state: State, data: Batch, names: Iterable[str]) -> State:
-        """Return the importance of some parameters for the experience. The arguments are those of `end_experience`."""
+        """Return the importance of the parameters ``names`` for the experience.
+
+        The other arguments are those of `end_experience`.
+        """
         raise NotImplementedError
 
     def prepare_client_state(self, client: Client) -> StateSection:
@@ -56,7 +60,8 @@ class Consolidation(Method):
         if not self.normalize:
             return memory
         greatest = torch.stack([value.max() for value in strip_prefix(memory, "importance").values()]).max()
-        tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
+        # Below this value the inverse would be infinite.
+        tiny = torch.finfo(greatest.dtype).tiny
         return memory | {_SCALE: torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
@@ -75,9 +80,8 @@ class Consolidation(Method):
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         if self.strength == 0:
             return client.method_state
-        earlier = strip_prefix(
-            client.method_state, "importance"
-        )  # not of what learns now: another method may have frozen a part
+        # Use the stored names, not the trainable parameters: another method may have frozen parameters.
+        earlier = strip_prefix(client.method_state, "importance")
         new = self.importance(client, trained_state, data, earlier)
         summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
         return with_prefix({name: trained_state[name] for name in earlier}, "center") | with_prefix(
@@ -87,24 +91,25 @@ class Consolidation(Method):
 
 @dataclass(eq=False)
 class EWC(Consolidation):
-    """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
+    """Elastic weight consolidation (Kirkpatrick et al., 2017, eq. 3): penalize changes of important parameters.
 
-    ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
-    client's own model after its latest round of its latest experience. F is the sum, over its experiences, of the
-    diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. Each is computed from
-    the data of the last round of the experience that the client trained in, and their true labels.
+    The loss is ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta*
+    is the client's own model after its latest round of its latest experience. F is the sum, over the client's
+    experiences, of the diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. It
+    is computed from the true labels and the data of the last round of the experience that the client trained in.
 
     Args:
-        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
-        decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
-        normalize: Whether F, summed as it is, is divided by the client's greatest F_i. The penalty alone then never
-            blows up with plain SGD whose ``learning rate * strength`` is below 2; stay well below, as the task loss
-            adds its own curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024,
-            belong to it, and blow up many a small network.
+        strength: Weight (lambda) of the penalty, at least 0. 0 is fine-tuning.
+        decay: Factor of the earlier experiences' F when an experience ends, from 0 to 1. 1 sums all F.
+        normalize: Whether to divide F by the client's greatest F_i. With plain SGD, the penalty alone then does not
+            diverge if ``learning rate * strength`` is below 2. Stay well below 2, because the task loss adds its own
+            curvature. False uses F as in the paper. Published strengths, such as 40,000 in Zuo et al. (2024), require
+            False. With such a strength, training of many small networks diverges.
 
     Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
+        ValueError: If ``strength`` or ``decay`` is out of range, or the module does not define
+            ``sample_loss(output, y)``.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> EWC(strength=10.0).strength
@@ -122,21 +127,21 @@ class EWC(Consolidation):
 
 @dataclass(eq=False)
 class MAS(Consolidation):
-    """Every step: holds what the client's output depended on in earlier experiences (Aljundi et al. 2018).
+    """Memory aware synapses (Aljundi et al., 2018): penalize changes of parameters that affect the output.
 
-    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`, but Omega is without labels,
-    ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``. The paper's equation 4 has no 1 / 2: its lambda is half the
-    strength.
+    The loss is ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`. Omega needs no
+    labels: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``. Equation 4 of the paper has no factor 1 / 2, so its lambda
+    is half the strength.
 
     Args:
-        strength: Weight of the penalty, at least 0; 0 is fine-tuning.
-        decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
-        normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
-            have a strength of 100 without.
+        strength: Weight of the penalty, at least 0. 0 is fine-tuning.
+        decay: Factor of the earlier experiences' Omega when an experience ends, from 0 to 1. 1 sums all Omega.
+        normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`. Zuo et al. (2024)
+            use a strength of 100 without normalization.
 
     Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range.
-        TypeError: If the module's output is no tensor, or the samples are no pairs.
+        ValueError: If ``strength`` or ``decay`` is out of range.
+        TypeError: If the module's output is not a tensor, or the samples are not pairs.
 
     Example:
         >>> MAS(strength=2.0).strength
@@ -154,21 +159,23 @@ class MAS(Consolidation):
 
 @dataclass(eq=False)
 class SI(Consolidation):
-    """Every step: holds what has made the loss fall in the client's earlier experiences (Zenke et al. 2017).
+    """Synaptic intelligence (Zenke et al., 2017): penalize changes of parameters that reduced the loss.
 
-    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`; the paper's equation 4 has no
-    1 / 2: its c is ``strength / 2``. Each step adds ``-g_i * (change of theta_i)`` to omega_i, g being the gradient of
-    the loss without this penalty, before it is clipped. When an experience ends, Omega_i grows by ``omega_i / (D_i^2 +
-    damping)`` (equation 5), at least by 0; D_i is how far the client's own steps of the experience have moved theta_i,
-    not the server. Of a quadratic loss, Omega_i tends to half its curvature.
+    The loss is ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`. Equation 4 of the
+    paper has no factor 1 / 2, so its c is ``strength / 2``.
 
-    A client keeps four numbers for each parameter, and sends what FedAvg sends. Clients train one at a time.
+    Each step adds ``-g_i * (change of theta_i)`` to omega_i. g is the gradient of the loss without this penalty, before
+    gradient clipping. When an experience ends, Omega_i increases by ``omega_i / (D_i^2 + damping)`` (eq. 5), or by 0 if
+    this is negative. D_i is the change of theta_i by the client's own steps of the experience, without the server's
+    changes. For a quadratic loss, Omega_i tends to half the curvature.
+
+    A client keeps four values per parameter and uploads the same tensors as in FedAvg. Clients train sequentially.
 
     Args:
-        strength: Weight of the penalty, at least 0; 0 is fine-tuning.
-        decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
-        normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`.
-        damping: The paper's xi, above 0: keeps Omega of parameters small that have hardly moved.
+        strength: Weight of the penalty, at least 0. 0 is fine-tuning.
+        decay: Factor of the earlier experiences' Omega when an experience ends, from 0 to 1. 1 sums all Omega.
+        normalize: Whether to divide Omega by its greatest entry, with the same effect as in `EWC`.
+        damping: The paper's xi, above 0. It limits Omega of parameters that have hardly changed.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -186,7 +193,8 @@ class SI(Consolidation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # parameters and gradients before the client's last step
+        # Parameters and gradients before the client's last step.
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare_client_state(self, client: Client) -> StateSection:
         memory = super().prepare_client_state(client)
@@ -209,7 +217,7 @@ class SI(Consolidation):
                 self._last[name] = p.clone(), p.grad - of_penalty
 
     def _note_step(self, client: Client, current_params: Mapping[str, Tensor]) -> None:
-        """Note what the last step has done, once."""
+        """Add the effect of the last step to the client state. A second call has no effect."""
         for name, (previous_value, gradient) in self._last.items():
             change = current_params[name] - previous_value
             client.method_state[f"fall.{name}"].sub_(gradient * change)

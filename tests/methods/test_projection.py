@@ -198,8 +198,8 @@ def test_what_is_not_finite_is_named(value):
 
     for rows, names in (
         ([-1], ["the gradient"]),
-        ([2], ["row 2 of the others"]),
-        ([-1, 0, 3], ["the gradient", "row 0 of the others", "row 3 of the others"]),
+        ([2], ["row 2 of the other gradients"]),
+        ([-1, 0, 3], ["the gradient", "row 0 of the other gradients", "row 3 of the other gradients"]),
     ):
         for function in (project, gradient_distance, lambda g, others: gradient_distance(g, others, "cosine")):
             with raises(InvalidValueError, "gradient", value=names):
