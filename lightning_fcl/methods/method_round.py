@@ -104,7 +104,7 @@ class MethodRound:
     seed: int
     is_full: bool = True
     looks_ahead: bool = True
-    # What each client has contributed to the sums of its experience, by client and method.
+    # Each client's contribution to the sums of its experience, by client and method.
     _shares: dict[tuple[str, str], StateSection] = field(init=False, default_factory=dict)
 
     @property
@@ -286,7 +286,7 @@ class MethodRound:
         return self.looks_ahead and self.is_full and returns(self.stream, client_round, self._rounds, accumulates)
 
     def end_dropped(self, client: LocalRound) -> None:
-        """Store the results of a client whose upload was dropped, if they were left to this round.
+        """Store a client's results for its experience after its upload was dropped, if they were left to this round.
 
         The client is in its last round of the experience, so that no later round can compute them.
         """

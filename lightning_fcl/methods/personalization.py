@@ -35,12 +35,12 @@ class APFL(Method):
     """Adaptive personalized federated learning (Deng et al., 2020): mix a personal model with the shared model.
 
     The shared model ``w`` trains and is uploaded as without APFL. Each client also has a personal model ``v`` and a
-    weight ``alpha``, and ``v_bar = alpha v + (1 - alpha) w``. With g, the gradient of the task loss at ``v_bar`` on the
-    batch of the step (including replay samples), ``v`` takes a step with ``alpha g`` (Algorithm 1), and ``alpha`` takes
-    a step with ``<v - w, g>`` (eq. 10). ``alpha`` is clipped to [0, 1].
+    weight ``alpha``. The mixed model is ``v_bar = alpha v + (1 - alpha) w``. g is the gradient of the task loss at
+    ``v_bar`` on the batch of the step, including replay samples. In each step, ``v`` is updated with the gradient
+    ``alpha g`` (Algorithm 1), and ``alpha`` with the gradient ``<v - w, g>`` (eq. 10). ``alpha`` is clipped to [0, 1].
 
     The client keeps ``v`` and ``alpha`` between rounds. ``v`` has the trainable parameters only, and uses the buffers
-    of ``w``. A client predicts with ``v_bar`` of its own ``v`` and the server's ``w``, see `personalize`.
+    of ``w``. A client predicts with ``v_bar`` of the client's ``v`` and the server's ``w``, see `personalize`.
     ``ContinualMetrics(when="aggregated")`` tests this model.
 
     Deviation from the paper: ``v`` has an optimizer like that of ``w``, and the paper uses SGD. Clients train

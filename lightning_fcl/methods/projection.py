@@ -55,7 +55,7 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
 
     Returns:
         The projected gradient, shape (p,). It is ``gradient`` itself if no constraint is violated, for every margin, as
-        in the code of GEM's authors. Without a margin it is never longer than ``gradient``.
+        in the code of GEM's authors. If ``margin`` is 0, it is never longer than ``gradient``.
 
     Raises:
         InvalidValueError: If a gradient is not finite.

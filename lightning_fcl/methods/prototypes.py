@@ -184,8 +184,8 @@ def herding_selection(features: Tensor, size: int) -> Tensor:
     for _ in range(min(size, len(features))):
         distance = (F.normalize(total + features) - mean).norm(dim=1)
         distance[indices] = torch.inf
-        # Among nearly equal distances take the first. Two samples are always equally far from their mean, for example,
-        # and rounding must not choose between them.
+        # Among nearly equal distances take the first, so that rounding does not choose. For example, two samples are
+        # always equally far from their mean.
         indices.append(int((distance <= distance.min() + _TIE).byte().argmax()))
         total = total + features[indices[-1]]
     return torch.tensor(indices, dtype=torch.long, device=features.device)
@@ -195,7 +195,7 @@ class ICaRL(LwF):
     """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
     At the end of an experience a client chooses exemplars of its classes by `herding_selection`. It uses normalized
-    features of its own model after the last round in which it trained. All classes that the client has trained on share
+    features of the client's model after the last round in which it trained. All classes that the client has trained on share
     its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client: after

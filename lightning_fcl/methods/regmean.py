@@ -43,8 +43,8 @@ class RegMean(ServerUpdateMethod):
         alpha: Factor of the off-diagonal values of G, from 0 to 1.
 
     Raises:
-        ValueError: If ``alpha`` is out of range, no layer is averaged, or the Trainer does not run a federation in
-            which the server sets its model to the mean of models that all clients have trained from it.
+        ValueError: If ``alpha`` is out of range, no layer is averaged, or the Trainer does not run a federation. Also
+            if the server's model is not the mean of all clients' models, for example because of a server optimizer.
 
     Example:
         >>> RegMean(alpha=0.0).alpha

@@ -1,4 +1,4 @@
-"""Replay: training on stored samples, kept as tensors."""
+"""Replay: train on stored samples of earlier experiences or rounds in addition to new samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_fcl.validation import one_of, validated
 if TYPE_CHECKING:
     from lightning_fcl.data.avalanche import ExemplarsBuffer
 
-# Those whose whole state is which samples they hold, in which order, with a priority or a group each.
+# Avalanche buffers whose whole state is the selected samples, their order, and a priority or group for each sample.
 KINDS = ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ExperienceBalancedBuffer", "ParametricBuffer")
 
 Policy = Literal["reservoir", "class-balanced", "refresh"]
@@ -47,39 +47,43 @@ _SAMPLE = "sample."
 
 @dataclass(eq=False)
 class Replay(Method):
-    """Every batch: joins remembered samples, so that each is seen once per local epoch.
+    """Replay: add stored samples of earlier data to each batch.
 
-    After a client's local training each of its new samples is offered once to the client's buffer.
-    Replay samples never leave the client. Samples are pairs ``[x, y]`` of tensors, or dicts of tensors in a federation.
-    They are stored as plain tensors, so that all batches of a fit are plain tensors: a subclass of `torch.Tensor`, such
-    as MONAI's ``MetaTensor``, reaches the training step without its class and metadata.
+    Each replay sample joins one batch in every local epoch. After local training, the client offers each new sample to
+    its buffer once. Replay samples never leave the client.
 
-    In a plain Trainer without a `FederatedStream` samples have no numbers: there ``update="round"`` offers the samples
-    of each epoch, and ``update="experience"`` those of the last epoch of a fit.
+    Samples are pairs ``[x, y]`` of tensors, or, in a federation, dicts of tensors. They are stored as plain tensors, so
+    that all batches of a fit are plain tensors. A subclass of `torch.Tensor`, such as MONAI's ``MetaTensor``, reaches
+    the training step without its class and metadata.
+
+    In a plain Trainer without a `FederatedStream`, samples have no numbers. Then ``update="round"`` offers the samples
+    of each epoch to the buffer, and ``update="experience"`` the samples of the last epoch of a fit.
 
     Args:
-        memory_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream
-            (of a `FederatedStream`). For ``"refresh"``, of each task (experience).
-        policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
-            class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
-            Usmanova et al. 2021, section 5.3).
-        update: When new samples join the replay samples: in the client's next ``"round"``, or when the client enters a
-            later ``"experience"``, so that no sample of the current experience is replayed.
-        oversample: Whether the remembered samples are repeated until they are as many as the buffer has been offered:
-            the past weighs as if nothing had been dropped. For ``"reservoir"`` only.
-        include_base: Whether every client's buffer begins with the samples of the stream's base session.
-        buffer: A buffer of Avalanche's in place of ``memory_size`` and ``policy``: ``ReservoirSamplingBuffer``,
-            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
-            ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
+        memory_size: Maximum number of samples in the buffer. A float is a fraction of the client's samples in the whole
+            `FederatedStream`. With ``policy="refresh"`` it is the number per task (experience).
+        policy: How the buffer selects samples. ``"reservoir"``: reservoir sampling over all offered samples.
+            ``"class-balanced"``: equal shares of each class seen. ``"refresh"``: a random choice of the task's new
+            samples replaces the task's earlier choice (Usmanova et al., 2021, section 5.3).
+        update: When new samples become replay samples. ``"round"``: in the client's next round. ``"experience"``: when
+            the client enters a later experience, so that no sample of the current experience is replayed.
+        oversample: Whether to repeat the replay samples until their number equals the number of samples offered so far.
+            Earlier data then have the same weight as if the buffer had dropped nothing. Requires
+            ``policy="reservoir"``.
+        include_base: Whether every client's buffer starts with the samples of the stream's base session.
+        buffer: A buffer of Avalanche, which replaces ``memory_size`` and ``policy``: ``ReservoirSamplingBuffer``,
+            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` or ``ParametricBuffer``. ``ExperienceBalancedBuffer``
+            treats all samples of one update as an experience. The selection strategy of ``ParametricBuffer`` gets the
+            module with the client's state as ``strategy.model``.
         transform: Callable that augments each replay sample every time it joins a batch, such as a transform of
             ``torchvision.transforms.v2``. It gets the input ``x`` of one sample as the dataset returned it, without the
-            batch dimension and as a plain tensor, or the dict of one sample, and returns the same shape and dtype. Its
+            batch dimension and as a plain tensor, or the dict of one sample. It returns the same shape and dtype. Its
             random numbers depend on the seed, the client, the round and the batch. The stored samples do not change.
 
     Raises:
-        TypeError: If ``buffer`` wants Avalanche's own training loop, or ``transform`` is not callable.
-        ValueError: If an argument is out of range, there is no base session to begin with, or ``transform`` changes the
-            shape or dtype of a sample.
+        TypeError: If ``buffer`` requires Avalanche's training loop, or ``transform`` is not callable.
+        ValueError: If an argument is out of range, the stream has no base session for ``include_base``, or
+            ``transform`` changes the shape or dtype of a sample.
 
     Example:
         >>> Replay(memory_size=10, policy="refresh", update="round").memory_size
@@ -89,7 +93,8 @@ class Replay(Method):
     needs: ClassVar[Needs] = Needs(dict_batches=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
-    memory_size: int | float = validated(200, check_memory_size)  # jsonargparse takes the first type that fits
+    # The order of the types matters: jsonargparse takes the first type that matches.
+    memory_size: int | float = validated(200, check_memory_size)
     policy: Policy = validated("class-balanced", one_of, get_args(Policy))
     update: Literal["round", "experience"] = validated("experience", one_of, ("round", "experience"))
     oversample: bool = False
@@ -102,14 +107,14 @@ class Replay(Method):
         if self.buffer is not None:
             if type(self.buffer).__name__ not in KINDS:
                 raise InvalidTypeError(
-                    f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)} but got "
-                    f"`{type(self.buffer).__name__}`, which wants Avalanche's own training loop.",
+                    f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)}, but got "
+                    f"`{type(self.buffer).__name__}`, which requires Avalanche's training loop.",
                     hint="Use an object of one of these classes.",
                     argument="buffer",
                 )
             if self.oversample:
                 raise InvalidValueError(
-                    "Expected no `oversample` beside `buffer` but got both.",
+                    "Expected either `oversample` or `buffer`, but got both.",
                     hint="Leave `oversample` out, or leave `buffer` out and use `policy` and `memory_size`.",
                     argument="oversample",
                     value=self.oversample,
@@ -117,7 +122,7 @@ class Replay(Method):
             self.memory_size = self.buffer.max_size
         if self.oversample and self.policy != "reservoir":
             raise InvalidValueError(
-                f'Expected `policy="reservoir"` to `oversample` remembered samples but got "{self.policy}".',
+                f'Expected `policy="reservoir"` with `oversample=True`, but got "{self.policy}".',
                 hint='Use `policy="reservoir"`, or leave `oversample` out.',
                 argument="policy",
                 value=self.policy,
@@ -136,9 +141,8 @@ class Replay(Method):
         federation = find_federation(trainer)
         if federation is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
-                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for '
-                "`include_base=True` "
-                f"but got {stream}.",
+                'Expected a federation whose stream has a base session, as with `scenario="odfcl"`, for '
+                f"`include_base=True`, but got {stream}.",
                 hint="Leave `include_base` out.",
                 argument="include_base",
                 value=self.include_base,
@@ -148,7 +152,8 @@ class Replay(Method):
             has_state = not federation.hosts(name) or federation.server.client_store.get_section(
                 name, self.section_name
             )
-            if not has_state:  # An earlier fit may have stored samples.
+            # An earlier fit may have stored samples.
+            if not has_state:
                 client_round = ClientRound(name, round_idx=0, num_stream_samples=stream.plan.num_client_samples(name))
                 generator = torch.Generator().manual_seed(derive_seed(federation.seed, name, "base session"))
                 client = Client(client_round=client_round, module=pl_module, federation=federation, generator=generator)
@@ -165,7 +170,8 @@ class Replay(Method):
         stream = find_stream(trainer)
         if self.transform is None or stream is None or (rows := first_indices(stream)) is None:
             return
-        with isolate_rng():  # a dataset's own code may draw
+        # Reading a sample may draw random numbers in the dataset's own code.
+        with isolate_rng():
             sample = plain_samples(stream.get_samples(rows[:1]))
         if isinstance(sample, Mapping) or is_labelled(sample):
             check_transform(self.transform, sample)
@@ -189,8 +195,8 @@ class Replay(Method):
             return self.memory_size
         if not client_round.num_stream_samples:
             raise InvalidValueError(
-                f"Expected `memory_size` to be a number of samples but got the share {self.memory_size}: only a "
-                "`FederatedStream` tells how many samples there will be.",
+                f"Expected `memory_size` to be a number of samples, but got the fraction {self.memory_size}. A "
+                "fraction requires a `FederatedStream`, which defines the total number of samples.",
                 hint="Pass a whole number, such as `memory_size=200`.",
                 argument="memory_size",
                 value=self.memory_size,
@@ -216,7 +222,7 @@ class Replay(Method):
         return self._updated(client.result or client.method_state, client, trained_state, data)
 
     def _updated(self, memory: StateSection, client: Client, trained_state: State, data: Batch) -> StateSection:
-        """Return the replay samples ``memory`` after some samples have been offered."""
+        """Return the client state ``memory`` after new samples were offered to its buffer."""
         client_round, samples = client.client_round, _entries(data)
         first = next(iter(samples.values()))
         if not len(first):
@@ -228,7 +234,8 @@ class Replay(Method):
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
-            if has_task(memory, client_round.experience_idx):  # choose anew among these and the new samples
+            # If the buffer has samples of this experience, choose again among these and the new samples.
+            if has_task(memory, client_round.experience_idx):
                 of_task = memory["task"] == client_round.experience_idx
                 new = {name: concat_nested([memory[name][of_task], value]) for name, value in new.items()}
             number = len(next(iter(new.values())))
@@ -274,16 +281,16 @@ class Replay(Method):
 def sample_reservoirs(
     size: int, groups: Tensor, priority: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, StateSection]:
-    """Select samples by reservoir sampling in each group, as ``ClassBalancedBuffer`` of Avalanche does.
+    """Select samples by reservoir sampling in each group, like ``ClassBalancedBuffer`` of Avalanche.
 
-    Each new sample draws a priority in [0, 1). Each group keeps those of its samples that have the greatest ones: the
-    result is a uniform choice of all samples that the group has been offered.
+    Each new sample draws a priority in [0, 1). Each group keeps its samples with the highest priorities. The result is
+    a uniform random choice of all samples that the group has been offered.
 
     Args:
-        size: Number of samples to keep, in equal shares of each group.
+        size: Number of samples to keep, divided equally among the groups.
         groups: The group of each sample, shape (n,). Samples of an earlier selection come first.
         priority: The priorities of the samples of the earlier selection, shape (kept,), ``kept <= n``.
-        generator: Draws one number.
+        generator: Random generator. One number is sampled from it.
 
     Returns:
         The positions of the selected samples, group by group, and their priorities, by the name ``priority``.
@@ -298,7 +305,7 @@ def sample_reservoirs(
     present, new = set(numbers[:num_stored]), dict.fromkeys(numbers[num_stored:])
     order = list(dict.fromkeys([*present, *new]))
     present.update(new.keys())
-    # As in Avalanche, the groups that come first in the set get one sample more if equal shares are not possible.
+    # As in Avalanche, the first groups of the set get one more sample each if ``size`` is not divisible.
     share, rest = divmod(size, len(present))
     shares = {group: share + (place < rest) for place, group in enumerate(present)}
     weights = torch.cat([priority, torch.zeros(len(numbers) - num_stored)])

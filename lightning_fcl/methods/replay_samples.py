@@ -1,4 +1,4 @@
-"""Replay samples of a client: joined to its batches or drawn for each step, and changed by a transform."""
+"""Replay samples of a client: added to its batches or sampled for each step, and changed by a transform."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lightning_fcl.methods.context import Client, Step, is_labelled
 from lightning_fcl.rng import Keys, derive_seed, make_client_keys, random_uint64, seed_all
 
 ClientOf = Callable[[MethodBase, ClientRound], Client]
-"""Returns a client as a method sees it before the client trains in a round."""
+"""A function that returns the `Client` of a method before the client trains in a round."""
 
 
 def joins_batches(method: MethodBase) -> bool:
-    """Return whether a method's replay samples join the batches of its clients."""
+    """Return whether a method's replay samples are added to the batches of its clients."""
     return overrides_hook(method, "replay_samples") and method.replay_batch_size is None
 
 
 @dataclass(frozen=True)
 class JoiningSamples:
-    """Replay samples of one client that join its batches.
+    """Replay samples of one client that are added to its batches.
 
     Args:
-        samples: The samples of all methods, one method after the other, in the nest of the client's batches.
-        parts: For each method its name, its number of samples and its transform.
+        samples: The samples of all methods, concatenated in the order of the methods, in the structure of the batches.
+        parts: For each method, the name of its section, its number of samples and its transform.
     """
 
     samples: Any = ()
@@ -53,7 +53,13 @@ class JoiningSamples:
         return any(transform is not None for _, _, transform in self.parts)
 
     def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
-        """Return some of the samples, transformed by random numbers that depend on ``seed`` and ``key`` alone."""
+        """Return selected samples after their transforms. Random numbers depend only on ``seed`` and ``key``.
+
+        Args:
+            rows: Indices of the samples, shape (n,).
+            seed: Seed of the transforms.
+            key: Additional parts of the seed.
+        """
         samples, first = index_nested(self.samples, rows), 0
         for section, number, transform in self.parts:
             positions = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
@@ -68,7 +74,10 @@ class JoiningSamples:
 def joining_samples(
     methods: Sequence[MethodBase], client_of: ClientOf
 ) -> Callable[[ClientRound], JoiningSamples] | None:
-    """Return a function that returns the samples that join a client's batches in a round. None: no method has any."""
+    """Return a function that returns the replay samples to add to a client's batches in a round.
+
+    Returns None if no method adds replay samples to batches.
+    """
     joining = [method for method in methods if joins_batches(method)]
 
     def samples_of(client_round: ClientRound) -> JoiningSamples:
@@ -89,15 +98,16 @@ def joining_samples(
 
 
 def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
-    """Join a method's replay samples to ``client.batch`` of a loader of the user, whose epochs are not planned.
+    """Add a method's replay samples to ``client.batch`` of a user's data loader, whose epochs are not planned.
 
-    Every batch gets as many replay samples as it has samples, and no sample is repeated before all have joined.
+    Every batch gets as many replay samples as it has samples, if there are enough. No sample is repeated before all
+    samples have been added once.
     """
     batch, trainer = client.batch, client.module.trainer
     if not (isinstance(batch, list) and is_labelled(batch)):
         raise InvalidTypeError(
-            f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(method).__name__}` but "
-            f"got {type(batch).__name__}.",
+            f"Expected a batch `[x, y]`, as from the default collate function, for `{type(method).__name__}`, but got "
+            f"{type(batch).__name__}.",
             hint="Return a pair from your dataset.",
             argument="batch",
         )
@@ -107,7 +117,7 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
         return
     number, epoch_key = count_nested_samples(samples), (client.client_round.experience_idx, trainer.current_epoch)
     size, seed = min(number, len(batch[1])), client.seed
-    # "rehearse" is part of the seed of existing runs.
+    # The word "rehearse" is part of the seed of existing runs, so it must not change.
     key = make_client_keys(seed, ["local"], *epoch_key, method.section_name, "rehearse")
     rows = torch.from_numpy(shuffled_window(key, number, size, batch_idx * size))
     pool = JoiningSamples(samples, ((method.section_name, number, method.replay_transform),))
@@ -116,14 +126,14 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
 
 
 class DrawnSamples:
-    """Replay samples that are drawn with replacement for each step, for all methods with a `replay_batch_size`.
+    """Replay samples that are sampled with replacement for each step, for all methods with a `replay_batch_size`.
 
-    The same samples are drawn in sequential and in vectorized training.
+    Sequential and vectorized training use the same samples.
 
     Args:
         methods: The methods.
-        clients: For each client, the client as each method sees it.
-        keys: Returns the clients' random keys for a method's name.
+        clients: For each client, its `Client` for each method.
+        keys: A function that returns the clients' random keys for the name of a method's section.
     """
 
     def __init__(
@@ -142,10 +152,12 @@ class DrawnSamples:
             self.pools[name] = [_named(one or {}) for one in samples]
             self._keys[name], self._sizes[name] = keys(name), size
             transform, are_pairs = method.replay_transform, any(isinstance(one, tuple) for one in samples)
-            self._transforms[name] = _of_inputs(transform) if transform is not None and are_pairs else transform
+            self._transforms[name] = (
+                _make_input_transform(transform) if transform is not None and are_pairs else transform
+            )
 
     def draw(self, section: str) -> list[dict[str, Tensor]]:
-        """Return the samples of each client's next step, by name. Empty if a client has no replay samples yet."""
+        """Return the replay samples of each client for its next step, by name. A client without any gets {}."""
         pools, size, keys, step = self.pools[section], self._sizes[section], self._keys[section], self._drawn[section]
         counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
         random_numbers = random_uint64(keys, size, start=step * size)
@@ -163,7 +175,7 @@ class DrawnSamples:
         ]
 
     def step(self, method: MethodBase, step: Step) -> Step:
-        """Return the step of the only client, with the samples drawn for a method."""
+        """Return the step of the only client with the samples drawn for a method."""
         if method.section_name not in self.pools:
             return step
         (samples,) = self.draw(method.section_name)
@@ -171,7 +183,7 @@ class DrawnSamples:
 
 
 def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str | int) -> Any:
-    """Return replay samples after a transform of each, with random numbers that depend on ``seed`` and ``key`` alone.
+    """Apply a transform to each replay sample. Random numbers depend only on ``seed`` and ``key``.
 
     The transform gets the input ``x`` of one sample of a pair, or the dict of one sample, without the batch dimension.
 
@@ -180,14 +192,17 @@ def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str |
     """
     if not isinstance(samples, Mapping):
         x, *rest = samples
-        return [_transformed(transform, _of_inputs(transform), {"x": x}, seed, *key)["x"], *rest]
+        return [_transformed(transform, _make_input_transform(transform), {"x": x}, seed, *key)["x"], *rest]
     return _transformed(transform, transform, samples, seed, *key)
 
 
 def _transformed(
     transform: ReplayTransform, of_dicts: ReplayTransform, samples: Mapping[str, Tensor], seed: int, *key: str | int
 ) -> dict[str, Tensor]:
-    """Return samples by name after a transform in its form for dicts, with the generators of the transform seeded."""
+    """Return samples by name after a transform, with the transform's own random generators seeded.
+
+    ``of_dicts`` is the function that applies the transform to the dict of one sample.
+    """
     rows = range(count_nested_samples(samples))
     with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
         transformed_rows = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
@@ -217,11 +232,11 @@ def check_transform(transform: ReplayTransform, sample: Any) -> None:
 
 
 class _ChangedSampleError(InvalidValueError):
-    """A transform has changed the shape, the dtype or the names of a sample."""
+    """The transform changed the shape, the dtype or the names of a sample."""
 
 
 def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a transformed sample that has the names, shapes and dtypes of the sample."""
+    """Apply a transform to a sample. Raise ValueError if the names, shapes or dtypes change."""
     expected = {name: (tuple(value.shape), value.dtype) for name, value in sample.items()}
     transformed_sample = transform(dict(sample))
     if not isinstance(transformed_sample, Mapping):
@@ -242,18 +257,18 @@ def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mappin
     return transformed_sample
 
 
-def _of_inputs(transform: ReplayTransform) -> ReplayTransform:
-    """Return a transform of a named sample that changes its input ``x`` alone."""
+def _make_input_transform(transform: ReplayTransform) -> ReplayTransform:
+    """Return a transform of a dict that changes only its input ``x``."""
     return lambda sample: {**sample, "x": transform(sample["x"])}
 
 
 def _named(samples: ReplaySamples) -> Mapping[str, Tensor]:
-    """Return samples by name; those of a pair are ``x`` and ``y``."""
+    """Return samples by name. The names of a pair are ``x`` and ``y``."""
     return samples if isinstance(samples, Mapping) else dict(zip(("x", "y"), samples, strict=True))
 
 
 def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
-    """Overwrite the samples at some positions of a batch, in the nest of both."""
+    """Overwrite the samples at some positions of a batch. Both have the same nested structure."""
     if isinstance(batch, Mapping):
         for name, value in batch.items():
             write_samples(value, positions, samples[name])
@@ -266,7 +281,7 @@ def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
 
 @contextmanager
 def _seeded(transform: ReplayTransform, seed: int, *parts: str | int) -> Iterator[None]:
-    """Temporarily seed the global generators, and those that a transform holds, by the arguments alone."""
+    """Temporarily seed the global random generators and the generators inside a transform."""
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         seed_all(seed, *parts)
         with Generators().seeded({"": transform}, derive_seed(seed, *parts)):

@@ -1,4 +1,4 @@
-"""Remembered samples chosen one by one: by lot, with logits (DER++), by gradients (Re-Fed), by leverage (FedCBDR)."""
+"""Replay with selected samples: random with stored logits (DER++), by gradients (Re-Fed), by leverage (FedCBDR)."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ from lightning_fcl.validation import above, at_least, validated
 
 @dataclass(eq=False)
 class DERpp(Method):
-    """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
+    """Dark experience replay, DER++ (Buzzega et al., 2020, eq. 6): replay samples and the logits stored with them.
 
-    ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
-    what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
-    when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+    The loss is ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``. The pairs (x', z') and
+    (x'', y'') are sampled from the buffer in every step, separately and with replacement. z' are the logits of the
+    client's own model when x' was stored. As in the authors' code, the squared distance is a mean over samples and
+    classes. ``beta=0`` is DER.
 
-    A client keeps a uniform choice of all samples that it has trained on (reservoir sampling). Each sample is offered
-    once, after the client's first round with it, with the logits of the model that the client has just trained.
+    A client keeps a uniform random choice of all samples that it has trained on (reservoir sampling). Each sample is
+    offered once, after the client's first round with it, with the logits of the model that the client has just trained.
 
     Args:
-        memory_size: Samples that a client remembers, at least 1.
-        alpha: Weight of the distance from the remembered logits, at least 0.
-        beta: Weight of the remembered samples' task loss, at least 0.
-        batch_size: Samples in each of the two draws of a step, at least 1.
+        memory_size: Number of samples that a client keeps, at least 1.
+        alpha: Weight of the distance from the stored logits, at least 0.
+        beta: Weight of the task loss of replay samples, at least 0.
+        batch_size: Number of samples in each of the two draws of a step, at least 1.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
+        ValueError: If an argument is out of range, or the module does not define ``sample_loss(output, y)``.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> DERpp(batch_size=16).replay_batch_size
@@ -92,26 +93,29 @@ class DERpp(Method):
 
 @dataclass(eq=False)
 class ReFed(Method):
-    """Every batch: joins remembered samples, those of greatest gradients (Re-Fed, Li et al. 2024, CVPR).
+    """Re-Fed (Li et al., 2024, CVPR): replay the samples with the largest gradients of a personal model.
 
-    For an experience a client computes `sample_importance` of its samples of the last round that it trained in and of
-    its replay samples, and keeps the ``memory_size`` with the largest. For this a personal model ``v`` takes steps on
-    them, each of which is drawn to the model that the client received. ``v`` starts there, continues from the last
-    experience, and is client-local. The client uploads what FedAvg uploads.
+    At the end of an experience a client computes `sample_importance` of its replay samples and of its samples of the
+    last round in which it trained. It keeps the ``memory_size`` samples with the largest importance. For this, a
+    personal model ``v`` takes steps on these samples, and each step pulls ``v`` towards the model that the client
+    received. ``v`` starts from the received model in the first experience, continues in later experiences, and is
+    client-local. The client uploads the same tensors as in FedAvg.
 
-    In the paper this comes when the next experience begins, with the server's model after the last round. The defaults
-    are this library's.
+    Deviation: in the paper the selection is done when the next experience starts, with the server's model after the
+        last
+    round. The default values are chosen by this library.
 
     Args:
-        memory_size: Samples that a client keeps, of all experiences together, at least 1.
-        num_iterations: Steps of ``v``, at least 1.
-        lr: Size of its steps, above 0.
-        strength: Weight of the pull, q(lambda) in the paper, at least 0; with 0, ``v`` learns from the client's samples
+        memory_size: Number of samples that a client keeps, of all experiences together, at least 1.
+        num_iterations: Number of steps of ``v``, at least 1.
+        lr: Step size of ``v``, above 0.
+        strength: Weight of the pull, q(lambda) in the paper, at least 0. With 0, ``v`` learns from the client's samples
             alone.
 
     Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart, or ``v`` diverges.
-        TypeError: If the samples are no pairs.
+        ValueError: If an argument is out of range, the module does not define ``sample_loss(output, y)``, or ``v``
+            diverges.
+        TypeError: If the samples are not pairs.
 
     Example:
         >>> ReFed(memory_size=100).strength
@@ -151,9 +155,8 @@ class ReFed(Method):
         )
         if not torch.isfinite(importance).all():
             raise InvalidValueError(
-                f"Expected `lr` to keep the personal model of client {client.client_round.client_id} finite "
-                "but got "
-                f"{self.lr}.",
+                f"Expected `lr` to keep the personal model of client {client.client_round.client_id} finite, "
+                f"but got {self.lr}.",
                 hint="Lower `lr`.",
                 argument="lr",
                 value=self.lr,
@@ -172,14 +175,21 @@ def sample_importance(
     lr: float,
     strength: float,
 ) -> tuple[Tensor, State]:
-    """How much samples matter to a personal model v, ``sum_s ||g_s||^2 / s``, shape (n,), and where v ends.
+    """Return the importance of samples for a personal model v, and the final state of v.
 
-    g_s is the gradient of a sample's loss at v in iteration s = 1, 2, ...; then v takes the step ``v - learning_rate *
-    (mean g_s + strength * (v - w))``, of which w is the received state. The module is in evaluation mode, and what v
-    has no entry for is that of w.
+    The importance is ``sum_s ||g_s||^2 / s``, shape (n,). g_s is the gradient of a sample's loss at v in iteration
+    s = 1, 2, ... Then v takes the step ``v - lr * (mean g_s + strength * (v - w))``, where w is the received state. The
+    module is in evaluation mode. Entries that v does not have, such as buffers, are those of w.
 
     Args:
-        personal: Where v begins, by name; an entry that it has not begins at w.
+        module: The module, which defines ``sample_loss(output, y)``.
+        received_state: The state w that the client has received.
+        personal: The initial state of v, by name. A missing entry starts from w.
+        x: Inputs, shape (n, ...).
+        y: Targets, shape (n, ...).
+        num_iterations: Number of steps.
+        lr: Step size.
+        strength: Weight of the pull towards w.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -209,29 +219,33 @@ def sample_importance(
 
 @dataclass(eq=False)
 class FedCBDR(Method):
-    """Every batch: joins remembered samples, chosen by their leverage among all clients' (FedCBDR, NeurIPS 2025).
+    """FedCBDR (NeurIPS 2025): replay samples selected by their leverage among the samples of all clients.
 
-    A sample's leverage is ``x^T (X^T X)^+ x`` of its features x among those X of all clients: what is rare among all
-    has more, wherever it is. A client uploads ``X_k^T X_k`` of its features of an experience, by its own model, and
-    receives the sum over all clients when the experience ends. Of its samples it then keeps ``memory_size`` times its
-    share of all leverage, beside those of earlier experiences. They are drawn without replacement, with probabilities
+    The leverage of a sample is ``x^T (X^T X)^+ x``, with its features x and the features X of all clients' samples. A
+    sample that is rare among all clients has a high leverage.
+
+    For each experience a client uploads ``X_k^T X_k`` of its features, computed with its own model. When the experience
+    ends, it receives the sum over all clients. It then keeps ``memory_size`` times its fraction of the total leverage,
+    in addition to the samples of earlier experiences. The samples are drawn without replacement, with probabilities
     proportional to the leverage, and never leave the client.
 
-    In the paper a client sends ``P_k X_k Q``, P_k and Q random and orthogonal, and the server draws. The scores are the
-    same, and ``X_k^T X_k`` up to a rotation is all that these hide. Logits of classes of earlier experiences and of
-    others are divided by a temperature each, and the cross-entropy of a sample is multiplied by a weight of either;
-    where a temperature or a weight is not 1, the task's loss has to be cross-entropy. The paper has 0.9, 1.1, 1.1 and
-    0.9.
+    Deviation: in the paper a client uploads ``P_k X_k Q``, with random orthogonal P_k and Q, and the server draws the
+    samples. The scores are identical. The paper's upload also reveals ``X_k^T X_k``, up to a rotation.
+
+    The logits of old classes (of earlier experiences) and of all other classes are divided by different temperatures.
+    The cross-entropy of a sample is multiplied by the weight of its class. If a temperature or a weight is not 1, the
+    task loss must be cross-entropy. The paper uses 0.9, 1.1, 1.1 and 0.9, in the order of the arguments below.
 
     Args:
-        memory_size: Samples kept of an experience by all clients together, at least 1.
-        old_temperature: Of logits of old classes, above 0.
-        new_temperature: Of all other logits, above 0.
-        old_weight: Of samples of old classes, at least 0.
-        new_weight: Of all other samples, at least 0.
+        memory_size: Number of samples that all clients together keep of an experience, at least 1.
+        old_temperature: Temperature of the logits of old classes, above 0.
+        new_temperature: Temperature of all other logits, above 0.
+        old_weight: Weight of samples of old classes, at least 0.
+        new_weight: Weight of all other samples, at least 0.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
+        ValueError: If an argument is out of range, the Trainer does not run a federation, or the module does not define
+            its features.
 
     Example:
         >>> FedCBDR(memory_size=100).memory_size
@@ -243,7 +257,7 @@ class FedCBDR(Method):
         features=True,
         logits=True,
         tensors=True,
-        federation_reason="no server adds up. Use the strategy",
+        federation_reason="it has no server that sums the clients' statistics. Use the strategy",
     )
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[ReductionRules] = {"gram": SparseSum()}
@@ -332,9 +346,13 @@ _cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 def leverage(features: Tensor, inverse: Tensor) -> Tensor:
-    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and G^+, of ``X^T X`` of all samples' X.
+    """Return the leverage ``x^T G^+ x`` of samples, shape (n,).
 
-    The scores, shape (n,), of all samples add up to the rank of G.
+    The sum of the leverage of all samples is the rank of G.
+
+    Args:
+        features: Features x of the samples, shape (n, d).
+        inverse: The pseudoinverse G^+ of ``G = X^T X``, shape (d, d), where X are the features of all samples.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])

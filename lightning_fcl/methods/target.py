@@ -1,4 +1,4 @@
-"""TARGET: clients hold on to what the old model says of images that a generator has made for it."""
+"""TARGET: distillation of the old model on synthetic images from a generator."""
 
 from __future__ import annotations
 
@@ -36,33 +36,36 @@ from lightning_fcl.validation import above, at_least, validated
 
 @dataclass(eq=False)
 class TARGET(Method):
-    """Every step: distils old classes on images that the server has made, of no client's data (Zhang et al. 2023).
+    """TARGET (Zhang et al., 2023): distill old classes on images that the server generates without client data.
 
-    ``task loss + kd * KD`` over the logits of old classes, of a batch of these images, against what the server's model
-    said of them when the last experience ended. The paper's cross-entropy is among the experience's own classes: that
-    is ``MeanOutputLoss(mu=0.0)`` beside it; with a cross-entropy over all classes it keeps nothing. A network needs
-    batch normalisation.
+    The loss is ``task loss + distillation_weight * KD``. KD compares the logits of old classes on a batch of generated
+    images with the logits of the server's model at the end of the previous experience. In the paper, the cross-entropy
+    is among the classes of the current experience only: add ``MeanOutputLoss(mu=0.0)`` for this. With a cross-entropy
+    over all classes, the method does not prevent forgetting. The network needs batch normalization.
 
-    When an experience ends the server makes ``num_images`` of them with a generator, which learns to make such that its
-    model takes for classes drawn at random, and whose statistics in the layers of batch normalisation are those that
-    these have kept (`with_statistics_distance`). They travel with their logits to each client in each round of the next
-    experience, in place of the old model. All that clients send for it is which classes there have been.
+    When an experience ends, the server generates ``num_images`` images. It trains a generator so that the server's
+    model predicts randomly drawn classes for the images. The images' statistics in the batch normalization layers must
+    also match the running statistics (`with_statistics_distance`). In each round of the next experience, the server
+    sends the images and their logits to each client, instead of the old model. For this, clients upload only the set of
+    classes so far.
 
-    The authors' generator begins each batch from a meta-learnt state and has a student as an adversary, from its 20th
-    batch on; here one generator goes on from batch to batch, without a student.
+    Deviation: the authors' generator starts each batch from a meta-learned state, and has a student as an adversary
+        from
+    its 20th batch on. Here one generator continues from batch to batch, without a student.
 
     Args:
-        distillation_weight: Weight of the distillation, at least 0; 0: no images are made.
-        num_images: How many are made, at least 0.
-        batch_size: Of them in each step, and made together, at least 2.
-        num_steps: Of the generator for each batch of them, at least 1.
-        width: Of the generator: see `Generator`.
-        statistics_weight: Weight of the statistics for the generator, at least 0; that of the cross-entropy is 0.5.
-        temperature: Softens both sides, above 0.
+        distillation_weight: Weight of the distillation, at least 0. With 0, the server generates no images.
+        num_images: Number of images to generate, at least 0.
+        batch_size: Number of images in each training step, and in each batch of the generator, at least 2.
+        num_steps: Number of generator steps for each batch of images, at least 1.
+        width: Width of the generator. See `Generator`.
+        statistics_weight: Weight of the statistics in the generator's loss, at least 0. The cross-entropy has the
+            weight 0.5.
+        temperature: Temperature that softens the outputs of teacher and student, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's with images, or the module keeps no
-            statistics or gives no logits of classes.
+        ValueError: If an argument is out of range, the Trainer does not run a federation with images, or the module has
+            no batch normalization statistics or no class logits.
 
     Example:
         >>> TARGET(batch_size=16).replay_batch_size
@@ -70,7 +73,7 @@ class TARGET(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        logits=True, tensors=True, federation_reason="no server makes images. Use the strategy"
+        logits=True, tensors=True, federation_reason="it has no server that generates images. Use the strategy"
     )
     reductions: ClassVar[ReductionRules] = {"images": "download_only", "logits": "download_only", "ended": SparseSum()}
 
@@ -96,7 +99,7 @@ class TARGET(Method):
             self._size, self._classes = sample_shape(federation, "TARGET"), federation.stream.num_classes
             if len(self._size) != 3:
                 raise InvalidValueError(
-                    "Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
+                    "Expected images, shape (channels, height, width), for `TARGET`, but got samples of shape "
                     f"{self._size}.",
                     hint="Use a dataset of images, or another method.",
                     argument="x",
@@ -135,7 +138,8 @@ class TARGET(Method):
         )
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
-        return {}  # it comes anew in each round
+        # The server sends the images and logits again in each round.
+        return {}
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
         client_round, ended_classes = client.client_round, client.server_state.get("ended")
@@ -162,7 +166,7 @@ class TARGET(Method):
 
     @torch.enable_grad()
     def _make(self, module: L.LightningModule, classes: Tensor) -> Tensor:
-        """Images of some classes, by the model that is in the module, shape (images, channels, height, width)."""
+        """Return images of some classes, shape (images, channels, height, width), generated with the current model."""
         generator, image_batches = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
         learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
         with evaluation_mode(module):

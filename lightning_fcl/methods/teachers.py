@@ -1,7 +1,7 @@
-"""Server models from the start of experiences, from which methods distill in later rounds of the experiences.
+"""Server models from the start of experiences, which are teachers for distillation in later rounds.
 
-The server keeps its model from the start of the round in which the first client enters an experience. The server keeps
-one copy for all clients, while any client is in the experience. A client receives the copy once, and keeps it.
+The server stores its model from the start of the round in which the first client enters an experience. It keeps one
+copy for all clients while any client is in the experience. A client receives the copy once and keeps it.
 """
 
 from __future__ import annotations
@@ -21,37 +21,42 @@ from lightning_fcl.methods.functional import trainable_parameters
 
 
 class Once(DownloadOnly):
-    """The reduction of what clients receive once and keep."""
+    """The reduction of entries that clients receive once and keep."""
 
     name = "once"
     once = True
 
 
 def present_experiences(module: L.LightningModule, fits: int, round_offset: int = 0) -> tuple[int, ...]:
-    """Return the experiences that clients are in, ascending, in this round or some rounds later.
+    """Return the experiences that clients are in, in ascending order, in the current round or a later one.
 
-    Without a `FederatedStream` an experience is a fit, and ``fits`` is the number of earlier fits.
+    Without a `FederatedStream`, an experience is a fit.
+
+    Args:
+        module: The module.
+        fits: Number of earlier fits.
+        round_offset: Number of rounds after the current round.
     """
     stream = find_stream(module.trainer)
     return (fits,) if stream is None else stream.plan.current_experiences(_round(module, stream.plan, round_offset))
 
 
 def has_old_classes(module: L.LightningModule) -> bool:
-    """Return whether clients have had classes of earlier experiences, as far as a `FederatedStream` tells."""
+    """Return whether clients have had classes of earlier experiences. Always False without a `FederatedStream`."""
     stream = find_stream(module.trainer)
     return stream is not None and bool(stream.plan.class_split(_round(module, stream.plan))[1])
 
 
 def _round(module: L.LightningModule, plan: Plan, round_offset: int = 0) -> int:
-    """Return the current round or a later one, which is the last at most: the fit may have ended."""
+    """Return the number of the current or a later round, limited to the last round, because the fit may have ended."""
     return min(current_round(module.trainer) + round_offset, plan.num_rounds - 1)
 
 
 def models_before(module: L.LightningModule, experiences: tuple[int, ...], state: State | None = None) -> State:
-    """Return the server's model as entries of `MethodBase.init_server_state`, once for each experience but the first.
+    """Return the server's model as entries of `MethodBase.init_server_state`, for each experience except the first.
 
-    The entries are ``before.<experience>.<name>``, of the reduction `Once`. The server keeps the values of the first
-    round that has them. Left out is what clients do not download, and what is frozen.
+    The entries are ``before.<experience>.<name>`` with the reduction `Once`. The server keeps the values of the first
+    round that has them. Frozen parameters and entries that clients do not download are not included.
 
     Args:
         module: The module with the server's model.
@@ -74,10 +79,10 @@ def models_before(module: L.LightningModule, experiences: tuple[int, ...], state
 
 
 def with_teacher(client: Client, experience: int) -> StateSection:
-    """Return the memory of a client with ``teacher.<name>``: the server's model from the start of an experience.
+    """Return the client state with ``teacher.<name>``: the server's model from the start of an experience.
 
-    Client-local entries of the teacher are the client's own, from its first round in its experience. Entries that the
-    teacher lacks are those that the client has received.
+    Client-local entries of the teacher are the client's own values from its first round of its experience. For entries
+    that the teacher lacks, the received values are used.
     """
     federation, previous_models, local_state = (
         client.federation,
@@ -100,6 +105,6 @@ def with_teacher(client: Client, experience: int) -> StateSection:
 
 
 def without_teacher(client: Client) -> StateSection:
-    """Return the memory of a client without what the server keeps of the teacher."""
+    """Return the client state without the teacher entries that the server stores."""
     names = {f"teacher.{name.split('.', 1)[1]}" for name in strip_prefix(client.server_state, "before")}
     return {name: value for name, value in client.method_state.items() if name not in names}

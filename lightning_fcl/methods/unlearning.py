@@ -1,4 +1,4 @@
-"""Unlearning: a client leaves, and what it has added to the server's sums is taken away again."""
+"""Unlearning: a client leaves, and the server subtracts the client's contribution from its sums."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _TAG = "readout.tag"
 
 
 class Unlearning(Method):
-    """After a round: makes the server forget clients exactly, as if they had never taken part in its sums.
+    """Exact unlearning: remove clients from the server's sums, as if they had never contributed.
 
-    Every client keeps the sum of what it has uploaded to entries with the reduction ``sum``. When it asks to be
-    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round.
+    Every client keeps the sum of its uploads to entries with the reduction ``sum``. When it leaves, it uploads this sum
+    once more, and the server subtracts it. The client does not train in later rounds.
 
     Args:
-        requests: For each client that leaves, the round (from 0) after which it does.
+        requests: For each client that leaves, the number of the round (from 0) after which it leaves.
 
     Raises:
-        ValueError: If a client is not in the stream or has no data until it leaves, if the round never comes, or if the
-            module's readout is not solved for from sums of clients' parts: B of low rank, or estimated, is none.
+        ValueError: If a client is not in the stream, a client has no data until it leaves, or the fit does not reach
+            the round. Also if the module's readout is not solved from sums of the clients' statistics. This is the case
+            for statistics B that are of low rank or estimated.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
         {'7': 3}
     """
 
-    needs: ClassVar[Needs] = Needs(federation_reason="call `RidgeReadout.unlearn` with the statistics that are to go")
+    needs: ClassVar[Needs] = Needs(federation_reason="call `RidgeReadout.unlearn` with the statistics to remove")
 
     @check_arguments
     def __init__(self, requests: Mapping[str, int] | None = None) -> None:
@@ -52,12 +53,12 @@ class Unlearning(Method):
         self._federation: FederationProtocol | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        reason: str | None = "shares its weights: means cannot be taken apart"
+        reason: str | None = "uploads weights: a client cannot be removed from their mean"
         if isinstance(pl_module, RidgeTask):
             reason = pl_module.no_unlearning_reason
         if reason is not None:
             raise InvalidValueError(
-                "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
+                "Expected a ridge regression task that uploads its statistics for `Unlearning`, but got a "
                 f"`{type(pl_module).__name__}` that {reason}.",
                 argument="module",
                 value=type(pl_module).__name__,
@@ -73,27 +74,29 @@ class Unlearning(Method):
             if not 0 <= round_idx < rounds:
                 raise InvalidValueError(
                     f"Expected `requests` after one of the fit's {rounds} rounds, 0 to {rounds - 1}, but client "
-                    f"{client} asks after round {round_idx}, which never comes.",
+                    f"{client} leaves after round {round_idx}, which the fit does not reach.",
                     hint="Name an earlier round, or raise `max_epochs`.",
                     argument="requests",
                 )
             if not any(client in current for current in plan.train[: round_idx + 1]):
                 raise InvalidValueError(
-                    f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
-                    f"{round_idx}, has no data before.",
+                    f"Expected `requests` of clients that have trained, but client {client}, which leaves after round "
+                    f"{round_idx}, has no data up to that round.",
                     hint="Name a later round for this client, or leave the client out of `requests`.",
                     argument="requests",
                 )
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         memory, federation = client.method_state, client.federation
-        assert federation is not None  # as it needs one
+        # `federation_reason` in `needs` requires a federation.
+        assert federation is not None
         sums = [
             name
             for name, of in federation.server.reductions.items()
             if of.additive and not (of.weighted or of.is_downloaded)
         ]
-        if not sums or client.missed_sync:  # what is unsent comes again
+        # The client uploads unsent statistics again in a later round.
+        if not sums or client.missed_sync:
             return memory
         should_add = bool(memory) and torch.equal(memory[_TAG], trained_state[_TAG])
         client_sums = {name: trained_state[name].clone() + (memory[name] if should_add else 0) for name in sums}
@@ -110,14 +113,14 @@ class Unlearning(Method):
                 self.unlearn_client(federation, pl_module, client)
 
     def unlearn_client(self, federation: FederationProtocol, module: RidgeTask, client: str) -> None:
-        """Take a client's part out of the server's sums, and all that it has kept out of the store."""
+        """Subtract a client's contribution from the server's sums, and delete the client's state."""
         local_sections = (
             {client: federation.server.client_store.get_section(client, self.section_name)}
             if federation.hosts(client)
             else {}
         )
         memory, state = gather_by_client(federation.ranks, local_sections, [client])[client], state_tensors(module)
-        # Sums of another reservoir are not in the server's any more.
+        # The server's sums belong to the current reservoir only. Sums of another reservoir were removed before.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():
                 if name != _TAG:
@@ -143,7 +146,7 @@ class Unlearning(Method):
 
 
 def _forget(federation: FederationProtocol, client: str) -> None:
-    """Forget all that a client has kept; it takes part in no later round."""
+    """Delete the state of a client, and exclude the client from all later rounds."""
     if federation.server.client_store.is_in_memory or federation.hosts(client):
         federation.server.client_store[client] = {}
     federation.participation.withdraw(client)
