@@ -195,8 +195,8 @@ class ICaRL(LwF):
     """iCaRL (Rebuffi et al., 2017): distill old classes, replay exemplars, and predict by the nearest class mean.
 
     At the end of an experience a client chooses exemplars of its classes by `herding_selection`. It uses normalized
-    features of the client's model after the last round in which it trained. All classes that the client has trained on share
-    its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
+    features of the client's model after the last round in which it trained. All classes that the client has trained on
+    share its ``memory_size`` exemplars equally. Exemplars of earlier classes are removed from the end.
 
     The client and the server predict the class of the nearest mean of exemplars. Exemplars stay on the client: after
     local training, each client uploads, for each class, the sum of its exemplars' features and their number. The

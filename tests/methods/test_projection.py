@@ -1,4 +1,4 @@
-"""Projections against brute force, scipy and closed forms."""
+"""Projections of gradients: comparison with brute force, SciPy and closed forms."""
 
 import sys
 import warnings
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.rounding
 
 
 def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
-    """A gradient and constraints, of scales from 1e-6 to 1e3 if they are to spread."""
+    """Return a random gradient and constraints. With ``spread``, their scales range from 1e-6 to 1e3."""
     rng = np.random.default_rng(seed)
     k, p = k or int(rng.integers(1, 6)), p or int(rng.integers(2, 12))
     scales = 10 ** rng.uniform(-6, 3, (k + 1, 1)) if spread else np.ones((k + 1, 1))
@@ -29,7 +29,7 @@ def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
 
 
 def nearest(gradient, constraints):
-    """The projection by brute force: the nearest of all that lie on some of the constraints and violate none."""
+    """Return the projection by brute force: the nearest feasible point among the projections on all subsets."""
     g, rows = gradient.double().numpy(), constraints.double().numpy()
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     best = np.zeros_like(g)
@@ -44,7 +44,7 @@ def nearest(gradient, constraints):
 
 
 def cosines(result, gradient, constraints):
-    """Products with the constraints, in units of the gradient's and the constraint's length."""
+    """Return the products with the constraints, divided by the lengths of gradient and constraint."""
     lengths = constraints.double().norm(dim=1)
     products = constraints.double() @ result.double()
     return products[lengths > 0] / lengths[lengths > 0] / max(gradient.double().norm(), result.double().norm())
@@ -62,7 +62,7 @@ def _no_warnings():
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_is_the_nearest_that_violates_nothing(spread):
+def test_project_equals_brute_force(spread):
     violated = 0
     for seed in range(150):
         gradient, constraints = problem(seed, spread=spread)
@@ -74,7 +74,7 @@ def test_is_the_nearest_that_violates_nothing(spread):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-7)])
-def test_constraints_hold_and_nothing_grows_at_any_scale(dtype, tolerance):
+def test_project_any_scale_satisfies_constraints_and_does_not_grow(dtype, tolerance):
     for seed in range(200):
         gradient, constraints = problem(seed, k=1 + seed % 12, p=6 + seed % 40, spread=True, dtype=dtype)
         result = project(gradient, constraints)
@@ -83,26 +83,26 @@ def test_constraints_hold_and_nothing_grows_at_any_scale(dtype, tolerance):
         assert result.norm() <= gradient.norm() * (1 + torch.finfo(dtype).eps)
 
 
-def test_scales_of_gradients_do_not_matter():
+def test_project_scaled_gradients_gives_scaled_result():
     gradient, constraints = problem(0, k=4, p=9)
     expected = project(gradient, constraints)
     scaled = project(1e-6 * gradient, constraints * torch.tensor([[1e-6], [1e3], [1.0], [1e-3]]))
     assert_close(1e6 * scaled, expected, gradient, 1e-9)
 
 
-def test_what_is_projected_stays():
+def test_project_projected_gradient_is_unchanged():
     for seed in range(50):
         gradient, constraints = problem(seed, k=5, p=20)
         once = project(gradient, constraints)
         assert project(once, constraints) is once
 
 
-def test_opposite_to_all_is_nothing():
+def test_project_opposite_constraints_gives_zero():
     gradient, _ = problem(0, p=7)
     assert_close(project(gradient, -torch.stack([gradient, 3 * gradient])), np.zeros(7), gradient, 1e-12)
 
 
-def test_no_constraint_and_no_gradient():
+def test_project_no_constraint_or_zero_gradient_is_unchanged():
     gradient, constraints = problem(0, k=3, p=7)
     assert project(gradient, constraints[:0]) is gradient
     nothing = torch.zeros(7)
@@ -110,7 +110,7 @@ def test_no_constraint_and_no_gradient():
     assert project(gradient, torch.zeros_like(constraints)) is gradient
 
 
-def test_superfluous_constraints_change_nothing():
+def test_project_redundant_constraints_change_nothing():
     for seed in range(100):
         gradient, c = problem(seed, k=3, p=8)
         expected = nearest(gradient, c)
@@ -122,7 +122,7 @@ def test_superfluous_constraints_change_nothing():
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("apart", [1e-3, 1e-5, 1e-7, 1e-9, 1e-12, 1e-15])
-def test_nearly_parallel_and_nearly_opposite_constraints(sign, apart):
+def test_project_nearly_parallel_or_opposite_constraints_hold(sign, apart):
     for seed in range(30):
         gradient, c = problem(seed, k=4, p=12)
         c[1] = sign * c[0] + apart * c[3]
@@ -133,7 +133,7 @@ def test_nearly_parallel_and_nearly_opposite_constraints(sign, apart):
             assert_close(result, nearest(gradient, c), gradient, 1e-4)
 
 
-def test_a_margin_is_the_least_weight_of_each_constraint():
+def test_project_margin_is_minimum_dual_variable():
     changed = 0
     for seed in range(100):
         gradient, constraints = problem(seed)
@@ -150,10 +150,11 @@ def test_a_margin_is_the_least_weight_of_each_constraint():
 
 @pytest.mark.parametrize("p", [3 * 16384 + 5, 100_001])
 @pytest.mark.parametrize("opposite", [False, True])
-def test_long_gradients(p, opposite):
+def test_project_long_gradient_equals_scipy(p, opposite):
     gradient, constraints = problem(0, k=4, p=p, dtype=torch.float32)
     constraints -= 0.02 * gradient
-    if opposite:  # large weights, whose terms cancel
+    # Large weights, whose terms cancel each other.
+    if opposite:
         constraints[1] = -constraints[0] - 1e-3 * gradient
         constraints = constraints[[0, 1, 3]]
     wide = constraints.double().numpy()
@@ -166,7 +167,7 @@ def test_long_gradients(p, opposite):
 
 
 @pytest.mark.parametrize("violated", [1, 2, 4])
-def test_long_gradients_of_which_some_are_violated(violated):
+def test_project_long_gradient_some_violated_equals_scipy(violated):
     gradient, constraints = problem(1, k=4, p=2**18 + 100_000, dtype=torch.float32)
     constraints += 0.1 * torch.where(torch.arange(4) < violated, -1.0, 1.0)[:, None] * gradient
     wide = constraints.double().numpy()
@@ -181,7 +182,7 @@ def test_long_gradients_of_which_some_are_violated(violated):
         assert cosines(result, gradient, rows).min() >= -1e-8
 
 
-def test_memory_need_not_be_contiguous():
+def test_project_strided_tensors_gives_same_result():
     gradient, constraints = problem(0, k=3, p=9)
     constraints[0] -= gradient
     strided = torch.stack([gradient, gradient], dim=1)[:, 0]
@@ -189,7 +190,7 @@ def test_memory_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_named(value):
+def test_project_non_finite_gradient_is_named_in_error(value):
     def poisoned(rows):
         gradient, constraints = problem(0, k=4, p=6)
         for row in rows:
@@ -209,7 +210,7 @@ def test_what_is_not_finite_is_named(value):
 
 
 @pytest.mark.parametrize(("k", "p"), [(2, 50), (5, 50), (20, 30), (10, 6), (50, 200)])
-def test_without_quadprog_the_projection_is_the_same(monkeypatch, k, p):
+def test_project_without_quadprog_gives_same_result(monkeypatch, k, p):
     for seed in range(20):
         gradient, constraints = problem(seed, k=k, p=p)
         monkeypatch.setattr("lightning_fcl.methods.projection._FIRST", 0)
@@ -220,7 +221,7 @@ def test_without_quadprog_the_projection_is_the_same(monkeypatch, k, p):
         monkeypatch.undo()
 
 
-def test_without_quadprog_s_solution_another_is_found(monkeypatch):
+def test_project_quadprog_fails_uses_other_solver(monkeypatch):
     def fail(*args):
         raise ValueError("matrix G is not positive definite")
 
@@ -234,7 +235,7 @@ def test_without_quadprog_s_solution_another_is_found(monkeypatch):
         assert_close(result, nearest(gradient, constraints), gradient)
 
 
-def test_a_solution_that_is_nan_is_no_solution(monkeypatch):
+def test_project_quadprog_returns_nan_uses_other_solver(monkeypatch):
     monkeypatch.setattr(quadprog, "solve_qp", lambda matrix, slope, *rest: [np.full(len(slope), np.nan)])
     gradient, constraints = problem(3, k=4)
     assert (constraints @ gradient < 0).any()
@@ -243,7 +244,7 @@ def test_a_solution_that_is_nan_is_no_solution(monkeypatch):
     assert_close(result, nearest(gradient, constraints), gradient)
 
 
-def test_if_nothing_is_found_there_is_no_step(monkeypatch):
+def test_project_all_solvers_fail_gives_zero_with_warnings(monkeypatch):
     for solver in ("_by_quadprog", "_by_active_sets"):
         monkeypatch.setattr(
             f"lightning_fcl.methods.projection.{solver}", lambda matrix, slope: np.full_like(slope, np.nan)
@@ -254,7 +255,7 @@ def test_if_nothing_is_found_there_is_no_step(monkeypatch):
     assert len(warned) == 2
 
 
-def test_agem_is_the_projection_on_one_reference():
+def test_agem_equals_projection_with_one_constraint():
     for seed in range(50):
         gradient, constraints = problem(seed, k=1, p=6, spread=True)
         result = agem(gradient, constraints[0])
@@ -264,7 +265,7 @@ def test_agem_is_the_projection_on_one_reference():
     assert agem(gradient, torch.zeros_like(gradient)) is gradient
 
 
-def test_distances_are_those_of_scipy():
+def test_gradient_distance_equals_scipy():
     gradient, others = problem(0, k=5, p=40)
     expected = [wasserstein_distance(gradient, other) for other in others]
     np.testing.assert_allclose(gradient_distance(gradient, others), expected, rtol=1e-12)
@@ -273,7 +274,7 @@ def test_distances_are_those_of_scipy():
     np.testing.assert_allclose(gradient_distance(gradient, others, "cosine"), expected, rtol=1e-12)
 
 
-def test_wasserstein_does_not_see_directions():
+def test_gradient_distance_wasserstein_ignores_order_of_coordinates():
     gradient, others = problem(0, k=1, p=40)
     permuted = gradient[torch.randperm(40)]
     assert (
@@ -284,7 +285,7 @@ def test_wasserstein_does_not_see_directions():
 
 
 @pytest.mark.parametrize("kind", ["wasserstein", "cosine"])
-def test_the_most_dissimilar_come_first(kind):
+def test_most_dissimilar_returns_farthest_first(kind):
     gradient, others = problem(1, k=6, p=30)
     values = gradient_distance(gradient, others, kind)
     chosen = most_dissimilar(gradient, others, 3, kind)
@@ -292,7 +293,7 @@ def test_the_most_dissimilar_come_first(kind):
     assert sorted(most_dissimilar(gradient, others, 10, kind).tolist()) == list(range(6))
 
 
-def test_flat_and_back():
+def test_unflatten_inverts_flatten():
     named = {"a": torch.randn(2, 3), "b": torch.randn(()), "c": torch.randn(4, 1).T, "d": torch.randn(0)}
     flat = flatten(named)
     assert flat.tolist() == [value for tensor in named.values() for value in tensor.flatten().tolist()]

@@ -1,4 +1,4 @@
-"""Random layers that draw by a key: torch's layers with other numbers."""
+"""Random layers that use a key: the same distribution as torch's layers, with other random numbers."""
 
 import math
 
@@ -20,8 +20,8 @@ def drawn(layer, x, key=KEY):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("layer", [nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d])
-def test_it_has_the_moments_of_torch_s_layer(layer, p):
-    """Over 40,000 draws the means and deviations of torch's own generator are reached to five standard errors."""
+def test_dropout_layers_have_moments_of_torch(layer, p):
+    """Means and deviations of 40,000 draws agree with torch's own generator within five standard errors."""
     torch.manual_seed(0)
     shape = (400, 100, 3) if layer in (nn.Dropout1d, nn.FeatureAlphaDropout) else (400, 100, 3, 2)
     x = (
@@ -37,13 +37,13 @@ def test_it_has_the_moments_of_torch_s_layer(layer, p):
     assert abs(float((ours == 0).float().mean()) - float((theirs == 0).float().mean())) < 5 / math.sqrt(draws)
 
 
-def test_whole_channels_are_dropped():
+def test_dropout2d_drops_whole_channels():
     x = torch.ones(7, 5, 3, 3)
     output = drawn(nn.Dropout2d(0.5), x)
     assert torch.equal(output, output[:, :, :1, :1].expand_as(output)) and set(output.unique().tolist()) == {0.0, 2.0}
 
 
-def test_without_training_nothing_is_drawn():
+def test_dropout_in_evaluation_mode_changes_nothing():
     x = torch.randn(3, 4)
     with KeyedRandomness(KEY):
         assert torch.equal(nn.Dropout(0.5).eval()(x), x) and torch.equal(F.alpha_dropout(x, 0.5), x)
@@ -51,12 +51,12 @@ def test_without_training_nothing_is_drawn():
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_padding_changes_no_sample_s_draw(size):
+def test_dropout_padding_does_not_change_other_samples(size):
     x = torch.randn(8, 5)
     assert torch.equal(drawn(nn.Dropout(0.5), x)[:size], drawn(nn.Dropout(0.5), x[:size]))
 
 
-def test_side_by_side_is_one_by_one():
+def test_dropout_vmap_equals_sequential():
     x, keys = torch.randn(4, 6, 5), torch.tensor([3, -9, 2**62, 0])
     net = nn.Sequential(nn.Dropout(0.3), nn.Linear(5, 5), nn.AlphaDropout(0.4), nn.Dropout1d(0.5))
     together = vmap(lambda key, x: drawn(net, x, key), randomness="error")(keys, x)
@@ -65,14 +65,14 @@ def test_side_by_side_is_one_by_one():
     assert len({tuple((row == 0).flatten().tolist()) for row in together}) == 4
 
 
-def test_torch_s_generator_is_left_alone():
+def test_keyed_randomness_keeps_global_generator_state():
     before = torch.get_rng_state()
     drawn(nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5)), torch.randn(3, 4, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_dropout_is_attention_with_a_mask_of_kept_weights(causal):
+def test_attention_dropout_equals_masked_weights(causal):
     q, k, v = (torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
     with KeyedRandomness(KEY):
         output = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, is_causal=causal)
@@ -88,8 +88,8 @@ def test_attention_with_dropout_is_attention_with_a_mask_of_kept_weights(causal)
         )
 
 
-def test_other_ways_to_draw():
-    """timm's stochastic depth draws in place."""
+def test_bernoulli_and_rand_like_use_key():
+    """timm's stochastic depth uses the in-place function."""
     with KeyedRandomness(KEY):
         mask = torch.empty(2000)
         assert mask.bernoulli_(0.25) is mask and set(mask.unique().tolist()) == {0.0, 1.0}
@@ -100,7 +100,7 @@ def test_other_ways_to_draw():
         assert numbers.dtype == torch.float64 and float(numbers.min()) >= 0 and float(numbers.max()) < 1
 
 
-def test_a_look_aside_changes_no_draw():
+def test_preserve_rng_state_repeats_next_draw():
     x = torch.ones(50)
     with KeyedRandomness(KEY):
         with preserve_rng_state():

@@ -1,4 +1,4 @@
-"""Re-Fed: the importance of samples by hand, and what is kept by it."""
+"""Re-Fed: comparison of the importance with a hand computation, and the samples that clients keep."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rounding
 
 
 def by_hand(w, v, x, y, iterations, rate, strength):
-    """Of one layer (W, b) and cross-entropy, whose gradients are known: ``(p - e_y) x^T`` and ``p - e_y``."""
+    """Compute the importance for one layer (W, b) and cross-entropy: gradients ``(p - e_y) x^T`` and ``p - e_y``."""
     importance, v = torch.zeros(len(y)), [p.clone() for p in v]
     for s in range(1, iterations + 1):
         error = (x @ v[0].T + v[1]).softmax(dim=1) - torch.eye(len(v[1]))[y]
@@ -26,20 +26,21 @@ def by_hand(w, v, x, y, iterations, rate, strength):
 
 
 def layer_of(task, state=None):
-    """The weight and the bias of the only layer."""
+    """Return the weight and the bias of the only layer."""
     state = task.state_dict() if state is None else state
     return [next(value for name, value in state.items() if name.endswith(end)) for end in ("weight", "bias")]
 
 
 @pytest.fixture
 def linear(make_task):
-    """Makes classifiers of one layer."""
+    """Return a function that makes classifiers of one layer."""
     return lambda optimizer=lambda params: torch.optim.SGD(params, lr=0.1): make_task(optimizer, MLP([6, 4]))
 
 
-@pytest.mark.parametrize("number", [1, 7, 300])  # 300: more than are taken at once
+# 300 samples are more than one chunk.
+@pytest.mark.parametrize("number", [1, 7, 300])
 @pytest.mark.parametrize("strength", [0.0, 0.5])
-def test_importance_of_one_layer_is_that_by_hand(linear, samples, number, strength):
+def test_sample_importance_one_layer_equals_hand_computation(linear, samples, number, strength):
     task = linear()
     w = task.state_dict()
     for seed in range(3):
@@ -52,7 +53,7 @@ def test_importance_of_one_layer_is_that_by_hand(linear, samples, number, streng
         torch.testing.assert_close(layer_of(task, v), end, rtol=1e-4, atol=1e-5)
 
 
-def test_a_personal_model_that_cannot_move_sees_the_gradients_of_the_shared_one(make_task, samples):
+def test_sample_importance_tiny_lr_equals_shared_model_gradients(make_task, samples):
     task, (x, y) = make_task(), samples()
     found, v = sample_importance(task, task.state_dict(), {}, x, y, 3, 1e-12, 0.5)
     for value, row, label in zip(found, x, y, strict=True):
@@ -64,7 +65,7 @@ def test_a_personal_model_that_cannot_move_sees_the_gradients_of_the_shared_one(
 
 
 class Memories(Callback):
-    """The server's model and what clients remember after each round, and how many samples join its clients'."""
+    """Records the server's model, the client states and the number of replay samples of each round."""
 
     def __init__(self):
         self.models, self.kept, self.rehearsed = [], [], []
@@ -78,7 +79,7 @@ class Memories(Callback):
         self.kept.append({client: dict(store.get_section(client, "ReFed")) for client in store})
 
 
-def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, linear):
+def test_refed_keeps_samples_with_largest_importance(fit, make_stream, linear):
     task, memories, metrics = linear(), Memories(), ContinualMetrics()
     stream = make_stream(rounds_per_experience=2)
     fit(task, stream, [ReFed(15, 3, 0.2, 0.7), memories, metrics], max_vectorized_clients=1)
@@ -97,10 +98,11 @@ def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, line
             assert torch.equal(memory["x"], x[chosen]) and torch.equal(memory["y"], y[chosen])
             torch.testing.assert_close(layer_of(task, memory), end, rtol=1e-4, atol=1e-5)
     sent = {entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]}
-    assert len(sent) == 1  # FedAvg's
+    # All rounds upload the same number of bytes as FedAvg.
+    assert len(sent) == 1
 
 
-def test_what_is_no_number_is_not_kept(make_task, samples):
+def test_refed_drops_non_finite_samples(make_task, samples):
     task, (x, y) = make_task(), samples()
     w = dict(task.state_dict())
     x[3], method = float("nan"), ReFed(100)
@@ -115,6 +117,6 @@ def test_what_is_no_number_is_not_kept(make_task, samples):
     assert torch.equal(again["x"], memory["x"]) and torch.equal(again["y"], memory["y"])
 
 
-def test_a_personal_model_that_diverges_is_refused(fit, make_stream, make_task):
+def test_refed_diverging_personal_model_raises(fit, make_stream, make_task):
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "lr"):
         fit(make_task(), make_stream(), [ReFed(5, 200, 1e6, 1.0)], max_epochs=1)

@@ -1,4 +1,4 @@
-"""RegMean and LoRM: layers that answer as their clients' do."""
+"""RegMean and LoRM: layers merged by least squares on the outputs of the clients' layers."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rounding
 
 
 class Uploads(Callback):
-    """Each client's layers after its training, and what they saw; the server's after each round."""
+    """Records each client's layers and layer inputs after training, and the server's layers after each round."""
 
     def __init__(self):
         self.clients, self.server = [], []
@@ -41,7 +41,7 @@ class Uploads(Callback):
 
 
 def least_squares(parts):
-    """The layer whose answers are nearest to those of layers, each on its own inputs, in NumPy."""
+    """Return the layer that fits the outputs of several layers best, each on its own inputs, with NumPy."""
     rows = np.concatenate([rows.numpy() for rows, _ in parts])
     wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
     return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)
@@ -57,7 +57,7 @@ def smooth():
 
 @pytest.mark.parametrize("network", [smooth, small_cnn])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_layers_are_least_squares_on_all_answers(fit, make_stream, make_task, network, max_vectorized_clients):
+def test_regmean_layers_equal_least_squares(fit, make_stream, make_task, network, max_vectorized_clients):
     torch.manual_seed(0)
     task, uploads = make_task(model=network()), Uploads()
     stream = make_stream(partition="dirichlet", num_experiences=1, rounds_per_experience=2)
@@ -73,8 +73,8 @@ def test_layers_are_least_squares_on_all_answers(fit, make_stream, make_task, ne
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("samples", [240, 8])
-def test_one_client_gets_its_own_weights_back(fit, make_stream, make_task, assert_same, alpha, samples):
-    """Also where it has too few samples for all directions of a layer's inputs."""
+def test_regmean_one_client_equals_fedavg(fit, make_stream, make_task, assert_same, alpha, samples):
+    """The weights are also identical if the client has fewer samples than a layer has inputs."""
     tasks = [make_task(), make_task()]
     for task, methods in zip(tasks, ([RegMean(alpha)], []), strict=True):
         fit(task, make_stream(num_clients=1, samples=samples, num_experiences=1, batch_size=2), methods)
@@ -82,7 +82,7 @@ def test_one_client_gets_its_own_weights_back(fit, make_stream, make_task, asser
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_equal_grams_are_fedavg_and_others_least_squares(diagonal):
+def test_merge_regression_equal_grams_is_mean_otherwise_least_squares(diagonal):
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         x = [torch.randn(30, 6, generator=generator).double() for _ in range(3)]
@@ -100,7 +100,7 @@ def test_equal_grams_are_fedavg_and_others_least_squares(diagonal):
         torch.testing.assert_close(found, wanted)
 
 
-def test_directions_without_inputs_keep_the_mean():
+def test_merge_regression_directions_without_inputs_keep_mean():
     generator = torch.Generator().manual_seed(0)
     basis, _ = torch.linalg.qr(torch.randn(6, 6, generator=generator).double())
     x = [torch.randn(30, 2, generator=generator).double() @ basis[:, :2].T for _ in range(2)]
@@ -112,7 +112,7 @@ def test_directions_without_inputs_keep_the_mean():
     torch.testing.assert_close(found @ basis[:, :2], wanted @ basis[:, :2])
 
 
-def test_of_the_diagonal_alone_d_numbers_travel(fit, make_stream, make_task):
+def test_regmean_alpha_zero_uploads_only_diagonal(fit, make_stream, make_task):
     sent = []
     for methods in ([], [RegMean(0.0)], [RegMean(1.0)]):
         metrics = ContinualMetrics()
@@ -128,7 +128,7 @@ def lora(make_task, seed=0):
     return make_task(model=LoRA(MLP([6, 16, 4]), rank=2, head="3.*"))
 
 
-def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_task):
+def test_lorm_factors_alternate_and_equal_closed_form(fit, make_stream, make_task):
     task, uploads = lora(make_task), Uploads()
     begun = task.model.net[1].a.weight.detach().double().clone()
     stream = make_stream(partition="dirichlet", num_experiences=1, rounds_per_experience=3)
@@ -149,13 +149,13 @@ def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_tas
 
 
 def whole(state, scale=1 / 2):
-    """The adapted layer with its addition."""
+    """Return the weight of the layer including its adapter."""
     body, a, b = (state[f"model.net.1.{part}.weight"].double() for part in ("layer", "a", "b"))
     return body + scale * b @ a
 
 
 class Merging(LoRM):
-    """It notes the adapted layer as the server has it before tasks come together."""
+    """Records the server's layer, including its adapter, before it is merged with earlier experiences."""
 
     def process_aggregate(self, server):
         alone = RegMean.process_aggregate(self, dataclasses.replace(server, server_state=dict(server.server_state)))
@@ -164,7 +164,7 @@ class Merging(LoRM):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_tasks_come_together_by_least_squares_on_their_answers(fit, make_stream, make_task, rounds):
+def test_lorm_experiences_are_merged_by_least_squares(fit, make_stream, make_task, rounds):
     task, uploads, method = lora(make_task), Uploads(), Merging(1.0)
     stream = make_stream(partition="dirichlet", num_experiences=2, rounds_per_experience=rounds)
     fit(task, stream, [method, uploads], local_epochs=3)
@@ -177,11 +177,12 @@ def test_tasks_come_together_by_least_squares_on_their_answers(fit, make_stream,
         torch.testing.assert_close(found, least_squares(parts), rtol=1e-4, atol=1e-5)
         assert not state["model.net.1.b.weight"].any()
     torch.testing.assert_close(uploads.server[ends[0]]["model.net.1.layer.weight"].double(), parts[0][1])
-    assert (found - parts[1][1]).abs().max() > 1e-3  # the first task counts
+    # The first experience has an effect.
+    assert (found - parts[1][1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.0])
-def test_of_equal_grams_tasks_come_to_the_mean_of_their_layers(make_task, alpha):
+def test_lorm_equal_grams_gives_mean_of_layers(make_task, alpha):
     task, method, draws = lora(make_task), LoRM(alpha), torch.Generator().manual_seed(0)
     state, name = {n: v.clone() for n, v in task.state_dict().items()}, "model.net.1"
     rows = torch.randn(30, 6, generator=draws).double()
@@ -198,7 +199,7 @@ def test_of_equal_grams_tasks_come_to_the_mean_of_their_layers(make_task, alpha)
         assert not state[f"{name}.b.weight"].any() and not kept[f"task.{name}"].any() and kept["turn"] == 0
 
 
-def test_a_task_begins_with_b_whatever_the_number_of_rounds(fit, make_stream, make_task):
+def test_lorm_every_experience_starts_with_factor_b(fit, make_stream, make_task):
     task, uploads = lora(make_task), Uploads()
     fit(task, make_stream(rounds_per_experience=3), [LoRM(0.0), uploads])
     states = [state["model.net.1.a.weight"] for state in uploads.server]
@@ -206,12 +207,12 @@ def test_a_task_begins_with_b_whatever_the_number_of_rounds(fit, make_stream, ma
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
+def test_lorm_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task):
     assert_resumes(lambda seed=0: lora(make_task), lambda: LoRM(0.5))
 
 
-def test_rounding_makes_no_directions_in_single_precision():
-    """Where no input reaches, the layer is the clients' mean, though a Gram matrix in single precision is nowhere 0."""
+def test_merge_regression_single_precision_ignores_rounding_errors():
+    """In directions without inputs, the layer is the clients' mean, although rounding makes the Gram matrix nonzero."""
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         inputs = [torch.randn(8, 100, generator=generator) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Replay: what stays in the memory, and what joins the batches."""
+"""Replay: the samples that a buffer keeps, and the samples that join the batches."""
 
 import lightning.pytorch as L
 import pytest
@@ -20,7 +20,7 @@ def generator(seed=0):
 
 
 def data(labels, first=0):
-    """Samples that are their own numbers, counted from ``first``."""
+    """Return samples whose inputs are their own numbers, counted from ``first``."""
     y = torch.tensor(labels)
     return [torch.arange(first, first + len(y)).float()[:, None], y]
 
@@ -30,7 +30,7 @@ def numbers(memory):
 
 
 def learn(method, parts, seed=0, experiences=None):
-    """The memory after some rounds, an experience each unless told otherwise."""
+    """Return the client state after some rounds. Each round is an experience by default."""
     memory, rng, module = {}, generator(seed), Reader()
     for round_idx, part in enumerate(parts):
         experience = round_idx if experiences is None else experiences[round_idx]
@@ -41,13 +41,13 @@ def learn(method, parts, seed=0, experiences=None):
 
 
 def assert_consistent(memory, parts):
-    """Every remembered sample is one of those given, with its label, and none is there twice."""
+    """Raise AssertionError if a replay sample is duplicated, or does not have its original label."""
     labels = torch.cat([y for _, y in parts])
     assert len(set(numbers(memory))) == len(memory["y"])
     assert memory["y"].tolist() == labels[numbers(memory)].tolist()
 
 
-def test_refresh_replaces_its_tasks_exemplars_only():
+def test_replay_refresh_replaces_only_samples_of_current_task():
     method, first, second, third = Replay(3, "refresh", "round"), data([1] * 8), data([1] * 8, 8), data([2] * 8, 16)
     memory = learn(method, [first, second, third], experiences=[0, 0, 1])
     assert memory["task"].tolist() == [0, 0, 0, 1, 1, 1] and memory["y"].tolist() == [1, 1, 1, 2, 2, 2]
@@ -59,14 +59,15 @@ def test_refresh_replaces_its_tasks_exemplars_only():
     assert_consistent(again, [first, second, third, data([2] * 8, 24)])
 
 
-def test_refresh_chooses_at_random():
+def test_replay_refresh_chooses_samples_at_random():
     chosen = {tuple(sorted(numbers(learn(Replay(2, "refresh", "round"), [data([0] * 4)], s)))) for s in range(100)}
     assert len(chosen) == 6  # every pair of four
 
 
-def test_class_balanced_shares():
+def test_replay_class_balanced_gives_equal_shares():
     parts = [data([0] * 30 + [1] * 2), data([2] * 5, 32), data([3, 3] + [0] * 10, 37)]
-    expected = [[6, 2], [4, 2, 4], [3, 2, 3, 2]]  # 12 shared by 2, 3 and 4 classes, where a class has as many
+    # 12 samples are shared by 2, 3 and 4 classes, as far as a class has that many samples.
+    expected = [[6, 2], [4, 2, 4], [3, 2, 3, 2]]
     for rounds, counts in enumerate(expected, start=1):
         memory = learn(Replay(12, "class-balanced", "round"), parts[:rounds])
         assert memory["y"].bincount().tolist() == counts
@@ -74,7 +75,7 @@ def test_class_balanced_shares():
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
-def test_max_size_is_respected_and_reached(policy):
+def test_replay_buffer_fills_up_to_memory_size(policy):
     parts = [data([i % 4 for i in range(10)], 10 * r) for r in range(6)]
     for max_size in (1, 3, 7, 100):
         memory = learn(Replay(max_size, policy, "round"), parts)
@@ -84,34 +85,36 @@ def test_max_size_is_respected_and_reached(policy):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
-def test_reservoir_is_uniform_over_all_that_passed(policy):
+def test_replay_reservoir_is_uniform_over_offered_samples(policy):
     draws, kept, parts = 300, 6, [data([0] * 4), data([0] * 16, 4), data([0] * 10, 20)]
     counts = torch.zeros(30)
     for seed in range(draws):
         counts[numbers(learn(Replay(kept, policy, "round"), parts, seed))] += 1
     expected = draws * kept / 30
     chi_square = ((counts - expected) ** 2 / (expected * (1 - kept / 30))).sum() * 29 / 30
-    assert 10 < chi_square < 58.3  # 29 degrees of freedom: 0.1 % above, 0.05 % below
+    # With 29 degrees of freedom, 0.1 % of the values are above and 0.05 % below.
+    assert 10 < chi_square < 58.3
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
 @pytest.mark.parametrize(("share", "size"), [(0.25, 10), (0.05, 2), (1.0, 40), (0.001, 1), (1, 1)])
-def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
+def test_replay_fractional_memory_size_is_share_of_stream(policy, share, size):
     method, memory = Replay(share, policy, "round"), {}
     for round_idx in range(4):
         client_round = ClientRound("a", round_idx, 0, num_samples=10, num_stream_samples=40)
         memory = method.update_client_state(
             Client(memory, client_round=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round_idx)
         )
-    assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
+    # The policy "refresh" keeps samples of the last round only.
+    assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)
 
 
-def test_a_share_needs_a_stream(make_task, samples, train):
+def test_replay_fractional_memory_size_without_stream_raises(make_task, samples, train):
     with raises(InvalidValueError, "memory_size"):
         train(make_task(), [Replay(0.5)], samples())
 
 
-def test_update_joins_samples_after_the_round_or_the_experience():
+def test_replay_update_sets_when_samples_are_stored():
     for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
         method, memory = Replay(100, "reservoir", update), {}
         for round_idx, size in enumerate(sizes):
@@ -127,7 +130,7 @@ def test_update_joins_samples_after_the_round_or_the_experience():
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
-def test_depends_on_its_generator_alone_and_leaves_the_global_one(policy):
+def test_replay_selection_uses_only_its_generator(policy):
     parts, method = [data([0, 1] * 10), data([1, 2] * 10, 20)], Replay(8, policy, "round")
     torch.manual_seed(1)
     before, first = torch.get_rng_state(), numbers(learn(method, parts, seed=3))
@@ -138,7 +141,7 @@ def test_depends_on_its_generator_alone_and_leaves_the_global_one(policy):
 
 
 def replayed(memory, fit=0):
-    """Joins a window of a random order of the memory to every batch, as a plain Trainer does."""
+    """Return a function that adds a window of the shuffled buffer to each batch, like a plain Trainer."""
 
     def mix(epoch, i, x, y):
         if not memory:
@@ -154,8 +157,8 @@ def replayed(memory, fit=0):
 
 
 @pytest.mark.parametrize("kind", [Replay, ICaRL])
-def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(make_task, train, kind):
-    """A memory is sorted by class or by age: windows of it as it lies would bring one class at a time."""
+def test_replay_plain_trainer_adds_shuffled_samples_to_every_batch(make_task, train, kind):
+    """The buffer is sorted by class or by age, so a window without shuffling would have only one class."""
     x, y = torch.randn(32, 6), torch.full((32,), 3)
     old_x, old_y = torch.arange(24.0)[:, None].repeat(1, 6), torch.arange(24) // 8
     joined = []
@@ -171,13 +174,16 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
     train(make_task(), [Remembering()], (x, y), epochs=2)
     assert len(joined) == 8
     for epoch in (joined[:4], joined[4:]):
-        assert sorted(epoch[0] + epoch[1] + epoch[2]) == list(range(24))  # each once before any is there again
-    assert joined[:4] != joined[4:]  # an order of every epoch's own
+        # Each sample joins once before any sample is repeated.
+        assert sorted(epoch[0] + epoch[1] + epoch[2]) == list(range(24))
+    # The order differs between epochs.
+    assert joined[:4] != joined[4:]
     classes = [len({row // 8 for row in batch}) for batch in joined]
-    assert sum(classes) > 2 * len(classes)  # 2.8 of 3 on average; 1 of a sorted memory
+    # The average is 2.8 of 3 classes. Without shuffling it would be 1.
+    assert sum(classes) > 2 * len(classes)
 
 
-def test_repeated_samples_are_as_many_as_were_offered():
+def test_replay_oversample_repeats_to_number_of_offered_samples():
     parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
     once, repeated = (learn(Replay(7, "reservoir", oversample=repeat), parts) for repeat in (False, True))
     x, y = Replay(7, "reservoir").replay_samples(Client(once))
@@ -186,12 +192,13 @@ def test_repeated_samples_are_as_many_as_were_offered():
     assert len(many_y) == 60
     values, counts = many_x.flatten().unique(return_counts=True)
     assert values.tolist() == x.flatten().sort().values.tolist()
-    assert sorted(set(counts.tolist())) == [8, 9]  # 60 samples of 7
+    # 7 samples are repeated to 60.
+    assert sorted(set(counts.tolist())) == [8, 9]
     assert ((many_x.flatten() // 20).long() == many_y).all()
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
-def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, assert_same, policy):
+def test_replay_two_experiences_equals_hand_loop(make_task, samples, train, by_hand, assert_same, policy):
     task, copied, method = make_task(), make_task(), Replay(11, policy)
     first, second = samples([0, 2]), samples([1, 3], seed=1)
     train(task, [method], first)
@@ -207,14 +214,14 @@ def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, asser
     assert set(memory_of(method)["task"].tolist()) == {0, 1}
 
 
-def test_other_methods_see_the_mixed_batch(make_task, samples, train, assert_same):
+def test_replay_order_of_methods_does_not_matter(make_task, samples, train, assert_same):
     first, second, data = make_task(), make_task(), samples()
     train(first, [Replay(5, "refresh", "round"), FedProx(0.3)], data)
     train(second, [FedProx(0.3), Replay(5, "refresh", "round")], data)
     assert_same(first, second, 0)
 
 
-def test_a_batch_that_is_no_list(make_task, samples, train):
+def test_replay_batch_is_tuple_raises(make_task, samples, train):
 
     def pairs(items):
         return tuple(torch.stack(column) for column in zip(*items, strict=True))
@@ -245,7 +252,7 @@ BUFFERS = {
 @pytest.mark.parametrize(
     ("policy", "buffer"), [("reservoir", "ReservoirSamplingBuffer"), ("class-balanced", "ClassBalancedBuffer")]
 )
-def test_selection_equals_that_of_the_buffer_of_avalanche(policy, buffer, max_size):
+def test_replay_selection_equals_avalanche_buffer(policy, buffer, max_size):
     draw = generator(max_size)
     for classes in ([0, 1, 2], [8, 1, 16, 3], [31, 7, 15, 23, 2]):
         labels = [[classes[i] for i in torch.randint(len(classes), (9,), generator=draw)] for _ in range(4)]
@@ -257,12 +264,13 @@ def test_selection_equals_that_of_the_buffer_of_avalanche(policy, buffer, max_si
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_avalanches_buffers_are_kept_as_tensors(name):
+def test_replay_avalanche_buffer_is_stored_as_tensors(name):
     given = BUFFERS[name](avalanche())
     method = Replay(buffer=given, update="round")
     parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
     memory = learn(method, parts)
-    assert method.memory_size == 12 and len(given.buffer) == 0  # a template: every client has one like it
+    # The given buffer is a template: it stays empty, and every client has a buffer like it.
+    assert method.memory_size == 12 and len(given.buffer) == 0
     assert all(isinstance(value, torch.Tensor) for value in memory.values())
     assert_consistent(memory, parts)
     counted = torch.bincount(memory["y"], minlength=4).tolist()
@@ -278,7 +286,7 @@ def test_avalanches_buffers_are_kept_as_tensors(name):
     assert numbers(learn(method, parts, seed=1)) != numbers(memory)
 
 
-def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_task):
+def test_replay_selection_strategy_gets_client_model(fit, make_stream, make_task):
     policies, seen = avalanche(), []
 
     class Nearest(policies.ExemplarsSelectionStrategy):
@@ -301,7 +309,7 @@ def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_tas
     assert any(not torch.equal(seen[0][name], seen[-1][name]) for name in seen[0])
 
 
-def test_herding_with_the_task_s_own_network(fit, make_stream, make_task):
+def test_replay_herding_strategy_uses_module_network(fit, make_stream, make_task):
     policies, task = avalanche(), make_task()
     herding = policies.HerdingSelectionStrategy(task.model, "3")
     trainer = fit(task, make_stream(), [Replay(buffer=policies.ParametricBuffer(8, "class", herding))], seed=0)
@@ -309,7 +317,7 @@ def test_herding_with_the_task_s_own_network(fit, make_stream, make_task):
     assert task.training
 
 
-def test_what_wants_avalanches_own_loop_is_refused_by_name():
+def test_replay_buffer_that_needs_avalanche_loop_raises():
     policies = avalanche()
 
     class Own(policies.ReservoirSamplingBuffer):
@@ -355,7 +363,7 @@ class Reader(L.LightningModule):
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
-def test_dicts_are_remembered(fit, policy):
+def test_replay_stores_samples_in_dicts(fit, policy):
     stream = FederatedStream(Sentences(), ClassIncremental(2), IID(2), batch_size=100, seed=0)
     task = Reader()
     trainer = fit(task, stream, [Replay(6, policy)], seed=0)

@@ -91,7 +91,7 @@ class Drawn(torch.utils.data.Dataset):
 
 
 class Own(L.LightningModule):
-    """A module whose training step is its own, so that clients of one shape train in one step."""
+    """A module with a custom training step. Clients with equal batch shapes train in one vectorized step."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Batches(Callback):
 
 
 def bits(samples):
-    """The samples as a sorted list of bytes."""
+    """Return the samples as a sorted list of bytes."""
     return sorted(sample.numpy().tobytes() for sample in samples)
 
 
@@ -126,14 +126,14 @@ def drawing_stream(**options):
 
 
 def with_noise(seed, *key):
-    """Return a function that adds the noise of one request, which `derive_seed` seeds, to its samples."""
+    """Return a function that adds noise to samples, with the seed that `derive_seed` returns for a request."""
     generator = torch.Generator().manual_seed(rng.derive_seed(seed, "replay transform", "Replay", *key))
     return lambda x: x + 0.5 * torch.stack([torch.randn(x.shape[1:], generator=generator) for _ in x])
 
 
 @pytest.mark.seconds
-def test_batches_of_a_federation_equal_a_hand_computation(fit, make_stream, make_task):
-    """The noisy samples of a batch are those without a transform, and noise by the seed, client, round and batch."""
+def test_replay_transform_federation_equals_hand_computation(fit, make_stream, make_task):
+    """A batch equals that without a transform, plus noise that depends on seed, client, round and batch."""
     seen = []
     for transform in (None, Noise()):
         batches = Batches()
@@ -151,10 +151,11 @@ def test_batches_of_a_federation_equal_a_hand_computation(fit, make_stream, make
             expected = with_noise(7, client, number, step)(x[first:])
             assert torch.equal(noisy[first:], expected)
             changed += len(expected)
-    assert changed == 2 * 5 * 3  # local epochs, samples and clients of the second experience
+    # The second experience has 2 local epochs and 3 clients with 5 replay samples each.
+    assert changed == 2 * 5 * 3
 
 
-def test_plain_trainer_equals_a_hand_loop(make_task, samples, train, by_hand, assert_same):
+def test_replay_transform_plain_trainer_equals_hand_loop(make_task, samples, train, by_hand, assert_same):
     task, copied, noise = make_task(), make_task(), Noise()
     method = Replay(11, transform=noise)
     first, second = samples([0, 2]), samples([1, 3], seed=1)
@@ -180,8 +181,8 @@ def test_plain_trainer_equals_a_hand_loop(make_task, samples, train, by_hand, as
 @pytest.mark.seconds
 @pytest.mark.parametrize("data", ["arrays", "dataset"])
 @pytest.mark.parametrize("size", [1, "auto"])
-def test_an_identity_changes_no_bit(fit, make_stream, make_task, size, data):
-    """Also if the transform draws, and the module draws from the global generators in its steps."""
+def test_replay_transform_identity_is_bitwise_identical_to_none(fit, make_stream, make_task, size, data):
+    """This also holds if the transform and the module draw from the global generators."""
 
     def discards(x):
         torch.rand(3), np.random.rand(), random.random()
@@ -207,7 +208,7 @@ def test_an_identity_changes_no_bit(fit, make_stream, make_task, size, data):
     ("kind", "make_noise"),
     [*(("arrays", one) for one in NOISES), ("dataset", Noise), ("dataset", DrawsByNumPy), ("own step", DrawsByTorch)],
 )
-def test_sequential_training_draws_the_same_as_vectorized(fit, make_stream, make_task, kind, make_noise):
+def test_replay_transform_sequential_draws_equal_vectorized(fit, make_stream, make_task, kind, make_noise):
     made, states, trainers = [], [], []
     workers = [0, 2] if kind == "dataset" and make_noise is Noise else [0, 0]
     for size, number in zip((1, "auto"), workers, strict=True):
@@ -221,13 +222,14 @@ def test_sequential_training_draws_the_same_as_vectorized(fit, make_stream, make
         states.append(task.state_dict())
     assert trainers == [SequentialTrainer, StepTrainer if kind == "own step" else VectorizedTrainer]
     assert len(made[0]) > 9 and made[0] == made[1]
-    assert len(set(made[0])) == len(made[0])  # every draw has a new augmentation
+    # Every draw has a new augmentation.
+    assert len(set(made[0])) == len(made[0])
     for name, value in states[0].items():
         torch.testing.assert_close(value, states[1][name], rtol=0, atol=1e-5)
 
 
 def states_of(noise):
-    """The states of the generators that a transform holds."""
+    """Return the states of the generators of a transform."""
     read = {"torch": lambda g: g.get_state().tolist(), "random": random.Random.getstate}
     read |= {"rng": lambda g: g.bit_generator.state, "state": lambda g: str(g.get_state())}
     return {name: read[name](one) for name, one in noise.generators.items()}
@@ -235,7 +237,7 @@ def states_of(noise):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("make_noise", [DrawsByTorch, DrawsByNumPy, DrawsByPython])
-def test_generators_of_the_user_are_as_before(fit, make_stream, make_task, make_noise):
+def test_replay_transform_restores_its_generators(fit, make_stream, make_task, make_noise):
     noise, results = make_noise(), []
     before = states_of(noise)
     for _ in range(2):
@@ -244,13 +246,14 @@ def test_generators_of_the_user_are_as_before(fit, make_stream, make_task, make_
         results.append(bits(noise.made))
         noise.made = []
         assert states_of(noise) == before
-        noise.draw(torch.zeros(6))  # a second fit finds another state
+        # The second fit starts from a different state.
+        noise.draw(torch.zeros(6))
         before = states_of(noise)
     assert results[0] and results[0] == results[1]
 
 
 @pytest.mark.seconds
-def test_a_global_generator_is_seeded_and_restored(fit, make_stream, make_task):
+def test_replay_transform_global_generator_is_seeded_and_restored(fit, make_stream, make_task):
     def shifts(x):
         return x + float(GLOBAL.normal())
 
@@ -266,7 +269,7 @@ def test_a_global_generator_is_seeded_and_restored(fit, make_stream, make_task):
 
 
 @pytest.mark.seconds
-def test_stored_samples_do_not_change(fit, make_stream, make_task):
+def test_replay_transform_in_place_keeps_stored_samples(fit, make_stream, make_task):
     def in_place(x):
         return x.add_(1.0)
 
@@ -278,8 +281,8 @@ def test_stored_samples_do_not_change(fit, make_stream, make_task):
 
 
 @pytest.mark.seconds
-def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
-    """Without `transform`, every replay sample that joins a batch is a stored one, to the bit."""
+def test_replay_samples_keep_augmentation_of_dataset(fit, make_task):
+    """Without `transform`, each replay sample in a batch is bitwise identical to a stored sample."""
     batches, stream = Batches(), drawing_stream()
     trainer = fit(
         make_task(), stream, [Replay(9), batches], max_vectorized_clients=1, local_epochs=2, max_epochs=3, seed=0
@@ -288,7 +291,8 @@ def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
     joined = 0
     for client in stream.plan.clients:
         kept = trainer.strategy.server.client_store[client]
-        stored = kept.get("Replay/within", kept["Replay"])["x"]  # what the last round replayed
+        # The samples that the last round replayed.
+        stored = kept.get("Replay/within", kept["Replay"])["x"]
         assert not any(torch.equal(one, other) for one in stored for other in raw)
         rows = [x[8:] for own, number, (x, _) in batches.seen if (own, number) == (client, 2) and len(x) > 8]
         assert all(any(torch.equal(row, one) for one in stored) for row in torch.cat(rows))
@@ -297,7 +301,7 @@ def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
 
 
 @pytest.mark.seconds
-def test_a_resumed_fit_has_the_same_bits(fit, make_stream, make_task, tmp_path):
+def test_replay_transform_resumed_fit_is_bitwise_identical(fit, make_stream, make_task, tmp_path):
     stream, options = {"rounds_per_experience": 2}, {"seed": 0, "participation": 0.7}
     whole, saver = make_task(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     methods = [FLwF2T(), Replay(9, update="round", transform=DrawsByNumPy())]
@@ -308,7 +312,7 @@ def test_a_resumed_fit_has_the_same_bits(fit, make_stream, make_task, tmp_path):
         assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
-def test_a_checkpoint_of_another_transform_is_refused(fit, make_stream, make_task, tmp_path):
+def test_replay_checkpoint_with_other_transform_raises(fit, make_stream, make_task, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(make_task(), make_stream(), [Replay(9, transform=Noise()), saver], trainer_args={"enable_checkpointing": True})
     with raises(InvalidValueError, "methods", code="other-recipe"):
@@ -326,7 +330,7 @@ class ReadsDicts(Own):
 
 
 @pytest.mark.seconds
-def test_a_dict_is_transformed_as_a_whole(fit):
+def test_replay_transform_gets_whole_dict(fit):
     made = []
 
     def halves(sample):
@@ -345,8 +349,8 @@ def test_a_dict_is_transformed_as_a_whole(fit):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("size", [1, "auto"])
-def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stream, make_task, size):
-    """A method of one's own draws two samples a step, and pulls the outputs on them to zero."""
+def test_replay_transform_applies_to_samples_drawn_per_step(fit, make_stream, make_task, size):
+    """A custom method draws two samples per step and pulls the outputs for them to zero."""
 
     class Pulls(Method):
         replay_batch_size = 2
@@ -371,7 +375,7 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
             return {"x": data[0][:5], "y": data[1][:5]}
 
     class OfLastRound(Callback):
-        """Forgets the calls of earlier rounds, and those of the trial of methods before the first."""
+        """Removes the calls of earlier rounds, and the calls of the trial of methods before the first round."""
 
         def on_train_epoch_start(self, trainer, pl_module):
             made.clear()
@@ -392,7 +396,8 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
     key = rng.make_client_keys(0, ["0"], 1, "recall", "Pulls")
     torch.manual_seed(rng.derive_seed(int(key[0]), "replay transform", "Pulls", 0))
     noise = torch.randn(6)
-    assert any(torch.equal(after, before + noise) for before, after in made)  # the first sample of client 0
+    # One of the recorded samples is the first sample of client 0.
+    assert any(torch.equal(after, before + noise) for before, after in made)
     assert len({after.numpy().tobytes() for _, after in made}) == len(made) > 12
 
 
@@ -408,9 +413,7 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
         (lambda x: x.convert("RGB"), r"a tensor of shape \(6,\), but it raised AttributeError: .*convert"),
     ],
 )
-def test_a_transform_that_does_not_keep_a_sample_is_refused_before_the_first_round(
-    fit, make_stream, make_task, transform, message
-):
+def test_replay_transform_changing_sample_raises_before_first_round(fit, make_stream, make_task, transform, message):
     task = make_task()
     before = {name: value.clone() for name, value in task.state_dict().items()}
     with pytest.raises(ValueError, match=message):
@@ -418,19 +421,19 @@ def test_a_transform_that_does_not_keep_a_sample_is_refused_before_the_first_rou
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
 
 
-def test_a_plain_trainer_refuses_it_with_the_first_replay_samples(make_task, samples, train):
+def test_replay_transform_plain_trainer_raises_on_first_replay_samples(make_task, samples, train):
     method, data = Replay(9, transform=lambda x: x[:3]), samples()
     train(make_task(), [method], data)
     with pytest.raises(ValueError, match="keep the shape and dtype of `x`"):
         train(make_task(), [method], data)
 
 
-def test_a_transform_that_cannot_be_called_is_refused_when_it_is_given():
+def test_replay_transform_not_callable_raises_in_constructor():
     with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "transform"):
         Replay(transform="flip")
 
 
-def test_a_recipe_names_a_transform_by_its_class_path():
+def test_replay_transform_is_parsed_from_class_path():
     pytest.importorskip("torchvision")
     parser = ArgumentParser()
     parser.add_subclass_arguments(Method, "method")

@@ -1,4 +1,4 @@
-"""SCAFFOLD: variates by the paper's formulas, and what they bring the server to."""
+"""SCAFFOLD: comparison of control variates with the paper's formulas, and the server's model."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ ROUNDS = {"num_experiences": 1, "rounds_per_experience": 3, "shuffle": False}
 
 
 class Variates(Callback):
-    """The server's and all clients' after each round, and who was drawn."""
+    """Records the control variates of the server and of all clients, and the participating clients, of each round."""
 
     def __init__(self):
         self.rounds = []
@@ -35,7 +35,7 @@ class Variates(Callback):
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
-    """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
+    """Compute Algorithm 1 of the paper, option II, in a loop. The variates are reset every three rounds."""
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
     for round_idx in range(stream.plan.num_rounds):
@@ -72,7 +72,9 @@ def by_hand(task, stream, drawn, every=1, momentum=0.0):
     ("participation", "size", "momentum", "every"),
     [(1.0, 1, 0.0, 1), (1.0, 3, 0.0, 1), (2, 1, 0.0, 1), (2, 2, 0.6, 1), (1.0, 1, 0.0, 2)],
 )
-def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size, momentum, every):
+def test_scaffold_equals_algorithm_of_paper(
+    fit, make_stream, make_task, assert_same, participation, size, momentum, every
+):
     task = make_task(lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum))
     hand, stream = copy.deepcopy(task), make_stream(partition="dirichlet", num_clients=3, **ROUNDS)
     options = {"participation": participation, "max_vectorized_clients": size, "local_epochs": 2, **UNIFORM}
@@ -89,14 +91,13 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
-    fit, make_stream, make_task, assert_same, size
-):
+def test_scaffold_resets_variates_in_each_experience(fit, make_stream, make_task, assert_same, size):
     task, stream = make_task(), make_stream(partition="dirichlet", num_clients=6, **{**ROUNDS, "num_experiences": 4})
     hand = copy.deepcopy(task)
     trainer = fit(task, stream, [SCAFFOLD()], max_vectorized_clients=size, local_epochs=2, **UNIFORM)
     trained = [[client for client, rows in each.items() if len(rows)] for each in stream.plan.train]
-    assert len({*itertools.chain(*trained)}) > min(map(len, trained))  # somebody has no samples of an experience
+    # At least one client has no samples of an experience.
+    assert len({*itertools.chain(*trained)}) > min(map(len, trained))
     by_hand(hand, stream, lambda round_idx: trained[round_idx])
     assert_same(task, hand, 1e-5)
     variates = strip_prefix(trainer.strategy.server.get_section("SCAFFOLD"), "c")
@@ -104,7 +105,7 @@ def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
 
 
 @pytest.mark.parametrize("options", [{"participation": 2}, {"swarm": Swarm(missed_rounds={"1": [0, 2]})}])
-def test_undrawn_clients_keep_their_variates_and_all_average_to_the_servers(fit, make_stream, make_task, options):
+def test_scaffold_server_variate_is_mean_of_client_variates(fit, make_stream, make_task, options):
     watch = Variates()
     fit(make_task(), make_stream(num_clients=4, **ROUNDS), [SCAFFOLD(), watch], **options, **UNIFORM)
     before = {client: {} for client in "0123"}
@@ -121,7 +122,7 @@ def test_undrawn_clients_keep_their_variates_and_all_average_to_the_servers(fit,
     )
 
 
-def test_it_finds_the_minimum_of_all_losses_where_fedavg_does_not(fit):
+def test_scaffold_heterogeneous_quadratics_reaches_minimum(fit):
     ends = []
     for methods in ([SCAFFOLD()], []):
         task = quadratic()
@@ -130,7 +131,7 @@ def test_it_finds_the_minimum_of_all_losses_where_fedavg_does_not(fit):
     assert ends[0] == pytest.approx(minimum(), abs=1e-3) and abs(ends[1] - minimum()) > 0.1
 
 
-def test_parameters_that_stay_with_clients_have_no_variates_and_the_rest_costs_twice(fit, make_stream, make_task):
+def test_scaffold_local_parameters_have_no_variates(fit, make_stream, make_task):
     stream, bytes_of = {**ROUNDS, "num_clients": 3}, []
     for methods in ([SCAFFOLD()], []):
         metrics = ContinualMetrics()
@@ -149,7 +150,7 @@ def test_parameters_that_stay_with_clients_have_no_variates_and_the_rest_costs_t
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.7, "nesterov": True}, {}])
-def test_the_weight_of_gradients_is_how_far_sgd_goes(options):
+def test_local_gradient_weight_equals_distance_of_sgd(options):
     p = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, **options)
     for _ in range(5):
@@ -173,7 +174,7 @@ def scheduled(task):
     return task
 
 
-def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
+def test_scaffold_unsupported_settings_raise(fit, make_stream, make_task):
     with raises(InvalidValueError, "client_weights", value="samples"):
         fit(make_task(), make_stream(), [SCAFFOLD()])
     fit(make_task(), make_stream(num_clients=1), [SCAFFOLD()], max_epochs=1)

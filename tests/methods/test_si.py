@@ -1,4 +1,4 @@
-"""SI: the importance that a path gives, and the penalty by it."""
+"""SI: the importance from the path of training, and the penalty."""
 
 import copy
 
@@ -18,8 +18,8 @@ def importance(memory, name="model.weight"):
 
 
 @pytest.mark.parametrize("start", [2.5, -9.0])
-def test_of_a_quadratic_it_is_half_the_curvature_wherever_it_begins(fit, start):
-    """Of steps of finite length h / (2 - lr * h): a sum of squares in place of an integral."""
+def test_si_quadratic_importance_is_half_the_curvature(fit, start):
+    """With finite steps the importance is h / (2 - lr * h), because a sum of squares replaces an integral."""
     task, lr = quadratic(lr=0.05), 0.05
     torch.nn.init.constant_(task.model.weight, start)
     trainer = fit(task, clients(rounds=1), [SI(damping=1e-6)], local_epochs=300)
@@ -29,7 +29,7 @@ def test_of_a_quadratic_it_is_half_the_curvature_wherever_it_begins(fit, start):
 
 
 def by_hand(task, tasks, strength, damping, decay, epochs, batch, lr=0.1):
-    """Equations 4 and 5 of the paper, with a strength of 2 c, in a loop."""
+    """Compute equations 4 and 5 of the paper in a loop. The strength is 2 c."""
     names = [name for name, _ in task.named_parameters()]
     center, total = {n: p.detach().clone() for n, p in task.named_parameters()}, dict.fromkeys(names, 0.0)
     for x, y in tasks:
@@ -49,7 +49,7 @@ def by_hand(task, tasks, strength, damping, decay, epochs, batch, lr=0.1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_drop_in_equals_hand_written_loop(make_task, samples, train, assert_same, accumulate):
+def test_si_equals_hand_written_loop(make_task, samples, train, assert_same, accumulate):
     task, tasks = make_task(), [samples([0, 2], 32), samples([1, 3], 32, seed=1), samples([0, 1], 32, seed=2)]
     hand, method = copy.deepcopy(task), SI(3.0, 0.9, normalize=False, damping=0.01)
     for data in tasks:
@@ -61,8 +61,8 @@ def test_drop_in_equals_hand_written_loop(make_task, samples, train, assert_same
         assert expected.max() > 1e-2
 
 
-def test_what_the_server_moves_counts_for_nothing(fit):
-    """Of a client whose loss has no gradient, whatever others do to the model."""
+def test_si_ignores_changes_by_server(fit):
+    """The importance is 0 for a client whose loss has no gradient, although other clients change the model."""
     curvatures = CURVATURES * [1, 0, 1, 1]
     task, stream = quadratic(lr=0.05), clients(rounds=4, curvatures=curvatures)
     store = fit(task, stream, [SI()], local_epochs=2).strategy.server.client_store
@@ -70,7 +70,7 @@ def test_what_the_server_moves_counts_for_nothing(fit):
     assert abs(value(task) - 2.0) > 0.1
 
 
-def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task):
+def test_si_interrupted_round_restores_client_state(fit, make_stream, make_task):
     class Stops(Callback):
         def on_round_end(self, trainer, module):
             self.server = trainer.strategy.server

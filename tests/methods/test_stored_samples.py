@@ -1,4 +1,4 @@
-"""Batches whose samples cannot be stored: methods reject them before training, other parts train on them."""
+"""Batches whose samples cannot be stored: methods reject them before training. Other callbacks accept them."""
 
 import functools
 
@@ -99,15 +99,16 @@ def stream(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", METHODS)
-def test_method_that_stores_samples_rejects_batches_before_training(fit, make, kind):
+def test_storing_methods_unsupported_batch_raises_before_training(fit, make, kind):
     module, data = Net(), stream(kind)
     with raises(InvalidTypeError, "x"):
         fit(module, data, [make()])
-    assert not module.steps and not data.samples.x.reads  # the state of the dataset is restored
+    # The check restores the state of the dataset.
+    assert not module.steps and not data.samples.x.reads
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
+def test_plain_trainer_unsupported_batch_raises_before_first_step(quiet, kind):
     module, loader = Net(), DataLoader(Samples(), batch_size=2, collate_fn=collate(kind))
     with raises(InvalidTypeError, "x"):
         L.Trainer(max_epochs=1, callbacks=[Replay()], **quiet).fit(module, loader)
@@ -121,8 +122,8 @@ def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("methods", [[], [LwF]], ids=["none", "LwF"])
-def test_continual_metrics_measures_batches_that_are_no_tensors(fit, kind, methods):
-    """The accuracy is that of a loop by hand."""
+def test_continual_metrics_non_tensor_batches_equal_hand_loop(fit, kind, methods):
+    """The accuracy equals that of a hand-written loop."""
     metrics, module, data = ContinualMetrics(), Net(), stream(kind)
     fit(module, data, [*(make() for make in methods), metrics])
     rows = data.plan.test
@@ -150,7 +151,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("batch", FINE, ids=["list", "tuple", "nest"])
-def test_check_stored_accepts_rows_of_samples_in_a_nest(batch):
+def test_check_stored_nested_tensors_are_accepted(batch):
     check_stored(Own(), batch)
     if isinstance(batch[0], torch.Tensor):
         check_batch(Replay(), batch)
@@ -160,20 +161,20 @@ def test_check_stored_accepts_rows_of_samples_in_a_nest(batch):
 
 
 @pytest.mark.parametrize("path", WRONG)
-def test_check_stored_other_values_are_rejected_by_path(path):
+def test_check_stored_invalid_value_raises_with_path(path):
     with raises(InvalidTypeError, path):
         check_stored(Own(), WRONG[path])
 
 
-def test_check_batch_dict_accepts_tensors_with_a_row_for_each_sample():
+def test_check_batch_dict_requires_one_row_per_sample():
     check_batch(Replay(), {"ids": X, "labels": Y})
     for other in ("a", ["a", "b"], torch.zeros(3), None, 1):
         with raises(InvalidTypeError, "other"):
             check_batch(Replay(), {"ids": X, "labels": Y, "other": other})
 
 
-def test_replay_samples_of_other_lengths_are_rejected_with_advice(fit):
-    """Samples of the second experience are longer."""
+def test_replay_samples_of_different_lengths_raise(fit):
+    """The samples of the second experience are longer than those of the first."""
 
     def pad(items):
         longest = 6 if items[0][1] == 1 else 5

@@ -1,4 +1,4 @@
-"""TARGET: of the images that it makes it holds what the old model said."""
+"""TARGET: distillation of the old model on generated images."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ from lightning_fcl.models.generator import with_statistics_distance
 
 
 class Net(nn.Module):
-    """Three convolutions with batch normalisation."""
+    """Three convolutions with batch normalization."""
 
     def __init__(self, width=4, classes=10):
         super().__init__()
@@ -54,7 +54,7 @@ def small(**kwargs):
 
 
 class Kept(Callback):
-    """What the server keeps after each round, and its model's state."""
+    """Records the server state of the method and the model's state after each round."""
 
     def __init__(self):
         self.kept, self.states = [], []
@@ -65,7 +65,7 @@ class Kept(Callback):
 
 
 @pytest.mark.rounding
-def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
+def test_target_first_experience_equals_fedavg(fit, assert_same):
     for experiences, same in ((1, True), (2, False)):
         tasks = [classifier() for _ in range(2)]
         for task, methods in zip(tasks, ([small()], []), strict=True):
@@ -77,7 +77,7 @@ def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
                 assert_same(*tasks, 1e-4)
 
 
-def test_images_and_what_the_model_says_of_them_come_when_an_experience_ends(fit):
+def test_target_generates_images_and_logits_at_end_of_experience(fit):
     task, kept, metrics = classifier(), Kept(), ContinualMetrics()
     fit(task, digits(rounds=2), [small(), kept, metrics], max_vectorized_clients=1)
     assert not kept.kept[0]["images"].numel()
@@ -94,20 +94,21 @@ def test_images_and_what_the_model_says_of_them_come_when_an_experience_ends(fit
 
 @pytest.mark.seconds
 @pytest.mark.long
-def test_images_made_to_match_statistics_are_nearer_to_those_of_the_model(fit):
-    """On three models together, by at least a sixth."""
+def test_target_statistics_weight_reduces_statistics_distance(fit):
+    """The sum of the distances of three models is smaller by at least a sixth."""
     apart = {10.0: 0.0, 0.0: 0.0}
     for seed, weight in product(range(3), apart):
         task, kept = classifier(seed=seed), Kept()
         made = small(images=32, batch_size=32, steps=150, statistics=weight)
         fit(task, digits(1, seed=seed), [made, kept], max_vectorized_clients=1)
         apart[weight] += float(with_statistics_distance(task.eval(), kept.kept[0]["images"])[1])
-    assert 1.2 * apart[10.0] < apart[0.0], apart  # without: 17.2; with: 11.9
+    # Measured: 17.2 without the statistics, 11.9 with them.
+    assert 1.2 * apart[10.0] < apart[0.0], apart
 
 
 @pytest.mark.rounding
-def test_old_classes_alone_are_distilled_softened():
-    """A client's penalty, by hand."""
+def test_target_penalty_distills_only_old_classes():
+    """Compares a client's penalty with a hand computation."""
     torch.manual_seed(0)
     own, said, old = torch.randn(5, 4), torch.randn(5, 4), [0, 2]
     shared = {"images": torch.randn(5, 1, 8, 8), "logits": said}
@@ -123,7 +124,7 @@ def test_old_classes_alone_are_distilled_softened():
 
 @pytest.mark.rounding
 @pytest.mark.seconds
-def test_side_by_side_it_is_as_one_at_a_time(fit, assert_same):
+def test_target_vectorized_equals_sequential(fit, assert_same):
     tasks = [classifier() for _ in range(2)]
     for task, size in zip(tasks, (1, 3), strict=True):
         fit(task, digits(), [small()], max_vectorized_clients=size)
@@ -131,7 +132,7 @@ def test_side_by_side_it_is_as_one_at_a_time(fit, assert_same):
 
 
 class Steps(Callback):
-    """The batches of the second experience."""
+    """Records the batches of the second experience."""
 
     def __init__(self):
         self.batches = []
@@ -143,8 +144,8 @@ class Steps(Callback):
 
 @pytest.mark.rounding
 @pytest.mark.seconds
-def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
-    """With one client, from the server's model at the end of the first experience on."""
+def test_target_training_equals_hand_written_loop(fit):
+    """There is one client. The loop starts from the server's model at the end of the first experience."""
     drawn, steps, kept, stream = [], Steps(), Kept(), digits(clients=1)
 
     class Watched(TARGET):
@@ -163,7 +164,8 @@ def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         for (x, y), images in zip(steps.batches, drawn, strict=True):
             loss = F.cross_entropy(net(x)[:, new], torch.searchsorted(new, y))
-            buffers = {name: value.clone() for name, value in net.named_buffers()}  # the images leave them as they are
+            # The forward pass on the images must not change the buffers.
+            buffers = {name: value.clone() for name, value in net.named_buffers()}
             own = F.log_softmax(functional_call(net, buffers, (images["images"],))[:, old] / 2, 1)
             loss = loss - kd * (F.softmax(images["logits"][:, old] / 2, 1) * own).sum(1).mean()
             optimizer.zero_grad()
@@ -174,14 +176,14 @@ def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes):
+def test_target_resumed_fit_equals_uninterrupted_fit(assert_resumes):
     def make(seed=0):
         return classifier(seed=seed)
 
     assert_resumes(make, small, lambda: digits(rounds=2), max_vectorized_clients=1)
 
 
-def test_refused(fit, make_stream, make_task):
+def test_target_vectors_or_no_batchnorm_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "x"):
         fit(make_task(), make_stream(), [TARGET()])
     with raises(InvalidValueError, "network"):

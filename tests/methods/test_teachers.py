@@ -1,4 +1,4 @@
-"""Teachers of an experience: the server's model from before the experience, also for clients that come late."""
+"""Teachers of an experience: the server's model from the start of the experience, also for clients that enter late."""
 
 import lightning.pytorch as L
 import pytest
@@ -15,7 +15,7 @@ METHODS = {"LwF": lambda: LwF(teacher="server"), "GLFC": GLFC}
 
 
 class Watch(Callback):
-    """The server's model before each round, and by which model each client is taught in it."""
+    """Records the server's model before each round, and the teacher of each client in the round."""
 
     def __init__(self, method):
         self.method, self.models, self.taught = method, [], []
@@ -39,13 +39,13 @@ def same(left, right):
 
 
 def first_round(plan, experience):
-    """The round in which the first client enters an experience."""
+    """Return the round in which the first client enters an experience."""
     return min(numbers.index(experience) for numbers in plan.experiences.values() if experience in numbers)
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("participation", [1, 2, 1.0])
-def test_a_client_is_taught_by_the_model_before_the_experience(fit, make_stream, make_task, name, participation):
+def test_teacher_is_server_model_before_experience(fit, make_stream, make_task, name, participation):
     method = METHODS[name]()
     watch, stream = Watch(method), make_stream(num_clients=4, rounds_per_experience=4)
     fit(make_task(), stream, [method, watch], participation=participation, max_vectorized_clients=1, seed=1)
@@ -59,7 +59,7 @@ def test_a_client_is_taught_by_the_model_before_the_experience(fit, make_stream,
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, make_task, name):
+def test_teacher_differs_between_clients_in_different_experiences(fit, make_stream, make_task, name):
     method = METHODS[name]()
     scenario = Delayed(ClassIncremental(4, rounds_per_experience=2), max_delay=2)
     watch, stream = Watch(method), make_stream(num_clients=4, scenario=scenario)
@@ -76,7 +76,7 @@ def test_clients_in_different_experiences_have_a_teacher_each(fit, make_stream, 
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_client_local_entries_of_the_teacher_are_the_clients_own(fit, make_stream, make_task, name):
+def test_teacher_client_local_entries_come_from_client(fit, make_stream, make_task, name):
     method = METHODS[name]()
     watch, stream = Watch(method), make_stream(num_clients=3, rounds_per_experience=3)
     fit(make_task(), stream, [method, watch], max_vectorized_clients=1, reductions={"model.3.*": "local"})
@@ -88,7 +88,7 @@ def test_client_local_entries_of_the_teacher_are_the_clients_own(fit, make_strea
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_stream, make_task, name):
+def test_teacher_is_sent_once_and_stored_once(fit, make_stream, make_task, name):
     records = []
     for methods in ([METHODS[name]()], []):
         metrics = ContinualMetrics()
@@ -106,7 +106,8 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
     for number, (mine, plain) in enumerate(zip(*(record["rounds"] for record in records), strict=True)):
         assert mine["upload_bytes"] == plain["upload_bytes"]
         for client, count in mine["download_bytes"].items():
-            if number == 4:  # the model that all clients receive is the teacher
+            # In round 4 the model that all clients receive is the teacher.
+            if number == 4:
                 of_teacher[client] = [0]
             if more := count - plain["download_bytes"][client]:
                 of_teacher.setdefault(client, []).append(more)
@@ -114,12 +115,13 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
     assert sorted(map(tuple, of_teacher.values())) == [(0,), (0,), (size,), (size,)]
     assert sum(value.nbytes for n, value in server.get_section(name).items() if n.startswith("before.")) == size
     stored = {client: server.client_store.nbytes(client) for client in server.client_store}
-    assert max(stored.values()) < size  # no client has a copy in the simulation, and yet each one counts it
+    # In the simulation no client has a copy of the teacher, but each client counts its bytes.
+    assert max(stored.values()) < size
     for client, count in records[0]["client_state_bytes"].items():
         assert count == stored.get(client, 0) + size * (client in of_teacher)
 
 
-def test_a_stale_client_is_taught_by_the_same_model(fit, make_stream, make_task):
+def test_teacher_of_stale_client_is_the_same(fit, make_stream, make_task):
     method = LwF(teacher="server")
     watch, stream = Watch(method), make_stream(num_clients=4, rounds_per_experience=4)
     schedule = FedBuff(ClientSpeeds(0.01, spread=1.5), buffer_size=2)
@@ -136,7 +138,7 @@ def test_a_stale_client_is_taught_by_the_same_model(fit, make_stream, make_task)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_vectorised_clients_are_taught_by_the_same_model(fit, make_stream, make_task, assert_same, name):
+def test_teacher_vectorized_equals_sequential(fit, make_stream, make_task, assert_same, name):
     results = []
     for size in (1, 2):
         task = make_task()
@@ -147,11 +149,11 @@ def test_vectorised_clients_are_taught_by_the_same_model(fit, make_stream, make_
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_resumed_fit_has_the_same_teacher(assert_resumes, make_task, name):
+def test_teacher_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task, name):
     assert_resumes(make_task, METHODS[name])
 
 
-def test_in_a_plain_trainer_the_teacher_is_the_model_before_the_fit(train, make_task, samples):
+def test_teacher_plain_trainer_is_model_before_fit(train, make_task, samples):
     method, task = LwF(teacher="server"), make_task()
     watch = Watch(method)
     train(task, [method], samples((0, 1)), epochs=2)
@@ -161,7 +163,7 @@ def test_in_a_plain_trainer_the_teacher_is_the_model_before_the_fit(train, make_
     assert len(later) == 3 and all(same(teacher, before) for teacher in later)
 
 
-def test_in_a_plain_trainer_with_a_stream_it_is_that_before_the_experience(quiet, make_stream, make_task):
+def test_teacher_plain_trainer_with_stream_is_model_before_experience(quiet, make_stream, make_task):
     method, stream = LwF(teacher="server"), make_stream(num_clients=1, rounds_per_experience=3)
     watch = Watch(method)
     L.Trainer(max_epochs=6, callbacks=[method, watch], **quiet).fit(make_task(), datamodule=stream)

@@ -1,4 +1,4 @@
-"""Methods as somebody else writes them: everything that they need comes from `lightning_fcl.methods`."""
+"""Methods written outside of the library. They import only `lightning_fcl.methods`."""
 
 import inspect
 from functools import partial
@@ -15,7 +15,7 @@ from lightning_fcl.methods import Method, Needs, flatten, strip_prefix, with_pre
 
 
 class Prox(Method):
-    """FedProx."""
+    """FedProx (Li et al., 2020)."""
 
     def __init__(self, mu=0.1):
         super().__init__()
@@ -27,7 +27,7 @@ class Prox(Method):
 
 
 class Consolidation(Method):
-    """EWC: the Fisher information of all earlier experiences holds what they have learnt."""
+    """EWC (Kirkpatrick et al., 2017): the Fisher information of earlier experiences weights a quadratic penalty."""
 
     needs = Needs(round_samples=True, sample_loss=True)
 
@@ -60,7 +60,7 @@ class Consolidation(Method):
 
 
 class Scaffold(Method):
-    """SCAFFOLD: what a client's gradients lack of all clients' is added to them (option II, all clients take part)."""
+    """SCAFFOLD, option II, with full participation: the gradient is corrected by the difference of control variates."""
 
     reductions = {"c.*": "mean"}  # noqa: RUF012
 
@@ -88,7 +88,7 @@ class Scaffold(Method):
 
 
 class Momentum(Method):
-    """FedAvgM, Hsu et al. 2019: the server goes on where it was going."""
+    """FedAvgM (Hsu et al., 2019): momentum on the server."""
 
     needs, reductions = Needs(federation_reason="it has no server"), {"*": "constant"}
 
@@ -102,7 +102,7 @@ class Momentum(Method):
 
 
 @pytest.mark.parametrize("kind", [Prox, Consolidation, Scaffold, Momentum])
-def test_it_is_short_and_needs_nothing_else(kind):
+def test_third_party_methods_are_short_and_use_public_names(kind):
     lines = [line for line in inspect.getsource(kind).splitlines() if line.strip()]
     assert len(lines) <= 30
     assert {"Method", "Step", "Client", "Server", "Needs", "strip_prefix", "with_prefix", "flatten"} <= {*dir(methods)}
@@ -114,10 +114,13 @@ def test_it_is_short_and_needs_nothing_else(kind):
     [
         (Prox(0.7), methods.FedProx(0.7), 2),
         (Consolidation(4.0), methods.EWC(4.0, normalize=False), 2),
-        (Scaffold(), methods.SCAFFOLD(), 1),  # the library's begins anew with each
+        # The library's SCAFFOLD resets its variates in each experience.
+        (Scaffold(), methods.SCAFFOLD(), 1),
     ],
 )
-def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, theirs, ours, experiences, size):
+def test_third_party_methods_equal_library_methods(
+    fit, make_stream, make_task, assert_same, theirs, ours, experiences, size
+):
     tasks = [make_task() for _ in range(3)]
     for task, callbacks in zip(tasks, ([theirs], [ours], []), strict=True):
         options = {"local_epochs": 2, "max_vectorized_clients": size, "seed": 0, "client_weights": "uniform"}
@@ -127,7 +130,7 @@ def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, th
         assert_same(tasks[0], tasks[2], 1e-3)
 
 
-def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, make_stream, make_task):
+def test_vectorized_clients_with_different_state_entries_raise(fit, make_stream, make_task):
     class Later(Method):
         def penalty(self, client, step):
             return sum(value.sum() for value in strip_prefix(client.method_state, "own").values())
@@ -141,7 +144,7 @@ def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, ma
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_turn_of_the_server_is_an_optimizer_s_step(fit, make_stream, make_task, assert_same, size):
+def test_process_aggregate_momentum_equals_server_optimizer(fit, make_stream, make_task, assert_same, size):
     tasks = [make_task() for _ in range(2)]
     fit(tasks[0], make_stream(), [Momentum()], max_vectorized_clients=size)
     momentum = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -149,8 +152,8 @@ def test_a_turn_of_the_server_is_an_optimizer_s_step(fit, make_stream, make_task
     assert_same(*tasks, 1e-6)
 
 
-def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_stream, make_task):
-    """Each begins where the one before has come to; with nobody's upload the server has no turn."""
+def test_process_aggregate_runs_in_order_before_on_round_end(fit, make_stream, make_task):
+    """Each method starts from the result of the previous method. No method runs in a round without uploads."""
     seen, turns = [], []
 
     class Ends(Callback):

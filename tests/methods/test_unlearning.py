@@ -1,4 +1,4 @@
-"""Unlearning: a client that is forgotten might never have been there."""
+"""Unlearning: the model after a client is removed equals a model trained without the client."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -24,7 +24,7 @@ def arrays():
 
 
 def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statistics", symmetric=False, **kwargs):
-    """A federation of some of the clients, each with ``steps`` new sequences in every round."""
+    """Run a federation of some of the clients. Each client has ``steps`` new sequences in every round."""
     x, y, owner = arrays()
     chosen = np.isin(owner, clients)
     stream = FederatedStream.from_arrays(
@@ -35,7 +35,7 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
         client_ids=owner[chosen],
         seed=0,
     )
-    # Every client's samples of a round are drawn from its own alone, so that the others do not depend on who is there.
+    # Assign each client's samples by its own data only, so that they do not depend on which other clients exist.
     stream.setup("fit")
     order = {str(c): np.flatnonzero(owner[chosen] == c) for c in clients}
     for round_idx, current in enumerate(stream.plan.train):
@@ -48,7 +48,7 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_forgotten_is_never_seen(fit, after, max_vectorized_clients, symmetric):
+def test_unlearning_equals_training_without_client(fit, after, max_vectorized_clients, symmetric):
     forgotten, _ = run(
         fit, callbacks=[Unlearning({1: after})], max_vectorized_clients=max_vectorized_clients, symmetric=symmetric
     )
@@ -59,20 +59,20 @@ def test_forgotten_is_never_seen(fit, after, max_vectorized_clients, symmetric):
     assert (everybody.readout.weight - never.readout.weight).abs().max() > 1e-3
 
 
-def test_a_trainer_with_it_tests_too(fit, quiet):
+def test_unlearning_trainer_can_test(fit, quiet):
     task, _ = run(fit, callbacks=[Unlearning({1: 0})])
     stream = FederatedStream.from_arrays(*arrays()[:2], scenario=ClassIncremental(1), client_ids=arrays()[2], seed=0)
     trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
     assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
 
 
-def test_several_leave_at_different_times(fit):
+def test_unlearning_several_clients_at_different_rounds(fit):
     forgotten, _ = run(fit, callbacks=[Unlearning({"0": 2, "3": 0})])
     never, _ = run(fit, clients=(1, 2))
     torch.testing.assert_close(forgotten.readout.weight, never.readout.weight, rtol=0, atol=1e-9)
 
 
-def test_who_has_left_takes_no_part_and_keeps_nothing(fit):
+def test_unlearning_removed_client_does_not_train_and_has_no_state(fit):
     unlearning = Unlearning({"2": 0})
     uploads = []
 
@@ -86,12 +86,11 @@ def test_who_has_left_takes_no_part_and_keeps_nothing(fit):
     assert unlearning.unlearned_clients == ["2"]
 
 
-def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
-    """After plasticity the sums begin anew: what a client added before it is not in them any more."""
+def test_unlearning_ignores_statistics_of_earlier_reservoir(fit):
+    """After intrinsic plasticity, the sums start from zero and do not contain a client's earlier contributions."""
     x, y, owner = arrays()
-    there = (owner != 1) | (
-        y != 2
-    )  # client 1 has nothing of the last experience, so that its part is of the one before
+    # Client 1 has no samples of the last experience, so its contribution belongs to the previous experience.
+    there = (owner != 1) | (y != 2)
     scenario = ClassIncremental(num_experiences=3, rounds_per_experience=2, class_order=[0, 1, 2])
     stream = FederatedStream.from_arrays(
         x[there], y[there], owner[there], scenario=scenario, split=Split(test=0.0), seed=0
@@ -101,7 +100,7 @@ def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
     assert int(task.readout.n) == 8 * int((y[owner != 1] == 2).sum())
 
 
-def test_continued_run_remembers_who_has_left(fit, tmp_path):
+def test_unlearning_resumed_fit_keeps_removed_clients(fit, tmp_path):
     whole, _ = run(fit, callbacks=[Unlearning({"1": 0})])
     _, trainer = run(fit, callbacks=[Unlearning({"1": 0})], max_epochs=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
@@ -111,7 +110,7 @@ def test_continued_run_remembers_who_has_left(fit, tmp_path):
     assert torch.equal(continued.readout.weight, whole.readout.weight)
 
 
-def test_metrics_after_it_are_those_of_the_rest(fit):
+def test_unlearning_metrics_equal_test_accuracy_of_new_model(fit):
     x, y, owner = arrays()
     metrics = ContinualMetrics()
     stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(1), client_ids=owner, seed=0)
@@ -124,14 +123,14 @@ def test_metrics_after_it_are_those_of_the_rest(fit):
 
 
 class Absent(L.Callback):
-    """Client 1 has no data in the first two rounds."""
+    """Removes the data of client 1 from the first two rounds."""
 
     def on_fit_start(self, trainer, pl_module):
         for current in trainer.datamodule.plan.train[:2]:
             del current["1"]
 
 
-def test_bad_requests(fit):
+def test_unlearning_invalid_requests_raise(fit):
     with raises(UnknownNameError, "requests"):
         run(fit, callbacks=[Unlearning({"9": 0})])
     for never in (-1, 3):
