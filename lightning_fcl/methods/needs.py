@@ -24,8 +24,8 @@ class Needs:
         numbers: These hooks read only the numbers of the samples, `Client.history`.
         features: The server uses the clients' features or layer inputs. Frozen layers, such as batch normalization with
             frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
-        federation_reason: Why the method does not run in a plain Trainer. The text follows "got a plain one:" in the
-            error message. An empty text means that the method runs in a plain Trainer.
+        federation_reason: Why the method does not run in a plain Trainer. The text ends the error message, after a
+            colon. An empty text means that the method runs in a plain Trainer.
         local_head: Entries that match the method's argument ``head_pattern`` must be client-local in a federation.
         uniform_weights: All clients must have equal weights in the federation's means.
 

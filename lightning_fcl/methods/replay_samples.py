@@ -126,7 +126,7 @@ def join_batch(method: MethodBase, client: Client, batch_idx: int) -> None:
 
 
 class DrawnSamples:
-    """Replay samples that are sampled with replacement for each step, for all methods with a `replay_batch_size`.
+    """Replay samples drawn with replacement for each step, for all methods with a `replay_batch_size`.
 
     Sequential and vectorized training use the same samples.
 

@@ -102,8 +102,7 @@ class ReFed(Method):
     client-local. The client uploads the same tensors as in FedAvg.
 
     Deviation: in the paper the selection is done when the next experience starts, with the server's model after the
-        last
-    round. The default values are chosen by this library.
+    last round. The default values are chosen by this library.
 
     Args:
         memory_size: Number of samples that a client keeps, of all experiences together, at least 1.

@@ -49,9 +49,8 @@ class TARGET(Method):
     sends the images and their logits to each client, instead of the old model. For this, clients upload only the set of
     classes so far.
 
-    Deviation: the authors' generator starts each batch from a meta-learned state, and has a student as an adversary
-        from
-    its 20th batch on. Here one generator continues from batch to batch, without a student.
+    Deviation: the authors' generator starts each batch from a meta-learned state. From its 20th batch on, it has a
+    student as an adversary. Here one generator continues from batch to batch, without a student.
 
     Args:
         distillation_weight: Weight of the distillation, at least 0. With 0, the server generates no images.

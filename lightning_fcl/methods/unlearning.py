@@ -35,8 +35,8 @@ class Unlearning(Method):
 
     Raises:
         ValueError: If a client is not in the stream, a client has no data until it leaves, or the fit does not reach
-            the round. Also if the module's readout is not solved from sums of the clients' statistics. This is the case
-            for statistics B that are of low rank or estimated.
+            the round. Also if the module does not solve its readout from sums of the clients' statistics, or if the
+            statistics B are estimated or of low rank.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
