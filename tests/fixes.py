@@ -1276,10 +1276,10 @@ ROWS |= {
         fit_module,
         {"module": StatesLoss, "method": LogitAdjustment(prior="federation")},
         {"module": Embeds},
-        "define it beside `lightning_fcl_protocols = True`",
+        "define `num_classes` and `lightning_fcl_protocols = True` in the module",
     ),
     "two methods that weigh the loss": Row(
-        fit_one_round, {"callbacks": [FLwF2T(), BCN()]}, {"callbacks": [FLwF2T()]}, "Remove one."
+        fit_one_round, {"callbacks": [FLwF2T(), BCN()]}, {"callbacks": [FLwF2T()]}, "Use only one of these methods."
     ),
     "SCAFFOLD with weights by samples": Row(
         fit_with,
@@ -1291,19 +1291,19 @@ ROWS |= {
         lambda lab, optimizer: fit_with(lab, SCAFFOLD, task=lab.task(optimizer), client_weights="uniform"),
         {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01)},
         {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01)},
-        "Use SGD, and schedules by round.",
+        "Use SGD, and change the learning rate only between rounds.",
     ),
     "FedDyn with a server optimizer": Row(
         fit_with,
         {"method": FedDyn, "client_weights": "uniform", "server_optimizer": sgd},
         {"server_optimizer": None},
-        "Leave a `server_optimizer` out, or `FedDyn`.",
+        "Fit without a `server_optimizer`, or without `FedDyn`.",
     ),
     "FedNova with FedBuff": Row(
         fit_with,
         {"method": FedNova, "synchronization": FedBuff(ClientSpeeds(0.01), 2)},
         {"synchronization": None},
-        "Leave a `FedBuff` out, or `FedNova`.",
+        "Fit without a `FedBuff`, or without `FedNova`.",
     ),
     "APFL with accumulated gradients": Row(
         lambda lab, every, size: fit_with(
@@ -1329,7 +1329,7 @@ ROWS |= {
         fit_with,
         {"method": FedProx, "options": {"pattern": "body.*"}},
         {"options": {"pattern": "model.1.*"}},
-        "Leave `pattern` out, or use a pattern of model.1.weight",
+        "Omit `pattern`, or use one that matches model.1.weight",
     ),
     "FLwF2T weights above 1": Row(
         lambda lab, alpha, beta: FLwF2T(alpha, beta),
@@ -1353,7 +1353,7 @@ ROWS |= {
         ),
         {"eps": 0.1},
         {"eps": 0.0},
-        "Give it `eps=0`.",
+        "Use `eps=0`.",
         InvalidTypeError,
     ),
     "replay with a wrong policy for repeats": Row(
@@ -1951,7 +1951,7 @@ ROWS |= {
         ),
         {"callbacks": [LwF()]},
         {"callbacks": []},
-        "Let `Regressor.forward` give one for each class, or leave `LwF` out",
+        "Return one logit per class from `Regressor.forward`, or remove `LwF`",
     ),
     "buffer that a step makes": Row(
         lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),

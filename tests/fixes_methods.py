@@ -180,7 +180,7 @@ ROWS |= {
         fit_avalanche,
         {"curious": True},
         {"curious": False},
-        "Use one that needs only the model, such as `HerdingSelectionStrategy`.",
+        "Use a strategy that needs only the model, such as `HerdingSelectionStrategy`.",
         InvalidTypeError,
     ),
     "buffer of another class": Row(

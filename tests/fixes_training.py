@@ -208,16 +208,16 @@ ROWS |= {
         fit_with_method,
         {"make": AsksPart},
         {"stores": True},
-        "Store the values for the step in the memory that `prepare_client_state` returns, or set `vectorizable = "
-        "False`.",
+        "Store the values for the step in the state that `prepare_client_state` returns, or set "
+        "`vectorizable = False`.",
         InvalidStateError,
     ),
     "method that asks for the client of a step, one at a time": Row(
         fit_with_method,
         {"make": AsksPart},
         {"together": False},
-        "Store the values for the step in the memory that `prepare_client_state` returns, or set `vectorizable = "
-        "False`.",
+        "Store the values for the step in the state that `prepare_client_state` returns, or set "
+        "`vectorizable = False`.",
         InvalidStateError,
     ),
     "DyTox with balanced epochs alone": Row(

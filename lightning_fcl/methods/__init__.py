@@ -1,6 +1,6 @@
-"""Algorithms against forgetting and for unlike clients: what each adds to a loss, a gradient, a batch or an upload.
+"""Federated and continual learning methods: hooks that change losses, gradients, batches, uploads and aggregates.
 
-What never belongs here: who trains when and how, Trainers and strategies; a method is functions of their arguments.
+Methods do not choose which clients train or how they train. Strategies and Trainers do.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What a federated or continual method declares: functions of a client, and what it needs around it."""
+"""Base class of federated and continual learning methods: the hooks that a method can override."""
 
 from __future__ import annotations
 
@@ -25,54 +25,60 @@ from lightning_fcl.validation import validate_fields
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 Pattern = str | tuple[str, ...]
-"""Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
+"""Shell-style patterns of tensor names. A leading "!" negates a pattern."""
 
 ReplaySamples = tuple[Tensor, Tensor] | Mapping[str, Tensor]
-"""Replay samples of a client: inputs and targets, or tensors by name, each of shape (n, ...)."""
+"""Replay samples of a client: a pair of inputs and targets, or tensors by name. Each tensor has shape (n, ...)."""
 
 ReplayTransform = Callable[[Any], Any]
-"""A function from one replay sample to another."""
+"""A function that maps one replay sample to another."""
 
 
 @dataclass(eq=False, init=False)
 class MethodBase:
-    """A method as functions of a client: its state at the start of a round, and changes of a step or of an upload.
+    """Base class of methods: hooks that keep client state and change steps, uploads and the server's model.
 
-    Subclass `Method`, which Lightning takes for a callback. The functions run in a federation one client at a time,
-    vectorized over clients, and in a plain Trainer, which is a federation of one client: a round is an epoch.
-    `start_client` resets what the training of one client leaves in the method itself.
+    Subclass `Method`, which is also a Lightning callback. In a federation, the hooks run in sequential and in
+    vectorized training. They also run in a plain Trainer, which is a federation of one client with one round per epoch.
+    If the training of a client changes attributes of the method, `start_client` must reset them.
 
-    A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.validation.validated` declares
-    them, or has a constructor of its own.
+    A subclass is a dataclass or defines a constructor. The fields of a dataclass are the arguments of the method.
+    `lightning_fcl.validation.validated` declares how they are checked.
 
     Args:
-        clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
-            the round is not balanced over all classes (the ``/FT`` rows of Usmanova et al. 2021: the others fine-tune).
+        clients: The clients that use the method: ``"all"``, a list of client ids, or ``"unbalanced"``. With
+            ``"unbalanced"``, a client uses the method only if its data of the round is not balanced over all classes.
+            This is the ``/FT`` variant of Usmanova et al. 2021, where balanced clients fine-tune.
     """
 
     needs: ClassVar[Needs] = Needs()
-    """What it cannot work without. Samples always where it overrides `replay_samples` or `project_gradient`."""
+    """Requirements of the method.
+
+    `Needs.labels` and `Needs.round_samples` are always True if the class overrides `replay_samples` or
+    `project_gradient`. `Needs.sample_loss` is always True if it overrides `project_gradient`.
+    """
 
     vectorizable: ClassVar[bool] = True
-    """Whether clients that use it can train side by side.
+    """Whether clients that use the method can train in one vectorized step.
 
-    Never where it projects, trains parts or overrides `begin_step`; where it uploads, only if the class says so.
+    Always False if the class overrides `project_gradient`, `trainable_patterns` or `begin_step`. If the class overrides
+    `transform_upload`, the default is False, and the class can set ``vectorizable = True``.
     """
 
     accumulates: ClassVar[bool] = False
     """Whether `end_experience` adds samples to the result of the experience's earlier rounds.
 
-    If the rounds of an experience have different samples, such a method gets each of them once. Other methods get the
-    samples of the last round that the client trained in.
+    If the rounds of an experience have different samples, such a method gets each sample once. Other methods get the
+    samples of the last round in which the client trained.
     """
 
     clients: Clients = field(default="all", kw_only=True)
 
     reductions: ClassVar[ReductionRules] = {}
-    """How the entries of `init_server_state` come together: by name or shell-style pattern; others by their mean."""
+    """Reductions of the tensors of `init_server_state`, by name or shell-style pattern. Other tensors are averaged."""
 
     of_experience: ClassVar[tuple[str, ...]] = ()
-    """Patterns of entries that last for one experience, see `lightning_fcl.methods.experience`; all others last."""
+    """Patterns of tensors that last for one experience, see `lightning_fcl.methods.experience`. All others are kept."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -94,69 +100,79 @@ class MethodBase:
         validate_fields(self)
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
-        self.local: LocalFederation | None = None  # the state that the method has in a plain Trainer
+        # The state of the method in a plain Trainer.
+        self.local: LocalFederation | None = None
         self._client: Client | None = None
 
-    # A client's round: download, local training, end.
+    # Hooks of a client's round.
 
     def prepare_client_state(self, client: Client) -> StateSection:
-        """What the client remembers at the start of a round, when it has received ``client.received_state``."""
+        """Return the client's method state at the start of a round, after the download.
+
+        ``client.received_state`` is the downloaded state.
+        """
         return client.method_state
 
     def enters_alone(self, client: Client) -> StateSection:
-        """What a client adds to its memory when it enters an experience, if others enter it in other rounds.
+        """Return tensors to add to the client's method state when the client enters an experience.
 
-        A method whose `init_server_state` has entries `of_experience` is rejected then unless it overrides this
-        function.
+        This hook is called only if clients enter the experiences of a stream in different rounds. In such a stream, a
+        method must override it if tensors of `init_server_state` match `of_experience`. Otherwise, setup raises
+        ValueError.
         """
         return {}
 
     def start_client(self, client: Client) -> None:
-        """The client trains now, its state in the module: forget what the last one has left in the method."""
+        """Prepare for a client's local training, after the client's state has been loaded into the module.
+
+        Reset attributes of the method that the training of the previous client changed.
+        """
 
     def task_weight(self, client: Client) -> float:
-        """Factor of the task loss."""
+        """Return the factor of the task loss."""
         return 1.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        """What is added to the weighted task loss, a scalar."""
+        """Return a scalar to add to the weighted task loss."""
         return 0.0
 
     def project_gradient(self, client: Client, gradient: Tensor, gradient_fn: GradientFn) -> Tensor:
-        """What becomes of the gradient of a step, before it is clipped; ``gradient`` itself for no change.
+        """Return the gradient for a step, before gradient clipping. Return ``gradient`` for no change.
 
         Args:
             client: The client.
-            gradient: The gradient of the methods' loss on the batches of the step, of all trainable parameters that
-                have one, as one vector.
-            gradient_fn: ``gradient_fn(x, y)`` is the gradient of the mean task loss on other samples, see `GradientFn`,
-                in the module's present mode: in training dropout drops, and batch normalisation takes the statistics of
-                ``x``, as in the code of GEM's authors. It changes no gradient, buffer or random number generator.
+            gradient: Gradient of the methods' loss on the batches of the step, as one vector. It covers all trainable
+                parameters that have a gradient.
+            gradient_fn: ``gradient_fn(x, y)`` returns the gradient of the mean task loss on other samples, see
+                `GradientFn`. The module stays in its current mode. In training mode dropout is active, and batch
+                normalization uses the statistics of ``x``, as in the code of GEM's authors. The call changes no
+                gradient, buffer or random number generator.
         """
         return gradient
 
     def replay_samples(self, client: Client) -> ReplaySamples | None:
         """Return the client's replay samples: a pair ``(x, y)``, or a dict of tensors by name. None or {}: no samples.
 
-        `replay_batch_size` says how they reach a step, `replay_transform` what changes them there.
+        `replay_batch_size` defines how the samples are used in a step. `replay_transform` can change them there.
         """
         return None
 
     @property
     def replay_batch_size(self) -> int | None:
-        """Number of replay samples that are drawn with replacement for each step, as `Step.replay_samples`.
+        """Number of replay samples sampled with replacement for each step, see `Step.replay_samples`.
 
-        None: replay samples join the batches instead. Every sample joins one batch of each local epoch. Without
-        a `FederatedStream` epochs are not planned: a batch gets as many replay samples as it has samples.
+        If None, replay samples join the batches instead, and each sample joins one batch of each local epoch. Local
+        epochs are planned only with a `FederatedStream`. Without a stream, each batch gets as many replay samples as
+        it has samples, or all replay samples if there are fewer.
         """
         return None
 
     @property
     def replay_transform(self) -> ReplayTransform | None:
-        """Callable that changes each replay sample when it reaches a step. None: samples stay as they are.
+        """Callable that changes each replay sample before a step uses it. None: samples are not changed.
 
-        The callable gets the input ``x`` of one sample of a pair, or the dict of one sample, without the batch
-        dimension. It returns the same shape and dtype.
+        For a pair ``(x, y)``, the callable gets the input ``x`` of one sample. For a dict, it gets the dict of one
+        sample. The values have no batch dimension. The callable returns the same shape and dtype.
         """
         return None
 
@@ -166,147 +182,158 @@ class MethodBase:
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples of the round, stacked; None if the method does not need them.
-                ``client.new_samples(data)`` are those that come for the first time.
+            data: The client's samples of the round, stacked. None if the method does not need them.
+                ``client.new_samples(data)`` returns the samples that were in no earlier round of the client.
         """
         return client.method_state
 
     def end_experience(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         """Return the client's method state for later experiences.
 
-        The client continues with this state when it enters a later experience. Nobody knows in which round a client
-        trains last in an experience, so that the result is computed after each round, from the state that
-        `update_client_state` returned, and replaced if the client trains in the experience again. A client that does
-        not train in an experience keeps its state.
+        The client uses this state when it enters a later experience. In general, the last round of a client in an
+        experience is not known in advance. So the hook is called after each round that may be the last, and its result
+        is replaced if the client trains in the experience again. A client that does not train in an experience keeps
+        its state.
 
         Args:
-            client: The client; ``client.method_state`` is what `update_client_state` has returned.
+            client: The client. ``client.method_state`` is the state that `update_client_state` returned.
             trained_state: The client's state after local training.
-            data: The client's samples, stacked: those of the round, without samples of earlier experiences in a method
-                that `accumulates`, or, if ``client.result`` is there, those that are to be added to it.
+            data: The client's samples of the round, stacked. For a method with `accumulates`, samples of earlier
+                experiences are left out. If ``client.result`` is not empty, ``data`` has only the samples to add to it.
         """
         return client.method_state
 
-    # What is rare.
+    # Hooks that few methods override.
 
     def local_epochs(self, client: Client) -> int | None:
-        """Passes over the client's data in this round; None: as many as the strategy says."""
+        """Return the client's number of local epochs in this round. None: the number that the strategy defines."""
         return None
 
     def trainable_patterns(self, client: Client) -> Pattern | None:
-        """The entries that learn in ``client.local_epoch``; None: all.
+        """Return patterns of the tensors that are trained in ``client.local_epoch``. None: all tensors.
 
-        The rest is frozen to the bit: its parameters get no gradient, its layers keep their statistics.
+        All other parts are frozen and do not change: their parameters get no gradient, and their layers keep their
+        statistics.
         """
         return None
 
     def begin_step(self, client: Client) -> None:
-        """Prepare for a step with ``client.batch``, which may be changed in place. Clients then train sequentially."""
+        """Prepare for a step with ``client.batch``, which may be changed in place.
+
+        Clients train sequentially if a method overrides this hook.
+        """
 
     def transform_upload(self, client: Client, trained_state: State) -> State:
-        """What a client uploads in place of the ``trained_state`` of its local training, which it keeps.
+        """Return the state that a client uploads. The client itself keeps ``trained_state``.
 
-        Where clients train one at a time, as they do unless the class says ``vectorizable = True``, the client's state
-        is in the module.
+        Clients train sequentially unless the class sets ``vectorizable = True``. In sequential training, the client's
+        state is in the module.
         """
         return trained_state
 
     def personalize(self, client: Client, state: State) -> State:
-        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
+        """Return the state that the client predicts with. Return ``state`` for no change.
+
+        ``state`` is the state from which the client would start a round.
+        """
         return state
 
     def rescore(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """Scores of classes, shape (batch, classes), by a rule of the method's own; ``output`` itself for no rule.
+        """Return class scores, shape (batch, classes), by the method's prediction rule. Return ``output`` for no rule.
 
-        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``, ``server``
-        what the server keeps for the method.
+        Args:
+            server: Tensors that the server keeps for the method.
+            module: The module in evaluation mode, with the state that predicts.
+            x: Inputs.
+            output: Output of the module for ``x``.
         """
         return output
 
     def restore_module(self, module: L.LightningModule) -> None:
-        """The fit has ended, or failed: undo what the method has changed in the module."""
+        """Undo the method's changes of the module, after a fit has ended or failed."""
 
-    # What the method keeps on the server.
+    # Hooks for the server.
 
     def init_server_state(self, module: L.LightningModule) -> State:
-        """What the server keeps for the method before the first round, by name; see `reductions`.
+        """Return the tensors that the server keeps for the method, by name. `reductions` defines their aggregation.
 
-        Clients receive it as ``client.server_state``.
+        The hook is called in each round. The server uses the returned value of a tensor only if it has none yet.
+        Clients receive the tensors as ``client.server_state``.
         """
         return {}
 
     def upload_statistics(self, client: Client, trained_state: State, data: Batch) -> State:
-        """What a client uploads to the entries of `init_server_state`: by name, each of an entry's shape."""
+        """Return a client's upload for tensors of `init_server_state`, by name, with the same shapes."""
         return {}
 
     def contribute_experience(self, client: Client, trained_state: State, data: Batch) -> State:
-        """Return what a client adds to entries of `init_server_state` for an experience, each of an entry's shape.
+        """Return what a client adds to tensors of `init_server_state` for an experience, with the same shapes.
 
-        The reduction of these entries is a sum. If a client trains in several rounds of an experience, it uploads the
-        change since its last contribution, and the server has the sum of all clients' latest contributions when the
-        experience ends: see `Server.ends`. With full participation a client uploads once, in the last round.
+        The reduction of these tensors is a sum. If a client trains in several rounds of an experience, it uploads the
+        change since its last contribution. When the experience ends, the server has the sum of the latest contributions
+        of all clients, see `Server.ends`. With full participation, a client uploads once, in the last round.
 
         Args:
             client: The client.
             trained_state: The client's state after local training.
-            data: The client's samples, stacked, each of which counts once in an experience.
+            data: The client's samples, stacked. Each sample counts once in an experience.
         """
         return {}
 
     def message(self, client: Client, trained_state: State) -> State:
-        """Return what a client sends to the server at the end of a round beside the entries of `init_server_state`.
+        """Return tensors that a client sends to the server at the end of a round, in addition to all other uploads.
 
-        Messages are not aggregated: ``on_round_end`` finds those of the round's accepted uploads in
-        ``federation.server.messages[self.section_name]``, by client.
+        Messages are not aggregated. In ``on_round_end``, ``federation.server.messages[self.section_name]`` contains the
+        messages of the round's accepted uploads, by client.
 
         Args:
-            client: The client. ``client.may_end`` tells whether its experience may end with the round.
+            client: The client. ``client.may_end`` is whether the client's experience may end with the round.
             trained_state: The client's state after local training.
         """
         return {}
 
     def reply(self, client: Client) -> State:
-        """Return what the server sends a client at the start of a round beside the download of the state.
+        """Return tensors that the server sends to a client at the start of a round, in addition to the download.
 
-        `prepare_client_state` finds it in ``client.reply``.
+        `prepare_client_state` gets them as ``client.reply``.
         """
         return {}
 
     def process_aggregate(self, server: Server) -> State:
-        """What the server's model becomes, by name, when the uploads of a round have come together; {} for no change.
+        """Return changed tensors of the server's model by name, after aggregation. Return {} for no change.
 
-        It is there before anybody tests the model, in a simulation as in a deployment.
+        The changes are applied before any evaluation of the model, both in simulations and in deployments.
         """
         return {}
 
-    # Who uses it.
+    # Clients that use the method.
 
     def applies_to(self, client_round: ClientRound) -> bool:
-        """Whether the client uses the method in this round."""
+        """Return whether the client uses the method in this round."""
         if self.clients == "unbalanced":
             return not client_round.is_balanced
         return self.clients == "all" or client_round.client_id in self.clients
 
-    # What it is, and where it runs.
+    # Names, arguments and the current client.
 
     @property
     def section_name(self) -> str:
-        """The name of the method's section in a client's state."""
+        """Name of the method's section in a client's state."""
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, Any]:
-        """The method's arguments, by name."""
+        """Return the method's arguments by name, if they are bools, numbers, strings or lists."""
         plain = (bool, int, float, str, list)
         arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {name: value for name, value in arguments.items() if isinstance(value, plain)}
 
     @property
     def client(self) -> Client:
-        """The client that trains now, for Lightning's hooks."""
+        """The client that currently trains, for use in Lightning's hooks."""
         if self._client is None:
             name = type(self).__name__
             raise InvalidStateError(
-                f"Expected a client that trains with `{name}` but none does.",
+                f"Expected a client that trains with `{name}`, but no client is training.",
                 hint="Use `client` while a Trainer fits with this method, in a hook of a batch.",
                 argument="client",
             )
@@ -324,7 +351,7 @@ def make_client(
     received_state: State | None = None,
     client_round: ClientRound | None = None,
 ) -> Client:
-    """A client as a method sees it, while a Trainer trains the module."""
+    """Return a client for the hooks of a method, while a Trainer trains the module."""
     active = client_round is None or method.applies_to(client_round)
     return Client(
         method_state, received_state, client_round, module, find_federation(module.trainer), active, method.section_name
@@ -332,14 +359,14 @@ def make_client(
 
 
 def overrides_hook(method: MethodBase | type[MethodBase], hook: str) -> bool:
-    """Whether a method has a function of its own."""
+    """Return whether a method overrides a hook of `MethodBase`."""
     kind = method if isinstance(method, type) else type(method)
     implementation: object = getattr(kind, hook)
     return implementation is not getattr(MethodBase, hook)
 
 
 def methods_overriding(methods: Iterable[MethodBase], function: str) -> list[MethodBase]:
-    """The methods that have a function of their own."""
+    """Return the methods that override a hook."""
     return [method for method in methods if overrides_hook(method, function)]
 
 
@@ -350,17 +377,17 @@ def tracks_rounds(method: MethodBase) -> bool:
 
 
 def keeps_client_state(method: MethodBase, client_round: ClientRound) -> bool:
-    """Whether a client keeps a memory for a method: who never uses it has none."""
+    """Return whether a client keeps state for a method. False if the client is not in the method's list of clients."""
     return isinstance(method.clients, str) or client_round.client_id in method.clients
 
 
 def changes_loss(method: MethodBase, client: Client) -> bool:
-    """Whether a method changes the loss at all."""
+    """Return whether a method changes the loss."""
     return overrides_hook(method, "penalty") or method.task_weight(client) != 1
 
 
 def matches(name: str, pattern: Pattern) -> bool:
-    """Whether an entry is one of a pattern's.
+    """Return whether a tensor name matches a pattern, or one of several patterns.
 
     Example:
         >>> [matches(name, "!model.head.*") for name in ("model.body.weight", "model.head.weight")]

@@ -1,4 +1,4 @@
-"""Checks that methods can train on batches and store their samples."""
+"""Checks whether methods can train on batches and store their samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_fcl.methods.base import MethodBase, overrides_hook
 from lightning_fcl.methods.context import is_labelled
 from lightning_fcl.methods.dry_run import first_indices
 
-_SAMPLES = 2  # read before a fit
+# Number of samples that `check_samples` reads before a fit.
+_SAMPLES = 2
 
 
 def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
@@ -25,8 +26,8 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
     Args:
         method: The method.
         batch: The batch.
-        stored: Whether the method may store samples of the batch as they are. In a federation, methods store samples
-            as the dataset returns them, and transfer hooks may change a batch.
+        stored: Whether to check also that the method can store samples of the batch. Use False with a
+            `FederatedStream`: methods then store samples as the dataset returns them, before transfer hooks.
     """
     accepts = is_labelled(batch) or (method.needs.dict_batches and isinstance(batch, dict))
     if method.needs.labels and not accepts:
@@ -40,9 +41,9 @@ def check_batch(method: MethodBase, batch: Batch, stored: bool = True) -> None:
 
 
 def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
-    """Raise TypeError if a method stores samples, and those of the stream cannot be stored.
+    """Raise TypeError if a method stores samples but the samples of the stream cannot be stored.
 
-    Two samples are read, with which neither the dataset nor a random generator changes.
+    The check reads two samples. It restores the random number generators and any state of the dataset that changes.
     """
     stream = find_stream(trainer)
     stores = method.needs.tensors or overrides_hook(method, "replay_samples")
@@ -52,7 +53,8 @@ def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
     with isolate_rng(), restored_reading(samples, rows, "train"):
         try:
             batch = samples.get(rows, "train", stream.seed)
-        except Exception:  # such as a `collate_fn` for more samples; training raises all other errors
+        # `collate_fn` may fail for two samples only. Training raises all other errors.
+        except Exception:
             return
     if method.needs.tensors:
         check_batch(method, batch)
@@ -61,9 +63,9 @@ def check_samples(method: MethodBase, trainer: L.Trainer) -> None:
 
 
 def check_stored(method: MethodBase, batch: Batch) -> None:
-    """Raise TypeError if a method stores samples, and those of a batch cannot be stored.
+    """Raise TypeError if a method stores samples but the samples of a batch cannot be stored.
 
-    Samples can be stored if every value of the batch is a tensor with a row for each sample.
+    Samples can be stored if every value of the batch is a tensor with one row for each sample.
     """
     name, needs = type(method).__name__, method.needs
     values: dict[str, object]
@@ -88,7 +90,7 @@ def check_stored(method: MethodBase, batch: Batch) -> None:
 
 
 def _named(batch: Batch) -> dict[str, object]:
-    """Return the values of a batch by name; those of a pair are ``x`` and ``y``."""
+    """Return the values of a batch by name. The values of a pair are named ``x`` and ``y``."""
     return {str(name): value for name, value in (batch if isinstance(batch, Mapping) else _pair(batch)).items()}
 
 
@@ -97,7 +99,7 @@ def _pair(batch: Batch) -> dict[str, object]:
 
 
 def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
-    """Yield the values in a nest of dicts, lists and tuples, with their paths."""
+    """Yield the paths and values of nested dicts, lists and tuples."""
     if isinstance(batch, Mapping):
         parts: list[tuple[object, object]] = [*batch.items()]
     elif type(batch) in (list, tuple) and len(batch):
@@ -110,7 +112,7 @@ def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
 
 
 def _described(value: object) -> str:
-    """Return the type of a value, with a shape or the types of its items."""
+    """Return a description of a value: its type, with its shape or the types of its items."""
     if isinstance(value, Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     inner = {type(item).__name__ for item in value} if type(value) in (list, tuple) else set()  # type: ignore[attr-defined]
@@ -118,6 +120,6 @@ def _described(value: object) -> str:
 
 
 def _kind_of(value: object) -> str:
-    """Return the type of a value, with the length of a list or tuple."""
+    """Return a description of a value's type, with the length of a list or tuple."""
     length = f" of {len(value)}" if isinstance(value, list | tuple) else ""
     return f"a {type(value).__name__}{length}"

@@ -1,4 +1,4 @@
-"""The buffers of Avalanche: what they read, and how they select samples."""
+"""Sample selection by Avalanche's buffers: the objects that buffers read, and the selection itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Items:
-    """A dataset for Avalanche: samples, their labels, and their positions."""
+    """A dataset for Avalanche's buffers. Its items are a sample, its label and its position."""
 
     def __init__(self, sample: Callable[[int], Any], indices: Tensor, labels: Tensor) -> None:
         self.sample = sample
@@ -35,19 +35,20 @@ class Items:
 
 
 class Agent(SimpleNamespace):
-    """The attributes of Avalanche's training loop that a selection strategy may read."""
+    """The attributes of Avalanche's training loop that a selection strategy can read."""
 
     def __init__(self, buffer: ExemplarsBuffer, model: torch.nn.Module, experience: int) -> None:
         device = next(model.parameters()).device
-        clock = SimpleNamespace(train_exp_counter=experience - 1)  # Avalanche adds one
+        # Avalanche adds 1 to this counter.
+        clock = SimpleNamespace(train_exp_counter=experience - 1)
         asks = type(vars(buffer).get("selection_strategy", buffer)).__name__
         super().__init__(asks=asks, model=model, device=device, eval_mb_size=256, clock=clock)
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidTypeError(
-            f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
+            f"Expected a selection strategy that reads only the model and its device, but `{self.asks}` reads "
             f"`{name}`, which only Avalanche's own training loop has.",
-            hint="Use one that needs only the model, such as `HerdingSelectionStrategy`.",
+            hint="Use a strategy that needs only the model, such as `HerdingSelectionStrategy`.",
             argument=self.asks,
             value=name,
         )
@@ -62,19 +63,20 @@ def select(
     agent: Agent,
     generator: torch.Generator,
 ) -> tuple[Tensor, StateSection]:
-    """Select samples by a buffer of Avalanche.
+    """Select samples with a buffer of Avalanche.
 
     Args:
-        buffer: The buffer; a copy of it is used.
-        sample: Returns the sample at a position.
-        labels: The class of each sample, shape (n,). Samples of an earlier selection come first.
-        tasks: The experience of each sample, shape (n,).
-        memory: What the earlier selection returned: ``priority`` or ``group``, shape (kept,).
+        buffer: The buffer. It is copied and does not change.
+        sample: Function that returns the sample at a position.
+        labels: Class of each sample, shape (n,). Samples of an earlier selection come first.
+        tasks: Experience of each sample, shape (n,).
+        memory: The state that the earlier selection returned: ``priority`` or ``group`` of the samples that it
+            selected, shape (selected,). {} for the first selection.
         agent: The attributes of Avalanche's training loop.
-        generator: Draws one number.
+        generator: Random number generator. It draws one seed for the selection.
 
     Returns:
-        The positions of the selected samples, and the ``priority`` or ``group`` of each.
+        Positions of the selected samples, and the ``priority`` or ``group`` of each.
     """
     from lightning_fcl.data.avalanche import DataAttribute, TaskAwareSupervisedClassificationDataset
     from lightning_fcl.data.avalanche import storage_policy as policies
@@ -95,7 +97,7 @@ def select(
     group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
 
     def restored(number: int) -> Any:
-        """A group of the buffer as it was: Avalanche has no way to restore one."""
+        """Return one group of the buffer, restored from the earlier selection. Avalanche has no function for this."""
         group_buffer: Any = policies.ReservoirSamplingBuffer(updated_buffer.max_size)
         if parametric:
             group_buffer = policies._ParametricSingleBuffer(updated_buffer.max_size, updated_buffer.selection_strategy)

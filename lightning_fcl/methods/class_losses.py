@@ -1,4 +1,4 @@
-"""Cross-entropies that treat classes unlike: logit adjustment by how often each comes, and Mean Output Loss."""
+"""Losses that treat classes differently: logit adjustment by class priors, and Mean Output Loss."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from lightning_fcl.validation import at_least, one_of, validated
 
 
 class SparseDeltaSum(SparseSum, DeltaSum):
-    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
+    """The reduction ``delta_sum`` for uploads that are often all zeros: an upload of zeros takes no bytes."""
 
     name = "sparse_delta_sum"
 
 
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
-    """Cross-entropy of logits that are shifted by ``tau * log(prior)`` of their class, per sample.
+    """Return the cross-entropy of each sample, with logits shifted by ``tau * log(prior)`` of their class.
 
-    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior is the share of
-    ``counts``, shape (classes,). A class without samples takes no part, but as a sample's own, whose logit then stays
-    as it is; where all counts are 0, or ``tau`` is, nothing is shifted.
+    This is equation 10 of Menon et al. 2021, and with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior of
+    a class is its share of ``counts``, shape (classes,). Classes without samples are left out of the softmax. If the
+    class of a target has no samples, it is kept and its logit is not shifted. If all counts are 0 or ``tau`` is 0, the
+    result is the plain cross-entropy.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -55,20 +56,21 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
 
 @dataclass(eq=False)
 class LogitAdjustment(Method):
-    """Every step: the cross-entropy is that of logits shifted by the logarithm of the classes' priors.
+    """Logit adjustment by class priors (Menon et al., 2021).
 
-    A class that comes often no longer wins by coming often, and one that does not come at all is left alone: of a
-    client's own classes as in Zhang et al. 2022, or of those that all clients have trained on so far, as in Menon et
-    al. 2021 and the balanced softmax of Ren et al. 2020. It presumes that the task's loss is cross-entropy.
+    Replaces the task's cross-entropy in every step by `logit_adjusted_loss`, so that frequent classes have no
+    advantage. The task's loss must be cross-entropy.
 
     Args:
-        tau: Strength, at least 0; 0 is the task's own loss.
-        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer
-            without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
-            and of the base session. Clients then upload the counts of samples that they have not trained on before.
+        tau: Strength, at least 0. 0 is the task's own loss.
+        prior: Samples from which the class priors are counted. ``"client"``: the client's samples of the round, as in
+            Zhang et al. 2022. In a plain Trainer without a `FederatedStream`, these are the samples of the previous
+            epoch. ``"federation"``: the samples of all clients so far and of the base session, as in Menon et al. 2021
+            and the balanced softmax of Ren et al. 2020. Clients then upload the class counts of samples that they have
+            not trained on before.
 
     Raises:
-        ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
+        ValueError: If an argument is out of range, a batch has no labels, or the module has no ``num_classes``.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior
@@ -96,7 +98,7 @@ class LogitAdjustment(Method):
         if not isinstance(module, HasNumClasses):
             raise InvalidValueError(
                 f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`.",
-                hint="Use a `Classifier`, or define it beside `lightning_fcl_protocols = True`.",
+                hint="Use a `Classifier`, or define `num_classes` and `lightning_fcl_protocols = True` in the module.",
                 argument="num_classes",
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
@@ -114,7 +116,7 @@ class LogitAdjustment(Method):
         return {**memory, "counts": shared + local_counts, "unsent": unsent}
 
     def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
-        """Return how many samples of each class the server has not counted; in a plain Trainer, once a fit."""
+        """Return the samples per class that the server has not counted yet. A plain Trainer counts once per fit."""
         if client.history is None:
             return counts * client.is_new_experience
         return _counted(client.client_round.labels[client.history.new], len(counts))
@@ -127,7 +129,8 @@ class LogitAdjustment(Method):
         return {"counts": self._new_counts(client, counts).to(unsent.device) + unsent}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        assert step.y is not None  # as it needs labels
+        # `needs.labels` guarantees targets.
+        assert step.y is not None
         if self.tau == 0:
             return 0.0
         counts = match_output(client.method_state["counts"], step.output)
@@ -166,10 +169,18 @@ def mean_output_loss(
     outputs: Outputs = "probabilities",
     distance: Distance = "squared",
 ) -> Tensor:
-    """How far the mean output of the new classes, without the target's, is from that of the old classes, per sample.
+    """Return the distance between the mean outputs of new and old classes, per sample (Kröger et al.).
 
-    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's. ``new`` and ``old``
-    tell classes of the session and of earlier ones, shape (classes,); probabilities are those of a softmax over all.
+    The mean over the new classes leaves out the target's class. The paper describes the loss in words only. The
+    distance is 0 if there are no old classes, or no new classes other than the target's.
+
+    Args:
+        logits: Logits, shape (batch, classes).
+        target: Target classes, shape (batch,).
+        new: Mask of the session's classes, shape (classes,).
+        old: Mask of the classes of earlier sessions, shape (classes,).
+        outputs: Outputs to average. Probabilities are from a softmax over all classes.
+        distance: Squared or absolute difference of the means.
     """
     if outputs == "probabilities":
         logits = logits.softmax(dim=-1)
@@ -186,22 +197,24 @@ def mean_output_loss(
 
 @dataclass(eq=False)
 class MeanOutputLoss(Method):
-    """Every step: cross-entropy among the session's classes, and `mean_output_loss` (Kröger et al.: MOL).
+    """Mean Output Loss, MOL (Kröger et al.).
 
-    ``cross-entropy + mu * MOL``. A session's new classes are those that any client of the federation learns in it; old
-    are those of all sessions before. The stream tells them; in a plain Trainer without a `FederatedStream`, a `fit` is
-    a session, and the new classes are those of the batch that were not seen in an earlier one.
+    The loss of each step is ``cross-entropy + mu * MOL``, see `mean_output_loss`. New classes are those that any client
+    of the federation learns in the current session. Old classes are those of all earlier sessions. A `FederatedStream`
+    defines both. In a plain Trainer without a stream, a `fit` is a session, and the new classes are the classes of the
+    batch that no earlier session contained.
 
-    Of the readings of the paper's words that were tried (``recipes/odfcl/README.md``) the default is the one that
-    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone. For a
-    remembered sample of an old class (`Replay`) the cross-entropy is over all classes seen.
+    The paper leaves several choices open. The defaults are the variant that worked best in ``recipes/odfcl/README.md``:
+    squared difference of mean probabilities, and cross-entropy over the session's classes only. For a replay sample of
+    an old class (`Replay`), the cross-entropy is over all classes seen.
 
     Args:
         mu: Weight of MOL, at least 0.
-        output_kind: What the means are of: see `mean_output_loss`.
-        distance: See `mean_output_loss`.
-        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
-            or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
+        output_kind: Outputs that are averaged, see `mean_output_loss`.
+        distance: Squared or absolute difference of the means.
+        cross_entropy: Classes of the task's cross-entropy: those of the ``"session"``, all ``"seen"`` classes, or
+            ``"all"`` outputs. With ``"session"`` or ``"seen"``, the task's loss must be cross-entropy, as in
+            `Classifier`.
 
     Raises:
         ValueError: If an argument is out of range, or a batch has no labels.
@@ -229,7 +242,8 @@ class MeanOutputLoss(Method):
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        assert step.y is not None  # as it needs labels
+        # `needs.labels` guarantees targets.
+        assert step.y is not None
         output, target_classes = step.output, target_mask(step.y, step.output)
         old = match_output(client.method_state["old"], output)
         if "new" in client.method_state:

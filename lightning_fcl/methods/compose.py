@@ -1,4 +1,4 @@
-"""How the methods of a Trainer go together, one client at a time and side by side, and what they need around them."""
+"""Composition of a Trainer's methods: compatibility checks, and the total loss of several methods."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from lightning_fcl.methods.replay_samples import ClientOf
 
 
 def get_methods(trainer: L.Trainer) -> list[MethodBase]:
-    """The methods among a Trainer's callbacks, in order."""
+    """Return the methods among a Trainer's callbacks, in order."""
     return [callback for callback in get_callbacks(trainer) if isinstance(callback, MethodBase)]
 
 
 def check_compatible(methods: Sequence[MethodBase]) -> None:
-    """Refuse methods that cannot work together."""
+    """Raise ValueError if methods cannot be combined."""
     for does, function in (
-        ("weighs the task loss", "task_weight"),
+        ("scales the task loss", "task_weight"),
         ("changes the gradient", "project_gradient"),
-        ("predicts by a rule of its own", "rescore"),
+        ("has a prediction rule", "rescore"),
         ("trains parts of the module in stages", "trainable_patterns"),
     ):
         names = [*dict.fromkeys(type(method).__name__ for method in methods_overriding(methods, function))]
         if len(names) > 1:
             raise InvalidValueError(
                 f"Expected at most one method that {does} but got {' and '.join(names)}.",
-                hint="Remove one.",
+                hint="Use only one of these methods.",
                 argument="callbacks",
                 value=names,
             )
@@ -54,7 +54,7 @@ def check_compatible(methods: Sequence[MethodBase]) -> None:
 
 
 def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Refuse, before a fit, what a method cannot work with."""
+    """Raise ValueError if a Trainer or module does not meet the needs of a method. Called before a fit."""
     name, needs = type(method).__name__, method.needs
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
         raise InvalidValueError(
@@ -73,7 +73,7 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     weights = federation.server.client_weights
     if needs.uniform_weights and weights != "uniform" and len(federation.stream.plan.clients) > 1:
         raise InvalidValueError(
-            f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
+            f'Expected `client_weights="uniform"` for `{name}`, whose correction weights all clients equally, but got '
             f"{weights!r}.",
             hint='Use `FederatedStrategy(client_weights="uniform")`.',
             argument="client_weights",
@@ -86,9 +86,8 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     head_names = sorted(name for name in learning if matches(name, head))
     if not head_names or len(head_names) == len(learning):
         raise InvalidValueError(
-            f"Expected `head_pattern` to match some of the trainable parameters but `{head}` matches "
-            f"{len(head_names)} of "
-            f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
+            f"Expected `head_pattern` to match some but not all trainable parameters, but `{head}` matches "
+            f"{len(head_names)} of {len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
             hint=f'Use a pattern of the last layer, such as `head_pattern="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head_pattern",
         )
@@ -96,7 +95,7 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
     for name in head_names:
         if not reductions[name].is_local:
             raise InvalidValueError(
-                f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
+                f'Expected a client-local head, but {name} has the reduction "{reductions[name].name}".',
                 hint=f'Give the strategy `reductions={{"{head}": "local"}}`.',
                 argument="reductions",
                 value=name,
@@ -104,11 +103,12 @@ def check_needs(method: MethodBase, trainer: L.Trainer, module: L.LightningModul
 
 
 def _check_one_client(method: MethodBase, trainer: L.Trainer) -> None:
-    """Raise ValueError if a method has functions that a plain Trainer, a federation of one client, does not call."""
+    """Raise ValueError if a method has hooks that a plain Trainer, a federation of one client, does not call."""
     functions = [name for name in ("personalize",) if overrides_hook(method, name)]
     functions += ["on_client_end"] if isinstance(method, ClientEndListener) else []
     functions += ["on_round_end"] if isinstance(method, RoundEndListener) else []
-    if trainer.world_size > 1:  # each process has a client with a share of the data
+    # With several processes, each process has a client with a share of the data.
+    if trainer.world_size > 1:
         functions += [name for name in ("transform_upload", "process_aggregate") if overrides_hook(method, name)]
     if functions:
         name, suffix = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
@@ -127,9 +127,16 @@ def compose(
     zero: Tensor,
     applies: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | float, Tensor]:
-    """How methods go together, one client at a time and vectorised alike: factors multiply, penalties add up.
+    """Return the total factor of the task loss and the total penalty of several methods.
 
-    ``applies`` tells whether the client uses each method, 1 or 0; None: it uses all.
+    Factors are multiplied, and penalties are added. Sequential and vectorized training both use this function.
+
+    Args:
+        methods: The methods.
+        clients: The client as each method sees it.
+        steps: The step as each method sees it.
+        zero: A zero on the device of the loss, to which the penalties are added.
+        applies: For each method, 1 if the client uses it and 0 otherwise. None: the client uses all methods.
     """
     scale: Tensor | float = 1.0
     extra = zero
@@ -145,7 +152,10 @@ def compose(
 def local_epochs_fn(
     methods: Sequence[MethodBase], client_of: ClientOf, default_epochs: int
 ) -> int | Callable[[ClientRound], int]:
-    """A client's passes over its data in a round, as the first method says that has a say."""
+    """Return the number of local epochs from the first method that defines one, or ``default_epochs``.
+
+    If a method overrides `MethodBase.local_epochs`, the result is a function of the client's round.
+    """
     saying = methods_overriding(methods, "local_epochs")
 
     def local_epochs_in(client_round: ClientRound) -> int:
@@ -157,7 +167,7 @@ def local_epochs_fn(
 
 @contextmanager
 def prediction_override(module: L.LightningModule) -> Iterator[None]:
-    """Let a module predict by the rule of a method of its Trainer, if one has a rule, in place of its own output."""
+    """Temporarily replace a module's output by the prediction rule of its Trainer's methods, if a method has one."""
     ruling, federation = methods_overriding(get_methods(module.trainer), "rescore"), find_federation(module.trainer)
     if not ruling:
         yield

@@ -1,4 +1,4 @@
-"""What a method sees of a client, of its steps, and of the server."""
+"""The views of a client, a step and the server that the hooks of a method receive."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from lightning_fcl.rng import derive_seed, global_seed
 
 
 class Client:
-    """A client, as the functions of one method see it.
+    """A client, as the hooks of one method see it.
 
     Args:
-        method_state: What it remembers for the method: `Method.prepare_client_state` and `Method.update_client_state`
-            give what it is then. What is changed in its tensors in place lasts.
-        received_state: The state that it has received at the start of the round, with what the server keeps for
-            methods.
-        client_round: Its part in the round: its name, experience and labels.
-        module: The module that the Trainer trains. Where clients train one at a time, the client's state is in it.
-        federation: The federation; None in a plain Trainer.
-        is_active: Whether it uses the method.
-        section_name: The name of the method's section in what client and server keep.
-        generator: Draws whatever is random when its round ends; None: one of client, round and section.
+        method_state: The client's state for the method, from `Method.prepare_client_state` or
+            `Method.update_client_state`. In-place changes of its tensors are kept.
+        received_state: The state that the client received at the start of the round. It includes the tensors that the
+            server keeps for methods.
+        client_round: The client's part in the round: its id, experience and labels. None in a vectorized step of
+            several clients.
+        module: The module that the Trainer trains. In sequential training, it has the client's state.
+        federation: The federation. None in a plain Trainer.
+        is_active: Whether the client uses the method.
+        section_name: Name of the method's section in the state of clients and server.
+        generator: Random number generator for the end of the round. Default: seeded by client, round and section.
 
     Attributes:
-        batch: The batch at hand.
-        local_epoch: The local epoch of it, from 0.
-        num_steps: Optimizer steps that it has taken in the round, known when its round ends.
-        missed_sync: Whether the server has not heard of the round, known then, too.
-        result: In `Method.end_experience` of a method that accumulates samples, the result of the experience's earlier
-            rounds that ``data`` adds to; {} if ``data`` has all samples of the experience so far.
-        reply: What the server has sent for `Method.prepare_client_state` at the start of the round, see `Method.reply`.
+        batch: The current batch.
+        local_epoch: Index of the current local epoch, from 0.
+        num_steps: Number of the client's optimizer steps in the round. It is final at the end of the round.
+        missed_sync: Whether the server did not receive the client's upload of the round. Set at the end of the round.
+        result: For `Method.end_experience` of a method that accumulates samples: the result of the experience's earlier
+            rounds, to which ``data`` adds. {} if ``data`` has all samples of the experience so far.
+        reply: Tensors that the server sent for `Method.prepare_client_state` at the start of the round, see
+            `Method.reply`.
         may_end: Whether the client's experience may end with the round.
 
     Example:
@@ -79,17 +81,16 @@ class Client:
 
     @property
     def client_round(self) -> ClientRound:
-        """Its part in the round.
+        """The client's part in the round.
 
         Raises:
-            RuntimeError: Where several clients train side by side, and this stands for all of them.
+            RuntimeError: If several clients train in one vectorized step.
         """
         if self._part is None:
             raise InvalidStateError(
-                "Expected one client for `client.client_round` but several train side by side.",
-                hint="Store the values for the step in the memory that `prepare_client_state` returns, or set "
-                "`vectorizable = "
-                "False`.",
+                "Expected one client for `client.client_round`, but several clients train in one vectorized step.",
+                hint="Store the values for the step in the state that `prepare_client_state` returns, or set "
+                "`vectorizable = False`.",
             )
         return self._part
 
@@ -102,18 +103,19 @@ class Client:
         """The module that the Trainer trains."""
         if self._module is None:
             raise InvalidStateError(
-                "Expected a client of a Trainer for `client.module` but got one of none.", argument="module"
+                "Expected `client.module` to be read while a Trainer is fitting, but the client has no module.",
+                argument="module",
             )
         return self._module
 
     @property
     def server_state(self) -> State:
-        """What it has received of the method's `Method.init_server_state`, by name."""
+        """Tensors of `Method.init_server_state` that the client received, by name."""
         return strip_prefix(self.received_state, self._section)
 
     @property
     def history(self) -> SampleHistory | None:
-        """The numbers of the round's samples and of earlier ones.
+        """Sample numbers of the current round and of the client's earlier rounds.
 
         None in a plain Trainer without a `FederatedStream`, where samples have no numbers.
         """
@@ -122,23 +124,23 @@ class Client:
         return self._history
 
     def set_history(self, make: Callable[[], SampleHistory | None]) -> None:
-        """Let `history` be the result of ``make``, which is called when the history is first read."""
+        """Set a function that computes `history` when it is first read."""
         self._make_history = make
 
     @property
     def is_new_experience(self) -> bool:
-        """Whether the ``experience`` in its memory, if there is any, is an earlier one."""
+        """Whether the client's experience is later than the ``experience`` in its method state, or none is stored."""
         return self.client_round.experience_idx > int(self.method_state.get("experience", -1))
 
     def new_samples(self, data: Batch) -> Batch:
-        """Return those of the round's samples that are in no earlier round that the client trained in.
+        """Return the samples of the round that were in no earlier round in which the client trained.
 
-        In a plain Trainer without a `FederatedStream`, whose samples have no numbers, all samples of an epoch are new.
+        In a plain Trainer without a `FederatedStream`, samples have no numbers, and all samples of an epoch are new.
         """
         return data if self.history is None else self.select_samples(data, self.history.new)
 
     def select_samples(self, data: Batch, mask: Tensor) -> Batch:
-        """Return the round's samples for which ``mask``, shape (n,), is true; ``client_round`` gets their labels."""
+        """Return the round's samples where ``mask``, shape (n,), is True. Also select the labels of `client_round`."""
         if bool(mask.all()):
             return data
         if self._part is not None and len(self._part.labels) == len(mask):
@@ -147,7 +149,7 @@ class Client:
 
     @property
     def seed(self) -> int:
-        """Seed of the draws of methods."""
+        """Seed for the random numbers of methods."""
         if self.federation is not None:
             return self.federation.seed
         attached = self._module is not None and self._module._trainer is not None
@@ -156,7 +158,7 @@ class Client:
 
     @property
     def generator(self) -> torch.Generator:
-        """Draws whatever is random when its round ends."""
+        """Random number generator for the end of the round."""
         if self._generator is None:
             seed = derive_seed(self.seed, self.client_round.client_id, self.client_round.round_idx, self._section)
             self._generator = torch.Generator().manual_seed(seed)
@@ -165,29 +167,29 @@ class Client:
 
 def _elsewhere(x: Any, *args: object, **kwargs: object) -> Tensor:
     raise InvalidStateError(
-        "Expected a step of a module, which has outputs on other samples, too, but got one of none."
+        "Expected a step of a training module to compute outputs on other samples, but the step has no module."
     )
 
 
 @dataclass
 class Step:
-    """One optimisation step of one client, as a method sees it.
+    """One optimizer step of one client, as a method sees it.
 
     Args:
-        params: The student's trainable parameters by name, part of the graph.
+        params: The student's trainable parameters by name, as part of the graph.
         received_state: The state that the client received at the start of the round.
-        x: The batch's inputs, shape (batch, ...).
-        output: The student's output on ``x``, shape (batch, classes).
-        teacher_forward: ``teacher_forward(state, x)``: a teacher, the module with another state, in evaluation mode,
-            without gradient.
-        forward_fn: ``forward_fn(x)``: the student's output on other samples, part of the graph.
-        embed_fn: ``embed_fn(x)``: what the module's `embed` makes of them, likewise.
-        loss_fn: ``loss_fn(x, y)``: the mean task loss on other samples, in the module's present mode.
-        sample_weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal
-            shares.
-        y: The batch's targets, shape (batch, ...); None where the batch is no pair.
+        x: Inputs of the batch, shape (batch, ...).
+        output: The student's output for ``x``, shape (batch, classes).
+        teacher_forward: ``teacher_forward(state, x)`` returns the output of a teacher. The teacher is the module with
+            another state, in evaluation mode and without gradient.
+        forward_fn: ``forward_fn(x)`` returns the student's output for other samples, as part of the graph.
+        embed_fn: ``embed_fn(x)`` returns the student's features, the result of ``embed``, as part of the graph.
+        loss_fn: ``loss_fn(x, y)`` returns the mean task loss on other samples, in the module's current mode.
+        sample_weight: Weight of each sample when averaging over the batch, shape (batch,), with sum 1. None: equal
+            weights.
+        y: Targets of the batch, shape (batch, ...). None if the batch is not a pair.
         replay_samples: Replay samples drawn for this step, by name, each of shape (replay_batch_size, ...). Empty if
-            the client has none yet. See `Method.replay_batch_size`.
+            the client has no replay samples yet. See `Method.replay_batch_size`.
         replay_weight: 1 if there are replay samples, 0 otherwise.
     """
 
@@ -203,10 +205,11 @@ class Step:
     y: Tensor | None = None
     replay_samples: Mapping[str, Tensor] | None = None
     replay_weight: Tensor | float = 0.0
-    _why: str = field(default="", repr=False)  # there is no batch
+    # The error message if `x` or `output` is read from a step without a batch.
+    _why: str = field(default="", repr=False)
 
     def without_batch(self, reason: str) -> Step:
-        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError."""
+        """Return the step without ``x`` and ``output``. Reading them raises RuntimeError with ``reason``."""
         other = copy.copy(self)
         del other.x, other.output
         other._why = reason
@@ -220,22 +223,23 @@ class Step:
             raise AttributeError(name)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
+        """Return the mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
         return values.mean() if self.sample_weight is None else (values * self.sample_weight).sum()
 
 
 @dataclass(frozen=True)
 class Server:
-    """The server when a round's uploads have come together, as `Method.process_aggregate` of one method sees it.
+    """The server after a round's aggregation, as `Method.process_aggregate` of one method sees it.
 
     Args:
-        previous_state: Its state when the round began, with what it kept for methods.
-        state: Its state now, as reductions, its optimizer and the turns of methods before this one have made it.
-        server_state: What it keeps for the method, by name: what is put there it keeps from then on.
-        participation_rate: Share of the stream's clients whose uploads were taken, above 0.
-        ends: Whether the experience of some client ends with the round.
+        previous_state: The server's state at the start of the round, including tensors that it keeps for methods.
+        state: The current state, after reductions, server optimizer and the `Method.process_aggregate` of earlier
+            methods.
+        server_state: Tensors that the server keeps for the method, by name. Changes of this dict are kept.
+        participation_rate: Share of the stream's clients whose uploads were accepted, above 0.
+        ends: Whether the experience of any client ends with the round.
         module: The module that the Trainer trains.
-        generator: Draws whatever is random, by the round and the method's section.
+        generator: Random number generator, seeded by the round and the method's section.
 
     Example:
         >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
@@ -254,7 +258,7 @@ class Server:
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> State:
-    """The entries of a memory below ``prefix``, without it.
+    """Return the tensors whose names start with ``prefix`` and a dot, without the prefix in their names.
 
     Example:
         >>> strip_prefix({"own.w": torch.ones(1), "seen": torch.zeros(2)}, "own")
@@ -264,7 +268,7 @@ def strip_prefix(tensors: Mapping[str, Tensor], prefix: str) -> State:
 
 
 def zeros_like_state(state: Mapping[str, Tensor]) -> State:
-    """Zeros in place of a state's numbers.
+    """Return zeros for all tensors of a state.
 
     Example:
         >>> zeros_like_state({"w": torch.ones(1)})
@@ -274,7 +278,7 @@ def zeros_like_state(state: Mapping[str, Tensor]) -> State:
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> StateSection:
-    """A copy of a state as entries of a memory below ``prefix``.
+    """Return a detached copy of a state with ``prefix`` and a dot before each name.
 
     Example:
         >>> with_prefix({"w": torch.ones(1)}, "own")
@@ -284,12 +288,13 @@ def with_prefix(state: Mapping[str, Tensor], prefix: str) -> StateSection:
 
 
 def without_call(module: nn.Module) -> str:
-    """Why a step has no ``x`` and ``output``, with a place for the name of the method that asks for them."""
+    """Return the error message for a step without ``x`` and ``output``, with ``%s`` for the name of the method."""
     return (
-        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, whose output `%s` needs, but it did not."
+        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, because `%s` needs its output, but it "
+        "did not."
     )
 
 
 def is_labelled(batch: Batch) -> bool:
-    """Whether a batch is a pair of inputs and a tensor of targets."""
+    """Return whether a batch is a pair of inputs and a tensor of targets."""
     return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)

@@ -1,4 +1,4 @@
-"""Distillation from the server's model and from earlier ones: LwF, FLwF, FLwF-2T, FedNTD; and MOON, of features."""
+"""Distillation from the server's model and from earlier models: LwF, FLwF, FLwF-2T and FedNTD. MOON for features."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lightning_fcl.validation import above, at_least, between, one_of, validated
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
+    """Return the cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
 
-    Classes whose logits are -inf count for nothing.
+    Classes with logits of -inf do not contribute.
     """
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
@@ -33,24 +33,24 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
 
 @dataclass(eq=False)
 class FLwF2T(Method):
-    """Every step: distils from the client's previous model and the server's (Usmanova et al. 2021, section 4.2).
+    """FLwF-2T: distillation from the client's previous model and the server's model (Usmanova et al., 2021, sec. 4.2).
 
-    ``alpha * task loss + beta * KD(own previous model) + (1 - alpha - beta) * KD(received server model)``. A client's
-    previous model is the one it trained in the last round it took part in; before its first, the server's stands in, so
-    that the whole weight is on the server.
+    The loss is ``alpha * task loss + beta * KD(client's previous model) + (1 - alpha - beta) * KD(received server
+    model)``. The client's previous model is its model after the last round in which it trained. In its first round the
+    client has none, and the received server model replaces it in the second term.
 
-    The defaults are the paper's text. Its tables are nearer to ``alpha=0.01, reduction="mean", teacher="live"``
-    (``recipes/flwf/README.md``).
+    The defaults are from the paper's text. The results in its tables are closer to
+    ``alpha=0.01, reduction="mean", teacher="live"`` (``recipes/flwf/README.md``).
 
     Args:
         alpha: Weight of the task loss, 0 to 1.
-        beta: Weight of the own previous model, 0 to 1 - alpha.
-        temperature: Softens both sides, above 0.
-        reduction: The mean of the distillation loss, as in `torch.nn.KLDivLoss`: over samples, ``"batchmean"``, or over
-            samples and classes, ``"mean"``.
+        beta: Weight of the client's previous model, 0 to 1 - alpha.
+        temperature: Temperature of teacher and student, above 0.
+        reduction: Mean of the distillation loss, as in `torch.nn.KLDivLoss`. ``"batchmean"``: over samples.
+            ``"mean"``: over samples and classes.
         teacher: ``"snapshot"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
-            in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
-        clients: Who distils; the others fine-tune. See `Method`.
+            that is training, as in a program that forgets to copy the model. The term of the previous model is then 0.
+        clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -105,16 +105,17 @@ class FLwF2T(Method):
 
 @dataclass(eq=False)
 class FLwF(FLwF2T):
-    """Every step: distils from the client's own previous model alone (Usmanova et al. 2021, section 4.1).
+    """FLwF: distillation from the client's previous model only (Usmanova et al., 2021, section 4.1).
 
-    ``alpha * task loss + (1 - alpha) * KD(own previous model)``: FLwF-2T with beta = 1 - alpha.
+    The loss is ``alpha * task loss + (1 - alpha) * KD(client's previous model)``. This is `FLwF2T` with
+    ``beta = 1 - alpha``.
 
     Args:
         alpha: Weight of the task loss, 0 to 1.
-        temperature: Softens both sides, above 0.
+        temperature: Temperature of teacher and student, above 0.
         reduction: See `FLwF2T`.
         teacher: See `FLwF2T`.
-        clients: Who distils; the others fine-tune. See `Method`.
+        clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Example:
         >>> FLwF(alpha=0.001).beta
@@ -130,18 +131,18 @@ class FLwF(FLwF2T):
 
 @dataclass(eq=False)
 class LwF(Method):
-    """Every step: distils the classes of earlier experiences from the model at their end (Li and Hoiem 2016).
+    """Learning without forgetting (Li and Hoiem, 2016): distillation of the classes of earlier experiences.
 
-    ``task loss + strength * KD`` over the logits of the classes that the client saw before this experience; nothing is
-    added in the first.
+    The loss is ``task loss + strength * KD``. KD uses the logits of the classes that the client saw before the current
+    experience. In the client's first experience, KD is 0.
 
     Args:
         strength: Weight (lambda) of the distillation, at least 0.
-        temperature: Softens both sides, above 0.
-        teacher: Whose model distils: ``"client"``: the client's, after its last round of earlier experiences;
-            ``"server"``: the server's, before the first client entered this experience, see
-            `lightning_fcl.methods.teachers`. The client receives this model once in each experience but the first.
-        clients: Who distils; the others fine-tune. See `Method`.
+        temperature: Temperature of teacher and student, above 0.
+        teacher: The teacher model. ``"client"``: the client's model after its last round of earlier experiences.
+            ``"server"``: the server's model from before the first client entered the current experience, see
+            `lightning_fcl.methods.teachers`. The client receives this model once in each experience except the first.
+        clients: Clients that distill. All other clients fine-tune. See `Method`.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -152,7 +153,7 @@ class LwF(Method):
     """
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
-    """Labels tell the classes that were seen."""
+    """Labels define the classes that a client has seen."""
     reductions: ClassVar[ReductionRules] = {"before.*": Once()}
     of_experience: ClassVar[tuple[str, ...]] = ("old", "teacher.*")
 
@@ -203,19 +204,20 @@ class LwF(Method):
 
 @dataclass(eq=False)
 class FedNTD(Method):
-    """Every step: distils the classes that a sample is not of from the server (Lee et al. 2022, arXiv 2106.03097).
+    """FedNTD: distillation of the not-true classes from the server's model (Lee et al., 2022, arXiv 2106.03097).
 
-    ``task loss + beta * temperature^2 * KD`` over the logits of all classes but the true one, the teacher being the
-    model that the client has received: its data teach it the true class, and make it forget the others. The square is
-    that of the authors' code. A client keeps nothing, and sends what FedAvg sends.
+    The loss is ``task loss + beta * temperature^2 * KD``. KD uses the logits of all classes except the sample's true
+    class, and the teacher is the model that the client received. So the client learns the true class from its data and
+    keeps the server's knowledge of all other classes. The factor ``temperature^2`` is from the authors' code. A client
+    keeps no state and uploads the same tensors as in FedAvg.
 
     Args:
-        beta: Weight of the distillation, at least 0; 0 is FedAvg.
-        temperature: Softens both sides, above 0.
+        beta: Weight of the distillation, at least 0. 0 is FedAvg.
+        temperature: Temperature of teacher and student, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, or the module's output are no logits of classes.
-        TypeError: If the batches are no pairs.
+        ValueError: If an argument is out of range, or the module's output is not logits of classes.
+        TypeError: If the batches are not pairs.
 
     Example:
         >>> FedNTD(beta=0.5).temperature
@@ -239,7 +241,7 @@ class FedNTD(Method):
 
 
 def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, temperature: float = 0.5) -> Tensor:
-    """``-log(e^(s_near / t) / (e^(s_near / t) + e^(s_far / t)))`` of cosine similarities s, per sample: shape (batch,).
+    """Return ``-log(e^(s_pos / t) / (e^(s_pos / t) + e^(s_neg / t)))`` of cosine similarities s, shape (batch,).
 
     Example:
         >>> contrastive_loss(Tensor([[1, 2]]), positive=Tensor([[3, 6]]), negative=Tensor([[1, 2]]))
@@ -250,19 +252,20 @@ def contrastive_loss(features: Tensor, positive: Tensor, negative: Tensor, tempe
 
 @dataclass(eq=False)
 class MOON(Method):
-    """Every step: draws features to the server's, and away from the previous model's (Li et al. 2021, Algorithm 1).
+    """MOON: model-contrastive learning (Li et al., 2021, Algorithm 1).
 
-    ``task loss + mu * mean contrastive_loss(f(x))``: near are the features of ``x`` by the model that the client has
-    received, far those by the one that it trained last. In a client's first round these are one, and the term has no
-    gradient. The features are what the module's `embed` gives, where the paper adds a projection head of its own. A
-    client keeps its last model, and sends what FedAvg sends.
+    The loss is ``task loss + mu * mean contrastive_loss(f(x))``. It moves the features of ``x`` toward those of the
+    model that the client received, and away from those of the model that the client trained last. In a client's first
+    round these models are identical, and the term has no gradient. The features are the result of the module's `embed`.
+    The paper computes features with an additional projection head. A client keeps its last model, and uploads the same
+    tensors as in FedAvg.
 
     Args:
-        mu: Weight of the contrastive loss, at least 0; 0 is FedAvg.
-        temperature: Divides the similarities, above 0.
+        mu: Weight of the contrastive loss, at least 0. 0 is FedAvg.
+        temperature: Divisor of the similarities, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
+        ValueError: If an argument is out of range, or the module has no features.
 
     Example:
         >>> MOON(mu=5.0).temperature

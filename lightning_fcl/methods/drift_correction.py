@@ -1,4 +1,4 @@
-"""Clients that drift apart, and what corrects a mean of their uploads: FedProx, SCAFFOLD, FedDyn and FedNova."""
+"""Methods that correct client drift or the mean of uploads: FedProx, SCAFFOLD, FedDyn and FedNova."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from lightning_fcl.validation import at_least, format_code_names, format_names, 
 
 
 def active_reductions(module: L.LightningModule) -> dict[str, Reduction]:
-    """How a module's entries come together in the fit at hand, by name."""
+    """Return the reductions of a module's tensors in the current fit, by name."""
     federation = find_federation(module.trainer)
     return get_reductions(module, federation.settings.rules if federation is not None else {})
 
 
 def averaged_parameters(module: L.LightningModule) -> State:
-    """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
+    """Return the trainable parameters that clients both download and upload, by name."""
     reductions = active_reductions(module)
     return {
         name: p.detach()
@@ -47,9 +47,10 @@ def averaged_parameters(module: L.LightningModule) -> State:
 
 
 def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
-    """The weights of all gradients in so many steps of SGD, added up: their number, and more with momentum.
+    """Return the sum of the weights of all gradients in some steps of SGD.
 
-    The ``||a||_1`` of Wang et al. 2020; of the groups of other optimizers it is the number of steps.
+    Without momentum this is the number of steps. With momentum it is larger: the ``||a||_1`` of Wang et al. 2020. For
+    parameter groups of other optimizers it is the number of steps.
 
     Example:
         >>> local_gradient_weight({"lr": 0.1}, 3), local_gradient_weight({"momentum": 0.5}, 3)
@@ -64,9 +65,9 @@ def local_gradient_weight(group: Mapping[str, Any], steps: int) -> float:
 
 
 class ServerUpdateMethod(Method):
-    """A method of all clients whose `process_aggregate` moves the model on from the mean of uploads."""
+    """Base class of methods whose `process_aggregate` updates the server's model from the mean of all uploads."""
 
-    needs: ClassVar[Needs] = Needs(federation_reason="no server brings uploads together. Use the strategy")
+    needs: ClassVar[Needs] = Needs(federation_reason="it has no server that aggregates uploads. Use the strategy")
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = require_federation(trainer, type(self).__name__, self.needs.federation_reason)
@@ -76,33 +77,33 @@ class ServerUpdateMethod(Method):
         ]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
-            "a `Swarm` whose nodes may miss it": federation.participation.may_miss_sync,
+            "a `Swarm` whose nodes may miss a synchronization": federation.participation.may_miss_sync,
             "a `FedBuff`": isinstance(federation.participation.synchronization, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
             f"{format_code_names(preceding_names)} before it": bool(preceding_names),
         }
         for conflict in (what for what, there in unfit.items() if there):
             raise InvalidValueError(
-                "Expected a server that goes to the mean of what all clients have trained from its model, for "
-                f"`{type(self).__name__}`, which moves it from there, but got {conflict}.",
-                hint=f"Leave {conflict.removesuffix(' before it')} out, or `{type(self).__name__}`.",
+                f"Expected the mean of all clients' uploads as the server's model for `{type(self).__name__}`, which "
+                f"updates the model from this mean, but got {conflict}.",
+                hint=f"Fit without {conflict.removesuffix(' before it')}, or without `{type(self).__name__}`.",
                 argument=type(self).__name__,
                 value=conflict,
             )
 
 
 def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
-    """Half the squared distance between parameters and the server's, over the entries of ``params``."""
+    """Return half the squared distance between parameters and the server's, over the tensors of ``params``."""
     return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
 
 
 @dataclass(eq=False)
 class FedProx(Method):
-    """Every step: adds ``mu / 2 * ||w - w_server||^2`` (Li et al. 2020, equation 2).
+    """FedProx (Li et al., 2020): adds the proximal term ``mu / 2 * ||w - w_server||^2`` (equation 2) to the loss.
 
     Args:
-        mu: Weight of the proximal term, at least 0; 0 is FedAvg.
-        pattern: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
+        mu: Weight of the proximal term, at least 0. 0 is FedAvg.
+        pattern: Shell-style pattern of the parameters in the proximal term, such as ``"head.*"``.
 
     Raises:
         ValueError: If ``mu`` is negative or ``pattern`` matches no trainable parameter.
@@ -122,7 +123,7 @@ class FedProx(Method):
         if not params:
             raise InvalidValueError(
                 f"Expected `pattern` to match a trainable parameter but `{self.pattern}` matches none.",
-                hint=f"Leave `pattern` out, or use a pattern of {format_names(step.params, 3)}.",
+                hint=f"Omit `pattern`, or use one that matches {format_names(step.params, 3)}.",
                 argument="pattern",
                 value=self.pattern,
             )
@@ -131,22 +132,24 @@ class FedProx(Method):
 
 @dataclass(eq=False)
 class SCAFFOLD(Method):
-    """Every step: adds to a client's gradient what it lacks of all clients' (Karimireddy et al. 2020, Algorithm 1).
+    """SCAFFOLD: control variates that correct client drift (Karimireddy et al., 2020, Algorithm 1).
 
-    ``y <- y - lr * (g(y) - c_i + c)`` (equation 3), with control variates c of the server and c_i of the client, which
-    begin at 0. After its K steps a client keeps ``c_i - c + (x - y) / (K * lr)`` as its c_i (equation 4, option II; x
-    is the model that it has received), and sends its change, divided by the number of the stream's clients, beside the
-    model; the server adds it to c (equation 5). So both ways carry twice what FedAvg's do. A client that is not drawn
-    keeps its c_i. With momentum K is the `local_gradient_weight` of the steps; parameters that stay with the clients
-    have no variates. The paper's global step size is that of ``server_optimizer``.
+    A step is ``y <- y - lr * (g(y) - c_i + c)`` (equation 3). The server's control variates c and the client's c_i
+    start at 0. After K steps a client sets c_i to ``c_i - c + (x - y) / (K * lr)`` (equation 4, option II), where x is
+    the model that it received. The client uploads its model, and the change of c_i divided by the number of the
+    stream's clients. The server adds this change to c (equation 5). So upload and download are twice as large as in
+    FedAvg. A client that is not sampled keeps its c_i. With momentum, K is the `local_gradient_weight` of the steps.
+    Client-local parameters have no control variates. The paper's global step size is the learning rate of
+    ``server_optimizer``.
 
-    Each experience starts with c and all c_i at 0. The paper has one task. Otherwise c would contain the gradients of
-    clients without samples of the experience, which no client removes, and all clients would drift by them. If clients
-    enter an experience in different rounds, c lasts. A client then uses the change of c since its first download in
-    the experience, and keeps the c of that download beside c_i.
+    Each experience starts with c and all c_i at 0. The paper has a single task. Without the reset, c would contain the
+    gradients of clients that have no samples of the experience. No client would subtract these gradients, and all
+    clients would drift by them. If clients enter an experience in different rounds, c is not reset. A client then uses
+    the change of c since its first download in the experience, and keeps the c of that download in addition to c_i.
 
     Raises:
-        ValueError: If there is no federation of uniform ``client_weights``, or no SGD at one learning rate in a round.
+        ValueError: If there is no federation with ``client_weights="uniform"``, or the optimizer is not SGD with one
+            learning rate per round.
 
     Example:
         >>> SCAFFOLD().vectorizable
@@ -154,7 +157,7 @@ class SCAFFOLD(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        uniform_weights=True, federation_reason="a single client's gradients lack nothing. Remove `SCAFFOLD`"
+        uniform_weights=True, federation_reason="a single client has no drift to correct. Remove `SCAFFOLD`"
     )
     reductions: ClassVar[ReductionRules] = {"c.*": DeltaSum(), "clients": "download_only"}
     of_experience: ClassVar[tuple[str, ...]] = ("c.*", "begun.*")
@@ -165,9 +168,9 @@ class SCAFFOLD(Method):
         is_uniform = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not is_uniform:
             raise InvalidValueError(
-                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off "
-                f"its moves, but got {settings}{', scheduled by step' * scheduled}.",
-                hint="Use SGD, and schedules by round.",
+                "Expected SGD without dampening and with one learning rate in a round for `SCAFFOLD`, which computes "
+                f"gradients from parameter changes, but got {settings}{', scheduled by step' * scheduled}.",
+                hint="Use SGD, and change the learning rate only between rounds.",
                 argument="optimizer",
                 value=settings["class"],
             )
@@ -203,7 +206,7 @@ class SCAFFOLD(Method):
         )
 
     def _lacking(self, client: Client) -> State:
-        """What a client's gradients lack of all clients': c - c_i."""
+        """Return the correction of a client's gradients, c - c_i."""
         local_variates, initial_variates = (
             strip_prefix(client.method_state, "c"),
             strip_prefix(client.method_state, "begun"),
@@ -214,7 +217,7 @@ class SCAFFOLD(Method):
         }
 
     def _variates(self, client: Client, trained_state: State) -> StateSection:
-        """The client's variates after its training."""
+        """Return the client's control variates after its training."""
         group = client.module.trainer.optimizers[0].param_groups[0]
         distance, start = group["lr"] * local_gradient_weight(group, client.num_steps), client.received_state
         lacking = self._lacking(client).items()
@@ -225,22 +228,23 @@ class SCAFFOLD(Method):
 
 @dataclass(eq=False)
 class FedDyn(ServerUpdateMethod):
-    """Every step: a proximal term, and a linear one that remembers where the client wants to go (Acar et al. 2021).
+    """FedDyn: dynamic regularization with a proximal and a linear term (Acar et al., 2021).
 
-    ``task loss - <g_k, w> + alpha / 2 * ||w - w_server||^2`` (equation 1), where g_k is minus alpha times the sum of
-    how far the client's rounds have moved w, ``w_k - w_server``. The server goes to the mean of the uploads, plus the
-    sum of all these ways so far divided by the number of the stream's clients: ``- h / alpha`` of Algorithm 1. Where
-    nobody moves any more, the g_k are the gradients of the clients' losses and add up to 0. A client keeps g_k, and
-    sends what FedAvg sends. Parameters that stay with the clients are left alone.
+    The loss is ``task loss - <g_k, w> + alpha / 2 * ||w - w_server||^2`` (equation 1). g_k is ``-alpha`` times the sum
+    of ``w_k - w_server``, the parameter changes of the client, over all its rounds. The new server model is the mean of
+    the uploads plus h. h is the sum of all clients' parameter changes so far, divided by the number of the stream's
+    clients. It equals ``-h / alpha`` in Algorithm 1. At a fixed point, the g_k are the gradients of the clients' losses
+    and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. Client-local parameters are not
+    changed.
 
-    Each experience starts with h and all g_k at 0: the paper has one task, and the gradients of another task are no
-    correction for the current one.
+    Each experience starts with h and all g_k at 0. The paper has a single task, and gradients of another task do not
+    correct the current one.
 
     Args:
-        alpha: Weight of both terms, at least 0; 0 is FedAvg.
+        alpha: Weight of both terms, at least 0. 0 is FedAvg.
 
     Raises:
-        ValueError: If ``alpha`` is negative, no server goes to the uniform mean of what clients have made of it, or
+        ValueError: If ``alpha`` is negative, if the server's model is not the uniform mean of all uploads, or if
             clients enter an experience in different rounds.
 
     Example:
@@ -273,7 +277,11 @@ class FedDyn(ServerUpdateMethod):
         return {f"way.{name}": way + (trained_state[name] - client.received_state[name]) for name, way in ways}
 
     def process_aggregate(self, server: Server) -> State:
-        """The mean, and all ways so far: those of this round are, over all clients, ``share`` of the mean's."""
+        """Update the sum of parameter changes, and return the mean of the uploads plus this sum.
+
+        The parameter changes of this round, averaged over all clients of the stream, are ``participation_rate`` times
+        the change of the mean.
+        """
         for name, way in server.server_state.items():
             server.server_state[name] = way.add(
                 server.state[name] - server.previous_state[name], alpha=server.participation_rate
@@ -283,16 +291,17 @@ class FedDyn(ServerUpdateMethod):
 
 @dataclass(eq=False)
 class FedNova(ServerUpdateMethod):
-    """Every round: clients send their mean step, so many steps are no more votes (Wang et al. 2020, arXiv 2007.07481).
+    """FedNova: normalized averaging of client updates (Wang et al., 2020, arXiv 2007.07481).
 
-    A client uploads ``x + (y - x) / tau_k``, x being what it has received, y what its training has left, and tau_k the
-    `local_gradient_weight` of its steps. The server goes ``tau`` times as far as their mean, where ``tau`` is the mean
-    of the tau_k, by the same weights: ``x + tau * sum_k p_k (y_k - x) / tau_k``. Where all take equally many steps that
-    is FedAvg, which else finds the minimum of the losses weighted by ``p_k tau_k``. A client keeps nothing, and sends
-    one number more than for FedAvg. Parameters that stay with the clients, and buffers, are left alone.
+    More local steps give a client no more influence. A client uploads ``x + (y - x) / tau_k``, where x is the received
+    model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is ``x + tau *
+    sum_k p_k (y_k - x) / tau_k``, where ``p_k`` are the client weights and ``tau`` is the weighted mean of the tau_k.
+    With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses weighted by ``p_k
+    tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local parameters and buffers
+    are not normalized.
 
     Raises:
-        ValueError: If no server goes to the mean of what all clients of a round have trained from its model.
+        ValueError: If the server's model is not the mean of the uploads of all clients in a round.
 
     Example:
         >>> FedNova().reductions

@@ -1,4 +1,4 @@
-"""The one Lightning callback that runs all methods of a Trainer, one client at a time."""
+"""The Lightning callback that runs all methods of a Trainer in sequential training."""
 
 from __future__ import annotations
 
@@ -49,25 +49,28 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Runs the functions of methods in the steps of one client at a time; stands behind the last method.
+    """Callback that runs the hooks of methods in the steps of one client at a time. It comes after the last method.
 
-    In a federation the rounds call `start_clients`. A plain Trainer is a federation of one client, see `EpochRounds`.
+    In a federation, rounds call `start_clients`. A plain Trainer is a federation of one client, see `EpochRounds`.
     """
 
     def __init__(self, methods: Sequence[MethodBase]) -> None:
         self.methods = list(methods)
-        self.has_finite_loss = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
+        # Whether the loss with the methods' terms was finite in every step of the client's round.
+        self.has_finite_loss = torch.tensor(True)
         self._federation: FederationProtocol | None = None
         self._freezer = Freezer()
         self._frozen_layers = FrozenLayers()
         self._rule = ExitStack()
-        self._epochs: EpochRounds | None = None  # the rounds of a plain Trainer that fits
+        # The rounds of a plain Trainer during a fit.
+        self._epochs: EpochRounds | None = None
         self._local = LocalFederation()
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
-        self._clients: list[Client] = []  # the client that trains now, as each method sees it
+        # The client that currently trains, as each method sees it.
+        self._clients: list[Client] = []
 
-    # The fit.
+    # Start and end of a fit.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._module = pl_module
@@ -83,7 +86,7 @@ class MethodDriver(Callback):
             self._epochs = EpochRounds(pl_module, self.methods, self._local)
 
     def _set_local(self) -> None:
-        """Let the methods share one state. Methods that have trained before bring theirs."""
+        """Make all methods share one local state. Copy the state of methods that trained in another Trainer."""
         first = next((method.local for method in self.methods if method.local is not None), None)
         self._local = first or self._local
         for method in self.methods:
@@ -104,7 +107,8 @@ class MethodDriver(Callback):
             return
         if (first := first_indices(stream)) is None:
             return
-        with isolate_rng():  # a data set's own code may draw
+        # The code of a dataset may use random numbers.
+        with isolate_rng():
             pairs = is_labelled(stream.get_samples(first[:1]))
         if pairs and (reason := find_logits_obstacle(pl_module, stream, first)):
             _refuse_output(needing[0], pl_module, reason)
@@ -129,7 +133,7 @@ class MethodDriver(Callback):
             method.restore_module(pl_module)
 
     def release(self, pl_module: L.LightningModule) -> None:
-        """Remove what training has put into the module: a hook, and the parts that are frozen."""
+        """Remove everything that training added to the module: the forward hook and the freezing of parts."""
         self._freezer.train_only(pl_module, None)
         self._freezer = Freezer()
         self._frozen_layers.wake()
@@ -151,30 +155,30 @@ class MethodDriver(Callback):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    # A client's round.
+    # Hooks of a client's round.
 
     def rest_frozen(self, module: nn.Module) -> None:
-        """Keep the statistics of frozen layers, before local training, if the server uses clients' features."""
+        """Keep the statistics of frozen layers during local training, if the server uses clients' features."""
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
     def start_clients(
         self, client_round: ClientRound, received_state: State, memories: Sequence[StateSection], seed: int
     ) -> None:
-        """Begin a client's local training. The client's state is in the module.
+        """Start a client's local training. The client's state must be in the module.
 
         Args:
             client_round: The client's part in the round.
-            received_state: The state that the client has received.
-            memories: The state of each method.
-            seed: Seed of the draws of replay samples.
+            received_state: The state that the client received.
+            memories: The client's state for each method.
+            seed: Seed for drawing replay samples.
         """
         module = self._module
         method_memories = zip(self.methods, memories, strict=True)
         self._clients = [
             make_client(method, module, memory, received_state, client_round) for method, memory in method_memories
         ]
-        # "recall" is part of the seed of existing runs.
+        # The key "recall" must not change, because it is part of the seed of existing runs.
         self._drawn = DrawnSamples(
             self.methods,
             [self._clients],
@@ -187,7 +191,7 @@ class MethodDriver(Callback):
 
     @property
     def memories(self) -> list[StateSection]:
-        """The state of each method of the client that trains."""
+        """The state of the client that currently trains, for each method."""
         return [client.method_state for client in self._clients]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -217,7 +221,7 @@ class MethodDriver(Callback):
         self._call = None
 
     def _active(self) -> list[tuple[MethodBase, Client]]:
-        """The methods that the client uses that trains now, and it as they see it."""
+        """Return the methods that the current client uses, each with the client as the method sees it."""
         method_clients = zip(self.methods, self._clients, strict=True) if self._clients else ()
         return [(method, client) for method, client in method_clients if client.is_active]
 
@@ -227,20 +231,23 @@ class MethodDriver(Callback):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if _side_by_side(self._federation):
-            return  # their trainer does so
+            # In vectorized training, the vectorized trainer adds the methods' terms.
+            return
         active = self._active()
         if not any(changes_loss(method, client) for method, client in active):
             return
         methods, clients = [method for method, _ in active], [client for _, client in active]
         call, self._call = self._call, None
         x, output = call or (None, loss)
-        for method in methods if call else ():  # batches that are no pairs tell no earlier what the output is
+        # For batches that are not pairs, the output is known only now.
+        for method in methods if call else ():
             if method.needs.logits and (reason := describe_non_logits(output)):
                 _refuse_output(method, pl_module, reason)
         step = step_of(pl_module, clients[0].received_state, x, output)
         step.y = clients[0].batch[1] if is_labelled(clients[0].batch) else None
         steps = [self._drawn.step(method, step) for method in methods]
-        if call is None:  # most penalties on parameters do not ask for it
+        # Without a call, penalties that read only parameters still work.
+        if call is None:
             reason = without_call(pl_module)
             steps = [
                 step.without_batch(reason % type(method).__name__) for method, step in zip(methods, steps, strict=True)
@@ -260,7 +267,8 @@ class MethodDriver(Callback):
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
             gradient = flatten(gradients) if gradients else None
             if gradient is None or not torch.isfinite(gradient.sum()):
-                continue  # a client that diverges is the federation's to refuse
+                # The federation drops clients whose training diverges.
+                continue
             projected = method.project_gradient(client, gradient, make_gradient_fn(pl_module, params))
             if projected is not gradient:
                 for name, value in unflatten(projected, gradients).items():
@@ -275,17 +283,19 @@ class MethodDriver(Callback):
         ):
             self._freezer.train_only(pl_module, None)
         if self._epochs is not None and (trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches):
-            self._end_epoch(trainer, pl_module, self._epochs)  # before anybody tests the model
+            # End the epoch before any evaluation of the model.
+            self._end_epoch(trainer, pl_module, self._epochs)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._epochs is not None:  # a fit that stops within an epoch has no last batch
+        # A fit that stops within an epoch has no last batch.
+        if self._epochs is not None:
             self._end_epoch(trainer, pl_module, self._epochs)
 
     def _end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule, epochs: EpochRounds) -> None:
         self._freezer.train_only(pl_module, None)
         if not self.has_finite_loss:
             log.warning(
-                "Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGENCE_HINT
+                "Epoch %d: the loss with the methods' terms was non-finite. %s", trainer.current_epoch, DIVERGENCE_HINT
             )
             self.has_finite_loss = torch.tensor(True)
         epochs.end(self.memories, self._clients[0].num_steps if self._clients else 0)
@@ -296,7 +306,7 @@ class MethodDriver(Callback):
 
 
 def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) -> Step:
-    """Return a step of the client whose state is in a module, without its targets."""
+    """Return a step, without targets, of the client whose state is in a module."""
     return Step(
         trainable_parameters(module),
         server,
@@ -310,15 +320,15 @@ def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) ->
 
 
 def _side_by_side(federation: FederationProtocol | None) -> bool:
-    """Whether several clients train, whose trainer runs the methods."""
+    """Return whether several clients train in one vectorized step. Their trainer then runs the methods."""
     return federation is not None and federation.current_round.client_round is None
 
 
 def _refuse_output(method: MethodBase, module: L.LightningModule, reason: str) -> NoReturn:
     raise InvalidValueError(
-        f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
-        f"classes by them, but {reason}.",
-        hint=f"Let `{type(module).__name__}.forward` give one for each class, or leave `{type(method).__name__}` out.",
+        f"Expected logits of shape (batch, classes) with at least 2 classes for `{type(method).__name__}`, which "
+        f"compares classes, but {reason}.",
+        hint=f"Return one logit per class from `{type(module).__name__}.forward`, or remove `{type(method).__name__}`.",
         argument="forward",
         value=type(module).__name__,
     )

@@ -1,4 +1,4 @@
-"""What a module makes of a few samples before it learns from any, found out without a trace."""
+"""Trial evaluation of a module on a few samples, after which all state of the module is restored."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.rng import seed_all
 from lightning_fcl.tasks.base import Task
 
+# Number of samples in a trial evaluation.
 _FEW = 8
 
 
 @contextmanager
 def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
-    """Evaluation of a module beside its Trainer's loops: what that draws, logs and leaves in the module is undone."""
+    """Temporarily evaluate a module outside of its Trainer's loops. Random state, loggers and module are restored."""
     trainer, precision = module.trainer, module.trainer.precision_plugin
     previous_stage, loggers = trainer.state.stage, trainer.loggers
     with isolate_rng(), _untouched(module), evaluation_mode(module), torch.no_grad(), precision.forward_context():
@@ -44,7 +45,7 @@ def isolated_evaluation(module: L.LightningModule, stream: FederatedStream, stag
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """The attributes of a module and its parts are as before, buffers and what lists and the like hold as well."""
+    """Temporarily use a module. Restore its attributes, buffers, and the contents of its containers afterwards."""
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     growing = [v for _, values in attributes for v in values.values() if isinstance(v, list | dict | set | deque)]
     contents = [(value, copy.copy(value)) for value in growing]
@@ -62,12 +63,12 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def prepare_batch(module: L.LightningModule, batch: Batch) -> Batch:
-    """A batch as a Trainer hands it to its module: of its precision, on the device, through its hooks."""
+    """Return a batch as a Trainer passes it to its module: converted to its precision and moved to its device."""
     return move_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
 
 
 def first_indices(stream: FederatedStream) -> IntArray | None:
-    """The samples of the first client that has some; None where there are none, as beside a deployment's server."""
+    """Return the samples of the first client that has samples. None if there are none, as on a deployment's server."""
     return next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
 
 
@@ -79,18 +80,26 @@ def few_samples(samples: IntArray) -> IntArray:
 def find_logits_obstacle(
     module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
 ) -> str | None:
-    """Why an output are no logits of a stream's classes (``exact``: as many as these), in words; None: they may be."""
+    """Return why a module's output cannot be logits of a stream's classes. None: the output may be logits.
+
+    Args:
+        module: The module.
+        stream: The stream.
+        samples: Indices of samples, of which a few are used.
+        exact: Whether the output must have as many classes as the stream.
+    """
     with isolated_evaluation(module, stream, RunningStage.TESTING):
         split = "validation" if samples is stream.plan.validation else "test"
         batch = prepare_batch(module, stream.samples.get(few_samples(samples), split))
         if not is_labelled(batch):
-            return f"a batch is a {type(batch).__name__} and no pair of samples and labels"
+            return f"a batch is a {type(batch).__name__} and not a pair of samples and labels"
         if not stream.num_classes or batch[1].dim() != 1:
-            return "the targets are no classes"
+            return "the targets are not class labels"
         try:
             output = module(batch[0])
-        except Exception as error:  # whatever a user's own code has to say
-            # One of ours may have nothing to predict with as yet.
+        # The code of a user may raise any exception.
+        except Exception as error:
+            # A `Task` of this package may not be able to predict before its training.
             return None if isinstance(module, Task) else f"`forward` fails with `{type(error).__name__}: {error}`"
     reason = describe_non_logits(output, len(batch[1]))
     if reason is None and exact and output.shape[-1] != stream.num_classes:
@@ -99,7 +108,7 @@ def find_logits_obstacle(
 
 
 def describe_non_logits(output: object, samples: int | None = None) -> str | None:
-    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be."""
+    """Return why an output cannot be logits, shape (samples, ..., at least 2 classes). None: it may be logits."""
     if not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}"
     fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))

@@ -1,4 +1,4 @@
-"""DyTox: a task is learnt with a token and a head of its own, past tasks are rehearsed, distilled and told apart."""
+"""DyTox: one token and head per task, with replay, distillation and a divergence loss for past tasks."""
 
 from __future__ import annotations
 
@@ -37,38 +37,41 @@ from lightning_fcl.validation import above, at_least, validated
 
 @dataclass(eq=False)
 class DyToxMethod(Episodic):
-    """Every step: trains `DyTox` on a new task, its token and its head (Douillard et al. 2022, sections 3.3 and 4.1).
+    """DyTox training with a token and a head for each task (Douillard et al., 2022, sections 3.3 and 4.1).
 
-    ``(1 - a) * task loss + a * distillation + divergence * divergence loss``, from the second task of a client on:
+    From a client's second task on, the loss is
+    ``(1 - a) * task loss + a * distillation + divergence_weight * divergence loss``. The parts of the method are:
 
-    - The tokens and heads of all tasks but the present one are frozen. Body, decoder, and the task's token and heads
-      learn.
-    - Remembered samples of past tasks join the batches, each once per local epoch. See `GEM` for which are kept.
-    - The teacher is the client's own model after the last round of its previous task that it trained in. It is
-      distilled over the classes of all the client's past tasks.
-    - The present task's divergence head tells its classes apart, and from all others: one class for all samples of
-      past tasks.
-    - Balanced tuning: in the last epochs of a task the body is frozen, too, and the task's token and heads learn from
-      equally many remembered samples of each class of all tasks, with the task's loss alone. With a
-      `FederatedStream` these are further local epochs of the task's last round; otherwise, the task's last epochs.
-      (In the authors' code old tokens and heads are tuned, too, at a tenth of the learning rate.)
+    - Freezing: the tokens and heads of all other tasks are frozen. The body, the decoder, and the token and heads of
+      the current task are trained.
+    - Replay: samples of past tasks join the batches, each once per local epoch. See `GEM` for how they are selected.
+    - Distillation: the teacher is the client's model after its last round of its previous task. The distillation uses
+      the classes of all past tasks of the client.
+    - Divergence loss: the divergence head of the current task classifies the task's classes. All samples of past tasks
+      form one more class.
+    - Balanced tuning: in the last epochs of a task the body is frozen, too. The decoder and the task's token and heads
+      are trained with the task's loss only, on an equal number of stored samples of each class of all tasks. With a
+      `FederatedStream` these are extra local epochs in the task's last round. Otherwise, they are the last epochs of
+      the fit. The authors' code also tunes old tokens and heads, with a tenth of the learning rate.
 
-    A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
-    `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
-    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "local"}``. The loss of a task is
-    the module's, cross-entropy for `Classifier` (the authors' is binary).
+    A client's task is the model's block of classes that contains its labels, see `DyTox.blocks`. If a `FederatedStream`
+    defines such blocks, the model uses them. Tokens and heads are uploaded as all other parameters. Divergence heads
+    are used in training only and can be client-local: ``reductions={"model.divergence.*": "local"}``. The task's loss
+    is the loss of the module, which is cross-entropy for `Classifier`. The authors use binary cross-entropy.
 
     Args:
-        memory_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round;
-            0: none, and no balanced tuning.
-        distillation_weight: Weight of the distillation; ``"auto"``: that of the past classes among all that the client
-            knows, where the task's loss has the rest, as in the paper. A number leaves the task's loss as it is.
-        temperature: Softens teacher and student, above 0; the distillation is scaled by its square.
+        memory_size: Number of stored samples per task (int), or share of the client's data in a round (float). 0: no
+            samples and no balanced tuning.
+        distillation_weight: Weight of the distillation. ``"auto"``: the paper's weight, a, which is the share of past
+            classes among all classes that the client has seen. The task's loss then has the weight ``1 - a``. With a
+            number, the task's loss has the weight 1.
+        temperature: Temperature of teacher and student, above 0. The distillation is scaled by its square.
         divergence_weight: Weight of the divergence loss, at least 0.
-        balanced_epochs: Epochs of balanced tuning, at the end of each task but the first (the paper: 20, after 500).
+        balanced_epochs: Epochs of balanced tuning at the end of each task except the first. The paper uses 20 epochs,
+            after 500 epochs of training.
 
     Raises:
-        ValueError: If the module holds no `DyTox`, or the stream's experiences are not tasks of the model.
+        ValueError: If the module does not contain one `DyTox`, or the stream's experiences are not tasks of the model.
 
     Example:
         >>> DyToxMethod(memory_size=0.1, distillation_weight="auto").divergence_weight
@@ -91,9 +94,11 @@ class DyToxMethod(Episodic):
                 argument="distillation_weight",
             )
         at_least(0, distillation_weight=0 if isinstance(self.distillation_weight, str) else self.distillation_weight)
-        self._present: int | None = None  # the task whose parameters alone learn; None: all learn
+        # The task whose parameters are trained. None: the parameters of all tasks are trained.
+        self._present: int | None = None
         self._tuning = False
-        self._pool: tuple[Tensor, Tensor] | None = None  # what tuning is on
+        # The samples of balanced tuning.
+        self._pool: tuple[Tensor, Tensor] | None = None
         self._drawn = 0
         self._embedded: Tensor | None = None
         self._tap: RemovableHandle | None = None
@@ -102,7 +107,7 @@ class DyToxMethod(Episodic):
         model, stream = get_dytox(pl_module), find_stream(trainer)
         if stream is not None and not stream.plan.common_tasks:
             raise InvalidValueError(
-                "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxMethod` but got "
+                "Expected a stream with tasks of classes that are the same for all clients for `DyToxMethod` but got "
                 f"{stream}.",
                 hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
                 argument="scenario",
@@ -118,11 +123,14 @@ class DyToxMethod(Episodic):
         self._tap = self._embedded = self._pool = None
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the task's loss has seen, so that the divergence needs no second pass; not the teacher's."""
+        """Store the decoder's output for the task's loss, so that the divergence loss needs no second forward pass.
+
+        Outputs of the teacher are not stored.
+        """
         if module.training and torch.is_grad_enabled() and self._embedded is None:
             self._embedded = output
 
-    # The stages of a task: all of it learns, then its token and heads are tuned.
+    # The two stages of a task: training, and balanced tuning of the token and heads.
 
     def local_epochs(self, client: Client) -> int | None:
         further = client.is_active and self._tunes(client.client_round) and _is_planned(client)
@@ -149,7 +157,8 @@ class DyToxMethod(Episodic):
     def begin_step(self, client: Client) -> None:
         batch, self._embedded = client.batch, None
         if client.federation is None and self._present is None:
-            self._enter(client, batch[1])  # there is no stream, which tells labels beforehand
+            # Without a stream, the labels are known only in the first step.
+            self._enter(client, batch[1])
         self._tuning = self._is_tuning(client)
         if not self._tuning:
             return
@@ -168,7 +177,7 @@ class DyToxMethod(Episodic):
         return 0 < remaining_epochs <= self.balanced_epochs
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
-        """Equally many remembered samples of each class, the present task's among them."""
+        """Return an equal number of stored samples of each class, including the current task's classes."""
         memory, client_round, stream = client.method_state, client.client_round, find_stream(client.module.trainer)
         generator = torch.Generator().manual_seed(
             derive_seed(client.seed, client_round.client_id, client_round.round_idx, "balanced")
@@ -178,8 +187,8 @@ class DyToxMethod(Episodic):
             memory = add_task_memory(client, data, self.memory_size, generator)
         elif not has_task(memory, client_round.experience_idx):
             raise MissingValueError(
-                f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
-                "is left to learn it.",
+                f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs}, but all epochs of the "
+                "task are for balanced tuning.",
                 hint="Raise `max_epochs`.",
                 argument="balanced_epochs",
                 value=self.balanced_epochs,
@@ -196,22 +205,25 @@ class DyToxMethod(Episodic):
         learns = task_patterns if self._tuning else (*task_patterns, "body.*")
         return (f"!{module_name}.*", *(f"{module_name}.{pattern}" for pattern in learns))
 
-    # What it makes of past tasks.
+    # Replay, distillation and divergence of past tasks.
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        tunes_alone = self._tuning and not _is_planned(client)  # on a batch that `begin_step` has replaced
+        # Without a stream, balanced tuning replaces the batch in `begin_step`.
+        tunes_alone = self._tuning and not _is_planned(client)
         return None if tunes_alone else past_samples(client)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self._tuning or self._present is None or "old" not in client.method_state:
             return 0.0
-        assert step.y is not None  # as it needs labels
+        # `needs.labels` guarantees targets.
+        assert step.y is not None
         model, y = get_dytox(client.module), step.y
         classes = torch.arange(len(model.position), device=model.position.device)
         present = model.task_index(classes) == self._present
         old = client.method_state["old"].to(present.device) & ~present
         if not old.any():
-            return 0.0  # the only past task has come back
+            # The client trains its only past task again.
+            return 0.0
         total: Tensor | float = 0.0
         if self.distillation_weight:
             teacher = mask_other_classes(
@@ -227,7 +239,8 @@ class DyToxMethod(Episodic):
                 share = float(self.distillation_weight)
             total = share * step.mean(loss)
         if self.divergence_weight:
-            assert self._embedded is not None  # a step has come through the decoder
+            # The task's loss has called the decoder in this step.
+            assert self._embedded is not None
             logits = model.divergence[self._present](self._embedded[:, self._present])
             targets = torch.where(present[y], model.position[y] - sum(model.sizes[: self._present]) + 1, 0)
             total = total + self.divergence_weight * step.mean(F.cross_entropy(logits, targets, reduction="none"))
@@ -245,7 +258,7 @@ class DyToxMethod(Episodic):
 
 
 def get_dytox(module: L.LightningModule) -> DyTox:
-    """The `DyTox` that a module trains."""
+    """Return the `DyTox` model of a module. Raise ValueError if the module does not contain exactly one."""
     models = [part for part in module.modules() if isinstance(part, DyTox)]
     if len(models) != 1:
         raise InvalidValueError(
@@ -258,7 +271,7 @@ def get_dytox(module: L.LightningModule) -> DyTox:
 
 
 def _is_planned(client: Client) -> bool:
-    """Return whether the local epochs of a client are planned. Those of a loader of the user are not."""
+    """Return whether a `FederatedStream` plans the client's local epochs. Loaders of the user are not planned."""
     return find_stream(client.module.trainer) is not None
 
 
@@ -270,7 +283,7 @@ def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
     tasks = torch.unique(model.task_index(labels)).tolist()
     if len(tasks) != 1:
         raise InvalidValueError(
-            f"Expected an experience of classes of one task of `DyTox` but client {client} has those of the tasks "
+            f"Expected an experience with classes of one task of `DyTox`, but client {client} has classes of the tasks "
             f"{', '.join(map(str, tasks)) or 'none'}.",
             hint="Give `DyTox(tasks=...)` the classes of each experience.",
             argument="tasks",

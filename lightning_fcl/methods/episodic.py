@@ -1,4 +1,4 @@
-"""Samples of each of a client's tasks, which it remembers: GEM, A-GEM, and BCN, which plays a game with them."""
+"""Episodic memory methods, which store samples of each past task: GEM, A-GEM and BCN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def check_memory_size(**arguments: int | float) -> None:
-    """Raise ValueError if an argument is no number of samples and no share. Warn if it is the integer 1."""
+    """Raise ValueError if an argument is neither a number of samples nor a share. Warn if it is the integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
             raise InvalidValueError(
@@ -41,11 +41,12 @@ def check_memory_size(**arguments: int | float) -> None:
 
 @dataclass(eq=False)
 class Episodic(Method):
-    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
+    """Base class of GEM, A-GEM and BCN: a client stores samples of each of its tasks, selected as in `GEM`."""
 
     needs: ClassVar[Needs] = Needs(sample_loss=True, round_samples=True, tensors=True)
 
-    memory_size: int | float = validated(0.1, check_memory_size)  # jsonargparse takes the first type that fits
+    # For command line and YAML values, jsonargparse uses the first type of the union that accepts the value.
+    memory_size: int | float = validated(0.1, check_memory_size)
 
     def update_client_state(self, client: Client, trained_state: State, data: Batch) -> StateSection:
         return add_task_memory(client, data, self.memory_size, client.generator)
@@ -53,22 +54,24 @@ class Episodic(Method):
 
 @dataclass(eq=False)
 class GEM(Episodic):
-    """Every step: rotates the gradient until it raises the loss of no past task (Lopez-Paz and Ranzato 2017).
+    """GEM: gradient episodic memory (Lopez-Paz and Ranzato, 2017).
 
-    A client remembers samples of each of its tasks (experiences). Their gradients g_i at the present parameters
-    constrain the step's gradient g: it becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks, eq. 11 (see
-    `lightning_fcl.methods.projection.project`).
+    In each step, GEM changes the gradient so that the step raises the loss of no past task, to first order. A client
+    stores samples of each of its tasks (experiences). g_i is the gradient of the samples of past task i at the current
+    parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
+    see `lightning_fcl.methods.projection.project`).
 
-    A task's samples are drawn after each round that the client trains in, in their classes' proportions, and at least
-    one of each class if there is room. If the rounds of a task have different samples, they are drawn among those that
-    the client has of the task and the round's new ones.
+    After each round in which a client trains, GEM samples the stored samples of the current task again, in proportion
+    to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task have different
+    samples, GEM samples from the stored samples of the task and the new samples of the round.
 
     Args:
-        memory_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
-        margin: Least weight of each past gradient once one is violated (the authors' memory strength); 0: eq. 11.
+        memory_size: Number of stored samples per task (int), or share of the client's data in a round (float).
+        margin: Minimum weight of each past gradient if any constraint is violated (the authors' memory strength). 0 is
+            eq. 11.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        ValueError: If an argument is out of range, or the module has no ``sample_loss``.
 
     Example:
         >>> GEM(memory_size=0.1, margin=0.5).margin
@@ -89,18 +92,19 @@ class GEM(Episodic):
 
 @dataclass(eq=False)
 class AGEM(Episodic):
-    """Every step: takes from the gradient what raises the mean loss of the past tasks (Chaudhry et al. 2019).
+    """A-GEM: averaged gradient episodic memory (Chaudhry et al., 2019).
 
-    As `GEM` with a single constraint: the gradient of the samples of all past tasks together, ``g - (g^T g_ref /
-    g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0``, eq. 11 (see `lightning_fcl.methods.projection.agem`).
+    As `GEM` with a single constraint: the gradient g_ref of the stored samples of all past tasks. If
+    ``g^T g_ref < 0``, the gradient becomes ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` (eq. 11, see
+    `lightning_fcl.methods.projection.agem`).
 
     Args:
-        memory_size: Samples kept of each task. See `GEM`.
-        batch_size: Samples of the reference, drawn anew at each step from torch's global generator, as in the paper;
-            None: all that are remembered.
+        memory_size: Number of stored samples per task, or a share. See `GEM`.
+        batch_size: Number of stored samples for g_ref, drawn again in each step from torch's global random number
+            generator, as in the paper. None: all stored samples.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        ValueError: If an argument is out of range, or the module has no ``sample_loss``.
 
     Example:
         >>> AGEM(memory_size=20, batch_size=256).batch_size
@@ -121,27 +125,34 @@ class AGEM(Episodic):
 
 
 def past_task_indices(client: Client) -> list[int]:
-    """The numbers of the tasks of which a client remembers samples, but the present one's, ascending."""
+    """Return the numbers of past tasks with stored samples, in ascending order. The current task is left out."""
     numbers = torch.unique(client.method_state["task"]).tolist() if "task" in client.method_state else []
     return [number for number in numbers if number != client.client_round.experience_idx]
 
 
 def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
-    """The remembered samples ``(x, y)`` of each task but the present one, in order."""
+    """Return the stored samples ``(x, y)`` of each past task, in ascending order of the tasks."""
     memory = client.method_state
     task_masks = [memory["task"] == number for number in past_task_indices(client)]
     return [(memory["x"][rows], memory["y"][rows]) for rows in task_masks]
 
 
 def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
-    """Those of all tasks but the present one together; None where there are none."""
+    """Return the stored samples ``(x, y)`` of all past tasks in one pair of tensors. None if there are none."""
     tasks = past_tasks(client)
     x, y = ([task[part] for task in tasks] for part in (0, 1))
     return (torch.cat(x), torch.cat(y)) if tasks else None
 
 
 def add_task_memory(client: Client, data: Batch, max_size: int | float, generator: torch.Generator) -> StateSection:
-    """Return the client's state with samples of its current task, a number of them or a share of a round's."""
+    """Return the client's state with new samples of its current task.
+
+    Args:
+        client: The client.
+        data: The client's samples of the round.
+        max_size: Number of samples to store (int), or share of the round's samples (float).
+        generator: Random number generator for the selection.
+    """
     memory, task = client.method_state, client.client_round.experience_idx
     x, y = finite_pairs(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
@@ -161,11 +172,11 @@ def add_task_memory(client: Client, data: Batch, max_size: int | float, generato
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
-    """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning."""
+    """Return a client's samples ``(x, y)``, without samples with non-finite inputs. Raise TypeError if not pairs."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
         raise InvalidTypeError(
-            f"Expected samples `[x, y]` to remember but got {parts}.",
+            f"Expected samples `[x, y]` to store but got {parts}.",
             hint="Return `[x, y]` pairs from the dataset.",
             argument="data",
         )
@@ -173,18 +184,24 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)
         bad = int((~finite).sum())
-        log.warning("%d of %d samples have numbers that are not finite: they are not remembered.", bad, len(finite))
+        log.warning("Did not store %d of %d samples: their inputs have non-finite values.", bad, len(finite))
         x, y = x[finite], y[finite]
     return x, y
 
 
 def memory_pairs(method_state: StateSection) -> tuple[Tensor, Tensor] | None:
-    """The samples ``(x, y)`` in a memory; None where there are none yet."""
+    """Return the samples ``(x, y)`` in a method state. None if the state has no samples yet."""
     return (method_state["x"], method_state["y"]) if "x" in method_state else None
 
 
 def add_task_labels(method_state: StateSection, samples: StateSection, task: int) -> StateSection:
-    """The memory with samples, by name, such as ``x`` and ``y``, in place of a task's earlier ones."""
+    """Return a method state in which the samples of a task are replaced by other samples.
+
+    Args:
+        method_state: The method state.
+        samples: The new samples of the task by name, such as ``x`` and ``y``.
+        task: Number of the task.
+    """
     first = next(iter(samples.values()))
     device = first.device
     new = {**samples, "task": torch.full((len(first),), task, device=device)}
@@ -197,7 +214,7 @@ def add_task_labels(method_state: StateSection, samples: StateSection, task: int
 
 
 def without_task(memory: StateSection, task: int) -> StateSection:
-    """Return a state of samples alone, as `add_task_labels` makes it of none, without the samples of a task."""
+    """Return a state without the samples of a task. The state must have samples only, as in `add_task_labels`."""
     if "task" not in memory:
         return memory
     is_other_task = memory["task"] != task
@@ -205,7 +222,7 @@ def without_task(memory: StateSection, task: int) -> StateSection:
 
 
 def add_to_task(memory: StateSection, result: StateSection, samples: StateSection, task: int) -> StateSection:
-    """Return a state with samples of a task, beside those of it that ``result`` has."""
+    """Return ``memory`` with new samples of a task and the samples of this task in ``result``."""
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         earlier_samples = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
@@ -214,10 +231,10 @@ def add_to_task(memory: StateSection, result: StateSection, samples: StateSectio
 
 
 def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Indices of ``size`` samples drawn in their classes' proportions, in order; all samples if there are no more.
+    """Return sorted indices of ``size`` samples, drawn in proportion to the classes. All indices if there are fewer.
 
-    Every class has at least one sample where ``size`` allows it. The rest of each share that is no whole number goes to
-    the classes with the largest, by lot where these are equal.
+    If ``size`` permits, each class has at least one sample. Quotas are rounded by largest remainder, and ties are
+    broken at random.
     """
     size = min(size, len(y))
     classes, counts = torch.unique(y, return_counts=True)
@@ -236,7 +253,7 @@ def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tens
 
 
 def balanced_indices(y: Tensor, generator: torch.Generator) -> Tensor:
-    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order."""
+    """Return random indices of an equal number of samples of each class: the number of the rarest class."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
     indices = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
@@ -248,9 +265,10 @@ def has_task(method_state: StateSection, task: int) -> bool:
 
 
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
-    """Inputs near ``x`` on which a loss is higher, by normalised gradient ascent (the first player).
+    """Return inputs near ``x`` with a higher loss, found by normalized gradient ascent. This is BCN's first player.
 
-    A step has the length ``eps``, by the norm over the channels; what is then farther from ``x`` comes back as far.
+    Each step has the length ``eps`` in the norm over channels (dimension 1). If the result is farther than ``eps`` from
+    ``x``, it is moved back to this distance.
     """
     perturbed_x = x
     for _ in range(steps):
@@ -261,37 +279,39 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
 
 @dataclass(eq=False)
 class BCN(Episodic):
-    """Every step: rehearses, against the worst inputs and for the parameters that fit all tasks best.
+    """BCN: balanced continual learning with replay (Raghavan and Balaprakash, 2021, section 3; Zuo et al., 2024).
 
-    Balanced continual learning (Raghavan and Balaprakash 2021, section 3; BCN in Zuo et al. 2024). From a client's
-    second task on a step's loss is
+    From a client's second task on, the loss of a step is
 
     ``beta * J_new + J_PN + (J_PN(x + delta) - J_PN) + (J_PN(theta_B) - J_PN)``
 
-    J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from torch's
-    global generator, among the remembered ones of past tasks and the batch's. The first bracket is generalisation:
-    delta makes the loss of these samples as high as `worst_inputs` can. The second is forgetting: theta_B is where
-    plain gradient descent takes a copy of the parameters on the same samples. Gradients do not go through the players'
-    moves.
+    J_new is the task loss on the batch. J_PN is the task loss on samples drawn in each step from the batch and the
+    stored samples of past tasks. The draws use replacement and torch's global random number generator. The first
+    bracket is generalization: `worst_inputs` finds the delta that raises the loss of these samples (first player). The
+    second bracket is forgetting: theta_B is a copy of the parameters after plain gradient descent on the same samples
+    (second player). No gradient flows through the moves of the players.
 
-    It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient at
-    theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within ``eps``.
-    And there a batch is trained on kappa times over (3 with MNIST): use more local epochs. The defaults are those for
-    MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. A step costs ``4 + x_steps +
-    theta_steps`` passes in place of one.
+    The method differs from the authors' code in three ways:
+
+    - The authors detach theta_B from the graph. Here the gradient at theta_B counts, to first order.
+    - In the authors' code, the first of the ``x_steps`` does not move the inputs, and no step limits them to ``eps``.
+    - The authors train kappa times on each batch (3 for MNIST). Use more local epochs instead.
+
+    The defaults are the values for MNIST. For CIFAR-100, use ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. A
+    step needs ``4 + x_steps + theta_steps`` forward and backward passes instead of one.
 
     Args:
-        memory_size: Samples kept of each task. See `GEM`.
+        memory_size: Number of stored samples per task, or a share. See `GEM`.
         beta: Weight of the task loss on the batch, at least 0.
-        eps: How far an input may be moved; 0: the first player rests.
-        x_steps: Moves of the first player; 0: it rests.
-        theta_steps: Moves of the second player; 0: it rests.
+        eps: Maximum distance by which an input is moved, at least 0. 0: the first player does not move.
+        x_steps: Number of moves of the first player. 0: it does not move.
+        theta_steps: Number of moves of the second player. 0: it does not move.
         inner_lr: Learning rate of the second player, above 0.
-        batch_size: Samples drawn at each step.
+        batch_size: Number of samples drawn in each step.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If inputs that are to be moved are no floating-point numbers.
+        ValueError: If an argument is out of range, or the module has no ``sample_loss``.
+        TypeError: If ``eps`` and ``x_steps`` are above 0 and the inputs are not floating-point numbers.
 
     Example:
         >>> BCN(eps=0.0, theta_steps=0).beta
@@ -314,7 +334,8 @@ class BCN(Episodic):
         past_data = past_samples(client)
         if past_data is None:
             return 0.0
-        assert step.y is not None  # as it needs labels
+        # `needs.labels` guarantees targets.
+        assert step.y is not None
         pool = [torch.cat([old.to(new.device), new]) for old, new in zip(past_data, (step.x, step.y), strict=True)]
         sampled_indices = torch.randint(len(pool[1]), (self.batch_size,))
         x, y = (part[sampled_indices.to(part.device)] for part in pool)
@@ -328,8 +349,8 @@ class BCN(Episodic):
     def _worst(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
         if not x.is_floating_point():
             raise InvalidTypeError(
-                f"Expected inputs of floating-point numbers, which `BCN` can move, but got {x.dtype}.",
-                hint="Give it `eps=0`.",
+                f"Expected floating-point inputs for `BCN` with `eps` above 0 but got {x.dtype}.",
+                hint="Use `eps=0`.",
                 argument="x",
                 value=x.dtype,
             )
@@ -342,7 +363,7 @@ class BCN(Episodic):
         return worst_inputs(x, gradient, self.eps, self.x_steps)
 
     def _balanced(self, step: Step, x: Tensor, y: Tensor) -> State:
-        """The second player's parameters, whose gradient is that of the present ones."""
+        """Return the second player's parameters. Their gradient goes to the current parameters unchanged."""
         updated_params = {name: value.detach() for name, value in step.params.items()}
         for _ in range(self.theta_steps):
             leaves = {name: value.requires_grad_() for name, value in updated_params.items()}

@@ -311,7 +311,7 @@ def test_a_client_whose_loss_is_not_finite_is_named_though_its_weights_are(
 
 def test_a_loss_that_is_not_finite_in_a_plain_trainer_is_named(make_task, samples, train, caplog):
     train(make_task(), [Overflowing()], samples())
-    assert "Epoch 1: the loss with the methods' part was not finite. Lower the learning rate" in caplog.text
+    assert "Epoch 1: the loss with the methods' terms was non-finite. Lower the learning rate" in caplog.text
 
 
 def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
