@@ -1,4 +1,4 @@
-"""A federation of quadratic losses, whose fixed points are known: that of client k is a_k (w - b_k)^2 / 2."""
+"""A federation with quadratic losses and known fixed points. The loss of client k is a_k (w - b_k)^2 / 2."""
 
 import numpy as np
 import torch
@@ -19,14 +19,14 @@ class Halved(Regressor):
 
 
 def quadratic(lr=0.1, **options):
-    """A task of the one parameter w, which begins at 2."""
+    """Return a task with one parameter w, which starts at 2."""
     task = Halved(nn.Linear(1, 1, bias=False), 1, lambda params: torch.optim.SGD(params, lr=lr, **options))
     nn.init.constant_(task.model.weight, 2.0)
     return task
 
 
 def clients(rounds, samples=(4, 4, 4, 4), batch_size=4, curvatures=CURVATURES):
-    """A stream of one experience; each client has so many samples, which are all alike."""
+    """Return a stream with one experience. All samples of a client are identical."""
     owner = np.repeat(np.arange(len(samples)), samples)
     x = np.sqrt(curvatures)[owner, None].astype(np.float32)
     y = (np.sqrt(curvatures) * TARGETS)[owner, None].astype(np.float32)
@@ -36,7 +36,7 @@ def clients(rounds, samples=(4, 4, 4, 4), batch_size=4, curvatures=CURVATURES):
 
 
 def minimum(weights=(1, 1, 1, 1)):
-    """Where the weighted sum of all losses is least."""
+    """Return the w that minimizes the weighted sum of all losses."""
     return float((weights * CURVATURES * TARGETS).sum() / (weights * CURVATURES).sum())
 
 

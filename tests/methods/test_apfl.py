@@ -1,4 +1,4 @@
-"""APFL: the shared model trains as without it; the personal one and its weight follow the paper's formulas."""
+"""APFL: the shared model equals FedAvg's. The personal model and its weight follow the paper's formulas."""
 
 import copy
 
@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 class Rounds(Callback):
-    """The server's state after each round."""
+    """Records the server's state after each round."""
 
     def __init__(self):
         self.states = []
@@ -41,7 +41,7 @@ def personal_model(memory):
 
 
 def noisy(seed=0):
-    """A network that draws random numbers and has statistics."""
+    """Return a network with dropout and batch normalization."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
 
@@ -49,7 +49,7 @@ def noisy(seed=0):
 @pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("method", [lambda: APFL(0.0), lambda: APFL(0.5), lambda: Ditto(0.5)])
-def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, method):
+def test_apfl_and_ditto_shared_model_bitwise_equals_fedavg(fit, make_stream, optimizer, method):
     options = {
         "max_vectorized_clients": 1,
         "participation": 2,
@@ -69,7 +69,7 @@ def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimiz
 
 
 def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
-    """Algorithm 1 of the paper, with the task's optimizer for w and for v; that of Ditto has a strength."""
+    """Run Algorithm 1 of the paper, with the task's optimizer for w and v. With a strength, run Ditto's algorithm."""
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}
@@ -104,7 +104,7 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("optimizer", "alpha_lr"), [("sgd", None), ("sgd", 0.7), ("momentum", 0.3), ("adamw", 0.5)])
-def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, optimizer, alpha_lr):
+def test_apfl_equals_hand_written_algorithm(fit, make_stream, make_task, optimizer, alpha_lr):
     stream, task = make_stream(rounds_per_experience=2), make_task(OPTIMIZERS[optimizer])
     stream.setup("fit")
     w, v, alpha = by_hand(task, stream, 0.4, 0.1 if alpha_lr is None else alpha_lr)
@@ -118,7 +118,7 @@ def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, optimi
 
 
 @pytest.mark.seconds
-def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_stream, make_task):
+def test_apfl_personal_optimizer_state_follows_keep_optimizer_state(fit, make_stream, make_task):
     stream, task = make_stream(rounds_per_experience=2), make_task(OPTIMIZERS["momentum"])
     stream.setup("fit")
     fresh, kept = (by_hand(task, stream, 1.0, 0.0, keep)[1]["0"].state_dict() for keep in (False, True))
@@ -129,7 +129,7 @@ def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_strea
     assert not torch.allclose(fresh["model.1.weight"], kept["model.1.weight"], atol=1e-3)
 
 
-def test_every_client_is_tested_with_its_mixture(fit, make_stream, make_task):
+def test_apfl_evaluation_uses_client_mixture(fit, make_stream, make_task):
     task, metrics, method = make_task(), ContinualMetrics(when="aggregated"), APFL(0.7)
     stream = make_stream(num_clients=6, rounds_per_experience=2)
     trainer = fit(task, stream, [metrics, method], participation=1, seed=3)
@@ -144,16 +144,17 @@ def test_every_client_is_tested_with_its_mixture(fit, make_stream, make_task):
             own, alpha = personal_model(memory), memory["alpha"]
             model.load_state_dict({n: alpha * own[n] + (1 - alpha) * w for n, w in task.state_dict().items()})
         assert sum(correct[client]) == int((model(x).argmax(1) == y).sum())
-    assert 0 < len(drawn) < 6  # who was never drawn predicts as the server
+    # Clients that were never sampled predict with the server's model.
+    assert 0 < len(drawn) < 6
     assert any(correct[client] != correct["server"] for client in drawn)
 
 
-def test_alpha_stays_between_0_and_1(fit, make_stream, make_task):
+def test_apfl_large_alpha_lr_keeps_alpha_between_0_and_1(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(rounds_per_experience=2), [APFL(0.5, alpha_lr=1e4)])
     assert {float(memory_of(trainer, client)["alpha"]) for client in "012"} <= {0.0, 1.0}
 
 
-def test_some_clients_and_clipping(fit, make_stream, make_task):
+def test_apfl_client_list_and_gradient_clipping_are_applied(fit, make_stream, make_task):
     task = make_task()
     trainer = fit(task, make_stream(), [APFL(0.5, clients=["1"])], max_epochs=1,
                   trainer_args={"gradient_clip_val": 0.0, "gradient_clip_algorithm": "value"})  # fmt: skip
@@ -166,18 +167,19 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
     assert 0 < moved[0] <= 1.01 * steps * 0.1 * 1e-4 < moved[1]
 
 
-def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task):
+def test_apfl_stored_state_unchanged_until_round_ends(make_task):
     method, server = APFL(0.5), {"w": torch.zeros(2)}
     method._trainable = ["w"]
     kept = method.prepare_client_state(Client({}, server, ClientRound("a", round_idx=0)))
     begun = method.prepare_client_state(Client(kept, {"w": torch.ones(2)}, ClientRound("a", round_idx=1)))
-    assert torch.equal(begun["v.w"], torch.zeros(2))  # its own, not what it has received
+    # The client starts from its stored personal model, not from the received state.
+    assert torch.equal(begun["v.w"], torch.zeros(2))
     for value in begun.values():
         value.add_(1)
     assert torch.equal(kept["v.w"], torch.zeros(2)) and float(kept["alpha"]) == 0.5 and not server["w"].any()
 
 
-def test_mix():
+def test_interpolate_mixes_states_by_alpha():
     v, w = {"a": torch.tensor([3.0, 0.1])}, {"a": torch.tensor([1.0, 0.7]), "b": torch.zeros(1)}
     assert torch.equal(interpolate(v, w, torch.tensor(0.0))["a"], w["a"]) and torch.equal(
         interpolate(v, w, torch.tensor(1.0))["a"], v["a"]
@@ -187,7 +189,7 @@ def test_mix():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("keep", [False, True])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, keep):
+def test_apfl_resumed_fit_equals_uninterrupted_fit(assert_resumes, make_task, keep):
     def make(seed=0):
         return make_task(OPTIMIZERS["adamw"], seed=seed)
 

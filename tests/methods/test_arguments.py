@@ -1,4 +1,4 @@
-"""The ranges of the methods' arguments: each refuses what is outside of its own."""
+"""The ranges of the methods' arguments: values outside of a range raise an error."""
 
 from math import inf, nan
 
@@ -73,7 +73,8 @@ WRONG = {
 @pytest.mark.parametrize(
     ("kind", "name", "value"), [(kind, *pair) for kind, wrong in WRONG.items() for pair in wrong.items()]
 )
-def test_what_is_out_of_its_range_is_refused(kind, name, value):
-    is_name = isinstance(value, str) and name != "distillation_weight"  # a number or "auto"
+def test_method_argument_out_of_range_raises(kind, name, value):
+    # `distillation_weight` accepts a number or "auto".
+    is_name = isinstance(value, str) and name != "distillation_weight"
     with raises(UnknownNameError if is_name else InvalidValueError, name, value=value):
         getattr(callbacks, kind)(**{name: value})

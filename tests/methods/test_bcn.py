@@ -1,4 +1,4 @@
-"""BCN: both players' moves, and the same training by hand."""
+"""BCN: the moves of both players, and training compared with a hand-written loop."""
 
 import copy
 
@@ -15,7 +15,7 @@ from lightning_fcl.methods.episodic import worst_inputs
 
 @pytest.fixture
 def in_turn(monkeypatch):
-    """Samples are drawn one after the other, where they would be drawn at random."""
+    """Replace random draws of samples by draws in order."""
     monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(size[0]) % high)
 
 
@@ -24,7 +24,7 @@ def gradients(loss, leaves):
 
 
 def by_hand(task, data, past, beta=0.99, eps=0.1, x_steps=2, theta_steps=5, rate=0.001, batch=12):
-    """A plain PyTorch loop on models and copies of them, term by term."""
+    """Train with a plain PyTorch loop that computes each term of the loss separately."""
     optimizer, params = task.configure_optimizers(), list(task.parameters())
     for _ in range(2):
         for x_new, y_new in zip(*(part.split(8) for part in data), strict=True):
@@ -56,7 +56,7 @@ def by_hand(task, data, past, beta=0.99, eps=0.1, x_steps=2, theta_steps=5, rate
 
 
 def two_tasks(make_task, samples, train, method):
-    """The task after two of them, a copy of it after the first, and the data."""
+    """Return a task trained on two tasks, its copy after the first task, and the data of both."""
     task, first, second = make_task(), samples([0, 1]), samples([2, 3], seed=1)
     train(task, [method], first)
     copied = copy.deepcopy(task)
@@ -67,23 +67,25 @@ def two_tasks(make_task, samples, train, method):
 # The players.
 
 
-def test_the_first_player_climbs_within_reach():
+def test_worst_inputs_raises_loss_within_eps():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 3, 4, 4), torch.randn(3, 4, 4)
 
-    def gradient(moved):  # of (w . x)^3, sample by sample
+    # The gradient of (w . x)^3, for each sample.
+    def gradient(moved):
         return 3 * (moved * weight).sum(dim=(1, 2, 3), keepdim=True).square() * weight
 
     once, twice = (worst_inputs(x, gradient, 0.1, steps) for steps in (1, 2))
     torch.testing.assert_close((once - x).norm(dim=1), torch.full((5, 4, 4), 0.1))
-    torch.testing.assert_close(twice, once)  # the way is straight, and its end reached
+    # The direction is constant, and the first step already reaches the border.
+    torch.testing.assert_close(twice, once)
     assert ((once * weight).sum(dim=(1, 2, 3)) > (x * weight).sum(dim=(1, 2, 3))).all()
     assert worst_inputs(x, gradient, 0.1, 0) is x
     still = worst_inputs(x, torch.zeros_like, 0.1, 2)
     torch.testing.assert_close(still, x, rtol=0, atol=0)
 
 
-def test_the_first_player_turns_back_at_the_border():
+def test_worst_inputs_beyond_eps_moves_back_to_border():
     ways = iter([torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])])
     moved = worst_inputs(torch.zeros(1, 2), lambda x: next(ways), 0.1, 2)
     torch.testing.assert_close(moved, torch.tensor([[0.1, 0.1]]) / 2**0.5)
@@ -93,13 +95,14 @@ def test_the_first_player_turns_back_at_the_border():
 
 
 @pytest.mark.parametrize("rests", [{"eps": 0.0, "theta_steps": 0}, {"x_steps": 0, "theta_steps": 0}])
-def test_without_players_it_is_plain_rehearsal(make_task, samples, train, assert_same, in_turn, rests):
+def test_bcn_without_players_equals_plain_replay(make_task, samples, train, assert_same, in_turn, rests):
     task, copied, first, second = two_tasks(make_task, samples, train, BCN(1.0, batch_size=12, **rests))
     by_hand(copied, second, first, eps=0.0, theta_steps=0)
     assert_same(task, copied)
 
 
-@pytest.mark.parametrize("batch", [12, 25])  # 20 remembered samples come first
+# The 20 stored samples come first.
+@pytest.mark.parametrize("batch", [12, 25])
 @pytest.mark.parametrize(
     "players",
     [
@@ -109,7 +112,7 @@ def test_without_players_it_is_plain_rehearsal(make_task, samples, train, assert
         {"eps": 0.3, "x_steps": 3, "theta_steps": 2, "inner_lr": 0.1},
     ],
 )
-def test_the_loss_term_by_term(make_task, samples, train, assert_same, in_turn, players, batch):
+def test_bcn_loss_equals_hand_written_terms(make_task, samples, train, assert_same, in_turn, players, batch):
     method = BCN(1.0, batch_size=batch, **players)
     task, copied, first, second = two_tasks(make_task, samples, train, method)
     rehearsal = copy.deepcopy(copied)
@@ -121,7 +124,7 @@ def test_the_loss_term_by_term(make_task, samples, train, assert_same, in_turn, 
         assert_same(task, rehearsal, 1e-5)
 
 
-def test_past_tasks_are_one_pool(make_task, samples, train, assert_same, in_turn):
+def test_bcn_samples_of_all_past_tasks_form_one_pool(make_task, samples, train, assert_same, in_turn):
     method, task, first, second = BCN(1.0, batch_size=30), make_task(), samples([0, 1]), samples([2], number=8, seed=1)
     for data in (first, second):
         train(task, [method], data)
@@ -131,7 +134,7 @@ def test_past_tasks_are_one_pool(make_task, samples, train, assert_same, in_turn
     assert_same(task, copied)
 
 
-def test_samples_are_drawn_anew_among_past_and_present_ones(make_task, samples, train, monkeypatch):
+def test_bcn_draws_past_and_current_samples_in_each_step(make_task, samples, train, monkeypatch):
     drawn, randint = [], torch.randint
 
     def watched(high, size):
@@ -140,13 +143,14 @@ def test_samples_are_drawn_anew_among_past_and_present_ones(make_task, samples, 
 
     monkeypatch.setattr(torch, "randint", watched)
     two_tasks(make_task, samples, train, BCN(0.5, batch_size=40, theta_steps=0))
-    assert [high for high, _ in drawn] == [18, 18, 14] * 2  # 10 remembered, and batches of 8, 8 and 4
+    # 10 stored samples, and batches of 8, 8 and 4.
+    assert [high for high, _ in drawn] == [18, 18, 14] * 2
     assert len({tuple(rows.tolist()) for _, rows in drawn}) == 6
     assert all(len(rows) == 40 and int(rows.max()) >= 10 for _, rows in drawn)
 
 
-def test_random_layers_and_running_statistics(make_task, samples, train):
-    """Dropout is the same in all terms of a step; batch normalisation follows the batches alone."""
+def test_bcn_dropout_and_batch_norm_stay_consistent(make_task, samples, train):
+    """Dropout is the same in all terms of a step. Batch normalization uses the batches only."""
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     task = make_task(model=model)
     method = BCN(1.0)
@@ -156,10 +160,7 @@ def test_random_layers_and_running_statistics(make_task, samples, train):
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
 
 
-# Where it runs.
-
-
-# What it cannot work with.
+# Invalid inputs.
 
 
 class Counts(nn.Linear):
@@ -167,7 +168,7 @@ class Counts(nn.Linear):
         return super().forward(x.float())
 
 
-def test_what_it_cannot_work_with(make_task, samples, train):
+def test_bcn_integer_inputs_raise_unless_eps_is_zero(make_task, samples, train):
     for method in (BCN(1.0), BCN(1.0, eps=0.0)):
         task = make_task(model=Counts(6, 4))
         x, y = samples()

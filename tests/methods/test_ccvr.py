@@ -1,4 +1,4 @@
-"""CCVR: moments that clients add up are those of all samples, and a head learns from what is drawn of them."""
+"""CCVR: clients' moments add up to those of all samples, and the head is trained on samples drawn from them."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def moments_of(trainer, label):
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_moments_of_clients_add_up_to_those_of_all(
+def test_ccvr_client_moments_add_up_to_pooled_moments(
     fit, make_stream, make_task, partition, covariance, max_vectorized_clients
 ):
     task, stream = make_task(still), make_stream(partition=partition, rounds_per_experience=2)
@@ -43,7 +43,7 @@ def test_moments_of_clients_add_up_to_those_of_all(
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
-def test_sums_are_the_papers_formula_of_means_and_covariances():
+def test_gaussian_equals_paper_formula_of_means_and_covariances():
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=(n, 3)) + n for n in (2, 5, 9)]
     n = np.array([len(part) for part in parts])
@@ -59,7 +59,7 @@ def test_sums_are_the_papers_formula_of_means_and_covariances():
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_drawn_samples_have_the_moments(rank):
+def test_draw_gaussian_samples_have_given_moments(rank):
     generator = torch.Generator().manual_seed(0)
     root, mean = torch.randn(3, rank, generator=generator).double(), torch.tensor([5.0, -3.0, 0.0]).double()
     covariance = root @ root.T
@@ -79,19 +79,21 @@ def accuracy(task, stream):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("options", [{}, {"covariance": "diagonal"}, {"logit_norm": 0.3}])
-def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_task, options):
+def test_ccvr_head_learns_all_classes_from_moments(fit, make_stream, make_task, options):
     found = []
     for seed in range(3):
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
         before = {name: value.clone() for name, value in task.state_dict().items()}
         trainer = fit(task, stream, [CCVR(lr=0.1, epochs=20, **options)])
-        assert trainer.strategy.server.get_section("CCVR")["task"].tolist() == [1, 1, 2, 2]  # in which they came
+        # The experiences of the classes.
+        assert trainer.strategy.server.get_section("CCVR")["task"].tolist() == [1, 1, 2, 2]
         found.append(accuracy(task, stream))
         assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)
-    assert sum(found) / 3 > 0.7, found  # chance is 0.25
+    # The accuracy at chance level is 0.25.
+    assert sum(found) / 3 > 0.7, found
 
 
-def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit, make_stream, make_task):
+def test_ccvr_calibrates_seen_classes_in_last_round_only(fit, make_stream, make_task):
     heads, metrics = [], ContinualMetrics()
 
     class Heads(Callback):
@@ -109,19 +111,21 @@ def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit,
 
 
 @pytest.mark.parametrize("kind", [CCVR, Fed3R])
-def test_a_last_layer_without_a_bias_is_refused(fit, make_stream, make_task, kind):
+def test_ccvr_and_fed3r_last_layer_without_bias_raises(fit, make_stream, make_task, kind):
     without = MLP([6, 5, 4])
     without[-1] = torch.nn.Linear(5, 4, bias=False)
     with raises(InvalidValueError, "module"):
         fit(make_task(model=without), make_stream(), [kind()])
 
 
-def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weights_are():
+def test_decoupled_logits_have_equal_mean_norm_over_tasks():
     generator, task = torch.Generator().manual_seed(0), torch.tensor([1, 2, 1, 2, 3])
     logits = torch.randn(7, 5, generator=generator).double()
     found = decoupled_logits(logits, task, 0.1)
     norms = torch.stack([found[:, task == number].norm(dim=1) for number in (1, 2, 3)]).mean(dim=0)
     torch.testing.assert_close(norms, torch.full((7,), 10.0).double())
-    torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])  # none moves against another
+    # The ratios between the logits of a sample do not change.
+    torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])
     torch.testing.assert_close(decoupled_logits(40 * logits, task, 0.1), found)
-    torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)  # of one task
+    # With a single task the norms are the same.
+    torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)

@@ -1,4 +1,4 @@
-"""What methods declare, how they go together, and the driver's small parts."""
+"""Hooks and requirements of methods, composition of several methods, and parts of the method driver."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,7 @@ class Further(Projecting):
     pass
 
 
-def test_a_method_overrides_what_it_or_its_parents_define():
+def test_overrides_hook_includes_parent_classes():
     assert (
         overrides_hook(Penalised, "penalty")
         and overrides_hook(Penalised(), "penalty")
@@ -110,7 +110,7 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (type("Samples", (Penalised,), {"needs": Needs(round_samples=True)}), (True, False, True, True)),
     ],
 )
-def test_what_a_method_overrides_says_what_it_needs(kind, flags):
+def test_overridden_hooks_set_needs_and_vectorizable(kind, flags):
     assert (kind.vectorizable, kind.needs.sample_loss, kind.needs.round_samples, kind.needs.labels) == flags
 
 
@@ -118,7 +118,7 @@ def step_of(output):
     return Step({}, {}, None, output, lambda state, x: x)
 
 
-def test_factors_multiply_and_penalties_add_up():
+def test_compose_multiplies_factors_and_adds_penalties():
     methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
     clients = [Client({"strength": torch.tensor(value)}) for value in (1.0, 7.0, 10.0)]
     steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
@@ -128,7 +128,7 @@ def test_factors_multiply_and_penalties_add_up():
 
 
 @pytest.mark.parametrize("uses", [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 0)])
-def test_methods_go_together_side_by_side_as_one_at_a_time(uses):
+def test_compose_with_applies_equals_compose_of_applied_methods(uses):
     methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
     clients = [Client({"strength": torch.tensor(value)}) for value in (1.0, 7.0, 10.0)]
     steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
@@ -138,12 +138,12 @@ def test_methods_go_together_side_by_side_as_one_at_a_time(uses):
     assert float(scale) == alone_scale and torch.equal(extra, alone)
 
 
-def test_who_shapes_the_loss():
+def test_changes_loss_with_penalty_or_task_weight_is_true():
     assert changes_loss(Penalised(), Client()) and changes_loss(Halved(), Client())
     assert not changes_loss(Projecting(), Client()) and not changes_loss(Method(), Client())
 
 
-def test_a_part_is_a_pattern_or_all_others_or_several():
+def test_matches_supports_negated_and_several_patterns():
     for name in ("model.head.weight", "model.body.weight", "head"):
         assert matches(name, "*.head.*") != matches(name, "!*.head.*")
     assert matches("model.head.weight", "*.head.*") and matches("model.body.weight", "!*.head.*")
@@ -152,7 +152,7 @@ def test_a_part_is_a_pattern_or_all_others_or_several():
     assert [matches(name, several) for name in names] == [True, True, False]
 
 
-def test_who_uses_a_method():
+def test_applies_to_depends_on_clients_argument():
     balanced = ClientRound("a", 0, labels=torch.tensor([0, 1]), num_classes=2)
     one_class = ClientRound("b", 0, labels=torch.tensor([0, 0]), num_classes=2)
     for clients, uses, keeps in (
@@ -165,14 +165,14 @@ def test_who_uses_a_method():
         assert (keeps_client_state(method, balanced), keeps_client_state(method, one_class)) == keeps
 
 
-def test_what_a_client_outside_of_a_trainer_does_not_have():
+def test_client_and_module_outside_of_trainer_raise():
     with raises(InvalidStateError, "client"):
         _ = Penalised().client
     with raises(InvalidStateError, "module"):
         _ = Client().module
 
 
-def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task):
+def test_client_round_in_vectorized_step_raises(fit, make_stream, make_task):
     class Looks(Method):
         def penalty(self, client, step):
             return 0.0 * client.client_round.round_idx
@@ -192,27 +192,27 @@ def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task
         ([FedViT(), FedRep()], ["FedViT", "FedRep"]),
     ],
 )
-def test_methods_that_cannot_work_together_are_refused_before_a_fit(fit, make_stream, make_task, methods, value):
+def test_fit_with_incompatible_methods_raises(fit, make_stream, make_task, methods, value):
     with raises(InvalidValueError, "callbacks", value=value):
         fit(make_task(), make_stream(), methods)
 
 
-def test_a_method_twice_is_refused():
+def test_check_compatible_repeated_method_raises():
     with raises(InvalidValueError, "callbacks", value="EWC"):
         check_compatible([EWC(1.0), Halved(), EWC(2.0)])
 
 
-def test_others_go_together():
+def test_check_compatible_accepts_other_combinations():
     check_compatible([])
     check_compatible([FLwF2T(0.3, 0.3), EWC(1.0), GEM(3), Replay(3), FedProto()])
 
 
-def test_methods_are_found_in_their_order():
+def test_get_methods_keeps_callback_order():
     methods = [Halved(), Penalised()]
     assert get_methods(SimpleNamespace(callbacks=[methods[0], Callback(), methods[1]])) == methods
 
 
-# The driver's parts.
+# Parts of the driver.
 
 
 def pool(number):
@@ -223,7 +223,7 @@ def keys(section, clients=("a", "b")):
     return make_client_keys(3, list(clients), section)
 
 
-def test_drawn_samples_are_rows_that_belong_together():
+def test_drawn_samples_keep_inputs_and_targets_together():
     samples = DrawnSamples([Drawing()], [[Client(pool(5))], [Client(pool(4))]], keys)
     rows = random_uint64(keys("Drawing"), 12)
     for step in range(4):
@@ -234,7 +234,7 @@ def test_drawn_samples_are_rows_that_belong_together():
             assert torch.equal(drawn[client]["x"][:, 0].long(), drawn[client]["y"])
 
 
-def test_drawn_samples_of_a_client_do_not_depend_on_the_others():
+def test_drawn_samples_do_not_depend_on_other_clients():
     together = DrawnSamples([Drawing()], [[Client()], [Client(pool(4))]], keys)
     alone = DrawnSamples([Drawing()], [[Client(pool(4))]], partial(keys, clients=["b"]))
     for _ in range(3):
@@ -242,16 +242,17 @@ def test_drawn_samples_of_a_client_do_not_depend_on_the_others():
         assert nothing == {} and torch.equal(drawn["y"], alone.draw("Drawing")[0]["y"])
 
 
-def test_a_client_without_replay_samples_draws_none():
+def test_drawn_samples_without_replay_samples_are_empty():
     samples = DrawnSamples([Drawing(), Penalised()], [[Client(), Client(pool(4))]], partial(keys, clients=["a"]))
     step = step_of(torch.zeros(1))
     drawn = samples.step(Drawing(), step)
     assert drawn.replay_samples == {} and drawn.replay_weight == 0
     assert samples.step(Penalised(), step) is step and samples.pools.keys() == {"Drawing"}
-    assert DrawnSamples([Penalised()], [[Client(pool(4))]], lambda section: 1 / 0).pools == {}  # no key is asked for
+    # The keys are not computed if no method draws samples.
+    assert DrawnSamples([Penalised()], [[Client(pool(4))]], lambda section: 1 / 0).pools == {}
 
 
-def test_a_step_has_what_was_drawn_for_its_method():
+def test_step_contains_drawn_samples_of_method():
     samples = DrawnSamples([Drawing()], [[Client(pool(5))]], partial(keys, clients=["a"]))
     step = samples.step(Drawing(), step_of(torch.zeros(1)))
     assert step.replay_weight == 1 and len(step.replay_samples["y"]) == 3
@@ -268,7 +269,7 @@ def network():
 
 
 def learn(module):
-    """Three steps with momentum and weight decay; the entries that have changed."""
+    """Train three steps with momentum and weight decay, and return the names of the tensors that changed."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     for _ in range(3):
@@ -283,7 +284,7 @@ STATISTICS = {f"body.1.{name}" for name in ("running_mean", "running_var", "num_
 HEAD = {"head.weight", "head.bias"}
 
 
-def test_what_is_frozen_stays_to_the_bit():
+def test_freezer_keeps_frozen_parts_bitwise_unchanged():
     module, freezer = network(), Freezer()
     assert learn(module) == BODY | STATISTICS | HEAD
     freezer.train_only(module, "head.*")
@@ -296,14 +297,14 @@ def test_what_is_frozen_stays_to_the_bit():
 
 
 class Stages(Method):
-    """The head in the first local epoch, then all of it."""
+    """Trains the head in the first local epoch, and all parameters afterwards."""
 
     def trainable_patterns(self, client):
         return "model.head.*" if client.local_epoch == 0 else None
 
 
 @pytest.mark.parametrize("local_epochs", [1, 2])
-def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epochs):
+def test_trainable_patterns_depend_on_local_epoch(fit, make_stream, make_task, local_epochs):
     task = make_task(model=network())
     before = {name: value.clone() for name, value in task.state_dict().items()}
     fit(
@@ -315,7 +316,7 @@ def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epoch
 
 
 class Bare(L.LightningModule):
-    """A module that does not state its loss apart."""
+    """A module without a separate loss for samples."""
 
     def __init__(self):
         super().__init__()
@@ -339,19 +340,19 @@ KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and k
         *("LoRM", "RegMean", "SCAFFOLD", "TARGET", "Unlearning"),
     ],
 )
-def test_what_needs_a_federation_refuses_a_plain_trainer(make_task, samples, train, name):
+def test_federation_method_in_plain_trainer_raises(make_task, samples, train, name):
     with raises(InvalidValueError, "strategy"):
         train(make_task(), [KINDS[name]()], samples())
 
 
-def test_clients_train_one_at_a_time_with_some_methods_only():
+def test_vectorizable_is_false_for_listed_methods_only():
     alone = {"AGEM", "APFL", "BCN", "Ditto", "DyToxMethod", "FedKNOW", "FedRep", "FedViT", "FedWEIT", "GEM"}
     alone |= {"LVTMethod", "LoRM", "SI"}
     assert {name for name, kind in KINDS.items() if not kind.vectorizable} == alone
 
 
 @pytest.mark.parametrize("name", ["AGEM", "APFL", "BCN", "DERpp", "EWC", "GEM", "LVTMethod"])
-def test_a_module_must_state_its_loss_apart(samples, train, name):
+def test_method_with_module_without_sample_loss_raises(samples, train, name):
     with raises(InvalidValueError, "sample_loss"):
         train(Bare(), [KINDS[name]()], samples())
 
@@ -368,7 +369,7 @@ class Constructed(Method):
         self.strength = strength
 
 
-def test_arguments_are_fields_or_those_of_a_constructor():
+def test_method_arguments_from_fields_or_constructor_are_equal():
     declared, constructed = Declared(2.0, clients=[3, 4]), Constructed(2.0, [3, 4])
     assert declared.fingerprint() == constructed.fingerprint() == {"strength": 2.0, "clients": ["3", "4"]}
     assert declared.local is constructed.local is None and declared != Declared(2.0, clients=[3, 4])
@@ -385,6 +386,6 @@ def test_arguments_are_fields_or_those_of_a_constructor():
         ),
     ],
 )
-def test_fields_are_checked(arguments, expected):
+def test_method_field_with_invalid_value_raises(arguments, expected):
     with raises(*expected):
         Declared(**arguments)

@@ -1,4 +1,4 @@
-"""DER++: what is remembered, and the penalty on it."""
+"""DER++: the stored samples and logits, and the penalty on them."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from lightning_fcl.methods.functional import predictions
 
 
 def step_of(task, x, y, **kwargs):
-    """A step of a task as its driver makes it, without one."""
+    """Return a step of a task as the driver makes it, but without a driver."""
     nothing = {"params": dict(task.named_parameters()), "received_state": {}, "teacher_forward": lambda state, x: x}
     return Step(
         **nothing, x=x, y=y, output=task(x), forward_fn=task, loss_fn=lambda x, y: F.cross_entropy(task(x), y), **kwargs
     )
 
 
-def test_distance_and_loss_are_of_two_draws(make_task, samples):
+def test_derpp_penalty_uses_two_halves_of_drawn_samples(make_task, samples):
     task, (x, y), logits = make_task(), samples(), torch.randn(20, 4)
     step = step_of(task, x, y, replay_samples={"x": x[:6], "y": y[:6], "logits": logits[:6]}, replay_weight=1.0)
     expected = F.mse_loss(task(x[:3]), logits[:3]) + 2 * F.cross_entropy(task(x[3:6]), y[3:6])
@@ -29,7 +29,7 @@ def test_distance_and_loss_are_of_two_draws(make_task, samples):
     torch.testing.assert_close(ours, by_hand)
 
 
-def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, samples, train):
+def test_derpp_stores_logits_of_trained_model(make_task, samples, train):
     method, task, data = DERpp(6, batch_size=4), make_task(), samples()
     train(task, [method], data, epochs=1)
     first = memory_of(method)
@@ -42,12 +42,13 @@ def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, sample
         (i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(memory_of(method)["x"]) if torch.equal(x, z)
     ]
     assert 0 < len(stayed) < 6
-    for i, j in stayed:  # with the logits of their own time
+    # Stored samples keep the logits from the time when they were stored.
+    for i, j in stayed:
         assert torch.equal(memory_of(method)["logits"][j], first["logits"][i])
 
 
 @pytest.mark.seconds
-def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, samples):
+def test_derpp_reservoir_samples_uniformly(make_task, train, samples):
     counts, method, task = torch.zeros(20), DERpp(5), make_task()
     x = torch.arange(20.0)[:, None].expand(20, 6)
     for seed in range(400):

@@ -1,4 +1,4 @@
-"""LwF, FLwF and FLwF-2T: identities of the pure functions, and the drop-in against hand-written loops."""
+"""LwF, FLwF and FLwF-2T: identities of the loss functions, and training compared with hand-written loops."""
 
 import copy
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.rounding
 
 
 def kd(student, teacher, temperature=2.0):
-    """Mean over the batch of the cross-entropy between softened outputs, by torch's own functions."""
+    """Return the mean cross-entropy between softened outputs over the batch, computed with torch's functions."""
     target, log = F.softmax(teacher / temperature, 1), F.log_softmax(student / temperature, 1)
     entropy = torch.distributions.Categorical(probs=target).entropy().mean()
     return F.kl_div(log, target, reduction="batchmean") + entropy
@@ -34,14 +34,14 @@ def frozen(task):
 
 @pytest.fixture
 def step(make_task, samples):
-    """A step of a student, the server's state being another."""
+    """A step of a student, with the state of another model as the server's."""
     student, server, x = make_task(), make_task(seed=1), samples()[0]
     return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), make_teacher_fn(student))
 
 
 @pytest.fixture
 def own(make_task):
-    """The memory of a client that has trained before."""
+    """The state of a client that has trained before."""
     return with_prefix(make_task(seed=2).state_dict(), "own")
 
 
@@ -53,7 +53,7 @@ def test_distillation_loss_is_divergence_plus_entropy(temperature):
     torch.testing.assert_close(loss.mean(), kd(student, teacher, temperature), rtol=1e-12, atol=0)
 
 
-def test_two_teachers(step, own):
+def test_flwf2t_penalty_sums_both_teachers(step, own):
     expected = [
         kd(step.output, step.teacher_forward(state, step.x))
         for state in (strip_prefix(own, "own"), step.received_state)
@@ -61,7 +61,7 @@ def test_two_teachers(step, own):
     torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(Client(own), step), 0.7 * expected[0] + 0.2 * expected[1])
 
 
-def test_without_weight_on_the_server_it_is_flwf(step, own):
+def test_flwf2t_without_server_weight_equals_flwf(step, own):
     flwf, two = FLwF(0.3), FLwF2T(0.3, 0.7)
     assert flwf.task_weight(Client()) == two.task_weight(Client()) == 0.3
     assert torch.equal(flwf.penalty(Client(own), step), two.penalty(Client(own), step))
@@ -70,14 +70,14 @@ def test_without_weight_on_the_server_it_is_flwf(step, own):
     )
 
 
-def test_the_servers_term_does_not_push_a_student_that_is_the_server(make_task, samples):
+def test_flwf2t_student_equal_to_server_has_zero_gradient(make_task, samples):
     student, (x, _) = make_task(), samples()
     step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), make_teacher_fn(student))
     FLwF2T(alpha=0.001, beta=0.0).penalty(Client(), step).backward()
     assert max(p.grad.abs().max() for p in student.parameters()) < 1e-7
 
 
-def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
+def test_flwf2t_in_first_round_distills_from_server_only(step):
     method = FLwF2T(0.1, 0.7)
     memory = method.prepare_client_state(Client({}, step.received_state, ClientRound("a", 3)))
     torch.testing.assert_close(
@@ -85,7 +85,7 @@ def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
     )
 
 
-def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
+def test_flwf2t_after_round_stores_trained_model_as_teacher(make_task, own):
     trained, client_round = make_task(seed=5).state_dict(), ClientRound("a", 0)
     memory = FLwF2T().update_client_state(Client(own, client_round=client_round), trained, None)
     kept = {name: value.clone() for name, value in trained.items()}
@@ -96,7 +96,7 @@ def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
 
 
 @pytest.mark.parametrize(("teacher", "of"), [("client", 2), ("server", 0)])
-def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
+def test_lwf_old_classes_follow_experience_index(make_task, teacher, of):
     method, states = LwF(teacher=teacher), [make_task(seed=s).state_dict() for s in range(4)]
     before = {f"LwF.before.1.{name}": value for name, value in states[0].items()} if teacher == "server" else {}
 
@@ -114,19 +114,22 @@ def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
         later, memory = a_round(memory, states[3], states[3], number, 1, label=1)
         assert later["old"].tolist() == [True, False, True, False]
         assert all(torch.equal(strip_prefix(later, "teacher")[n], states[of][n]) for n in states[of])
-        assert bool(strip_prefix(memory, "teacher")) == (teacher == "client")  # that of the server stays there
+        # The client's state does not include a teacher that the server stores.
+        assert bool(strip_prefix(memory, "teacher")) == (teacher == "client")
         assert bool(strip_prefix(later, "latest")) == (teacher == "client")
 
 
 def normalised(make_task):
-    """A task with buffers that training and evaluation treat differently."""
+    """Return a task with buffers that differ between training and evaluation mode."""
     torch.manual_seed(4)
     return make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch norm"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_flwf2t_drops_in(make_task, samples, train, by_hand, assert_same, kind, accumulate):
+def test_flwf2t_in_plain_trainer_equals_hand_written_loop(
+    make_task, samples, train, by_hand, assert_same, kind, accumulate
+):
     task = make_task() if kind == "plain" else normalised(make_task)
     copied, data, teachers = copy.deepcopy(task), samples(), []
     train(task, [FLwF2T(0.4, 0.5)], data, epochs=3, accumulate_grad_batches=accumulate)
@@ -134,12 +137,12 @@ def test_flwf2t_drops_in(make_task, samples, train, by_hand, assert_same, kind, 
     def loss(output, x, y):
         return 0.4 * F.cross_entropy(output, y) + 0.6 * kd(output, teachers[-1](x))
 
-    # In a plain Trainer the client's previous model is the one that the epoch starts from.
+    # In a plain Trainer, the client's previous model is the model at the start of the epoch.
     by_hand(copied, data, loss, 3, lambda epoch: teachers.append(frozen(copied)), accumulate)
     assert_same(task, copied)
 
 
-def test_methods_add_up_in_either_order(make_task, samples, train, by_hand, assert_same):
+def test_fedprox_and_flwf2t_in_either_order_equal_hand_written_loop(make_task, samples, train, by_hand, assert_same):
     first, second, copied, data, teachers = make_task(), make_task(), make_task(), samples(), []
     train(first, [FedProx(0.5), FLwF2T(0.4, 0.5)], data)
     train(second, [FLwF2T(0.4, 0.5), FedProx(0.5)], data)
@@ -154,13 +157,13 @@ def test_methods_add_up_in_either_order(make_task, samples, train, by_hand, asse
     assert_same(second, first)
 
 
-def test_a_training_step_that_does_not_call_self(samples, train):
+def test_lwf_training_step_without_self_call_raises(samples, train):
     with raises(InvalidStateError, "output"):
         train(Detour(nn.Linear(6, 4), 4), [LwF()], samples())
 
 
 @pytest.mark.parametrize("beta", [-0.1, 0.6])
-def test_wrong_beta(beta):
+def test_flwf2t_invalid_beta_raises(beta):
     f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha=0.5, beta={beta}. " + (
         "Lower one of them, so that" if beta > 0 else "Use a `beta` between 0 and 1 - alpha."
     )
@@ -168,7 +171,7 @@ def test_wrong_beta(beta):
         FLwF2T(0.5, beta)
 
 
-def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
+def test_flwf2t_live_teacher_adds_no_term_and_no_state():
     method = FLwF2T(0.2, 0.5, teacher="live")
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
@@ -184,7 +187,7 @@ def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
     assert torch.allclose(method.penalty(Client(memory), step), expected)
 
 
-def test_mean_over_elements_is_that_over_the_batch_divided_by_the_classes():
+def test_flwf2t_reduction_mean_divides_by_number_of_classes():
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
     batch, elements = (

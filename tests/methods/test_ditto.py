@@ -1,4 +1,4 @@
-"""Ditto: the shared model trains as without it; the personal one by the paper's formula."""
+"""Ditto: the shared model equals FedAvg's. The personal model follows the paper's formula."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def personal(trainer, client):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, assert_same, optimizer):
+def test_ditto_equals_hand_written_algorithm(fit, make_stream, make_task, assert_same, optimizer):
     task, stream = make_task(OPTIMIZERS[optimizer]), make_stream(rounds_per_experience=2)
     stream.setup("fit")
     w, v, _ = by_hand(task, stream, 1.0, 0.0, strength=0.7)
@@ -27,7 +27,7 @@ def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, assert
         assert (own.model[1].weight - w.model[1].weight).abs().max() > 1e-3
 
 
-def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_stream, make_task):
+def test_ditto_zero_strength_bitwise_equals_local_training(fit, make_stream, make_task):
     options = {"max_vectorized_clients": 1, "local_epochs": 2, "seed": 0}
     ditto = fit(make_task(), make_stream(rounds_per_experience=2), [Ditto(0.0)], **options)
     local = fit(make_task(), make_stream(rounds_per_experience=2), reductions={"*": "local"}, **options)
@@ -37,12 +37,12 @@ def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_s
         )
 
 
-def test_it_goes_beside_apfl(fit, make_stream, make_task):
+def test_ditto_with_apfl_equals_ditto_alone(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(), [Ditto(0.3), APFL(0.5)], max_epochs=1, seed=0)
     alone = fit(make_task(), make_stream(), [Ditto(0.3)], max_epochs=1, seed=0)
     torch.testing.assert_close(personal(trainer, "0"), personal(alone, "0"), rtol=0, atol=0)
 
 
-def test_accumulated_gradients_are_refused(fit, make_stream, make_task):
+def test_ditto_with_accumulated_gradients_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "accumulate_grad_batches"):
         fit(make_task(), make_stream(), [Ditto()], trainer_args={"accumulate_grad_batches": 2})

@@ -1,4 +1,4 @@
-"""State of one experience: it starts anew when all clients enter an experience, and other state lasts."""
+"""State of one experience: it is reset when all clients enter an experience. Other state is kept."""
 
 import copy
 import inspect
@@ -28,10 +28,10 @@ OF_EXPERIENCE = {
     "ICaRL": ("old", "teacher.*"),
     "GLFC": ("teacher.*", "told"),
 }
-"""The entries of one experience. All entries of other methods last."""
+"""Patterns of the tensors that last for one experience. Other methods keep all tensors."""
 
 
-def test_each_method_declares_which_entries_belong_to_one_experience():
+def test_of_experience_of_each_method_is_as_listed():
     kinds = [kind for name in dir(callbacks) if inspect.isclass(kind := getattr(callbacks, name))]
     found = {kind.__name__: kind.of_experience for kind in kinds if issubclass(kind, Method)}
     assert {name: patterns for name, patterns in found.items() if patterns} == OF_EXPERIENCE
@@ -39,7 +39,7 @@ def test_each_method_declares_which_entries_belong_to_one_experience():
 
 
 class Counts(Method):
-    """Counts a client's rounds on the client and on the server, in this experience and in all."""
+    """Counts rounds on the client and on the server, for the current experience and in total."""
 
     reductions: ClassVar = {"*": DeltaSum()}
     of_experience: ClassVar = ("now.*",)
@@ -56,14 +56,14 @@ class Counts(Method):
 
 
 class Alone(Counts):
-    """A method that handles clients which enter an experience alone."""
+    """A method that supports clients that enter an experience in different rounds."""
 
     def enters_alone(self, client):
         return {"now.rounds": torch.tensor(100.0)}
 
 
 def expected(stream, drawn, rounds):
-    """Rounds of this experience and of all, of the server and of each client, counted in plain Python."""
+    """Count rounds of the current experience and in total, of the server and of each client, in plain Python."""
     experiences, own, latest = stream.plan.experiences, {}, {}
     server = [0, 0]
     for number in range(rounds):
@@ -87,7 +87,7 @@ def counted(trainer, kind="Counts"):
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
 @pytest.mark.parametrize("participation", [1.0, 2])
-def test_counts_are_those_of_the_experience_and_of_all(
+def test_of_experience_counts_equal_plain_python_counts(
     fit, make_stream, make_task, participation, max_vectorized_clients
 ):
     stream = make_stream(num_clients=4, rounds_per_experience=3)
@@ -105,17 +105,17 @@ def test_counts_are_those_of_the_experience_and_of_all(
     assert server[0] < server[1]
 
 
-def test_there_is_nothing_to_start_anew_in_one_experience(fit, make_stream, make_task):
+def test_of_experience_with_one_experience_resets_nothing(fit, make_stream, make_task):
     server, own = counted(fit(make_task(), make_stream(num_experiences=1, rounds_per_experience=3), [Counts()]))
     assert server == (9, 9) and {*own.values()} == {(3, 3)}
 
 
 @pytest.mark.parametrize("method", [Counts, SCAFFOLD, lambda: FedDyn(0.2)])
-def test_a_resumed_fit_starts_the_same_entries_anew(assert_resumes, make_task, method):
+def test_resumed_fit_resets_same_experience_state(assert_resumes, make_task, method):
     assert_resumes(make_task, method, client_weights="uniform")
 
 
-def test_in_a_plain_trainer_a_fit_is_an_experience(train, make_task, samples):
+def test_plain_trainer_fit_is_one_experience(train, make_task, samples):
     method, task = Counts(), make_task()
     for fits in (1, 2):
         train(task, [method], samples(), epochs=3)
@@ -124,7 +124,7 @@ def test_in_a_plain_trainer_a_fit_is_an_experience(train, make_task, samples):
 
 
 class Variates(Callback):
-    """What clients of SCAFFOLD keep of the server's variates."""
+    """Records the names of the server's variates that SCAFFOLD's clients store."""
 
     def __init__(self):
         self.begun = set()
@@ -139,14 +139,15 @@ def staggered(make_stream, delay):
     return make_stream(num_clients=4, scenario=Delayed(ClassIncremental(2, rounds_per_experience=3), max_delay=delay))
 
 
-def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejected(fit, make_stream, make_task):
+def test_delayed_clients_are_supported_or_raise(fit, make_stream, make_task):
     stream, watch = staggered(make_stream, 3), Variates()
     stream.setup("fit")
     assert not stream.plan.in_step
     for method in (FedDyn(0.2), Counts()):
         with raises(InvalidValueError, "scenario"):
             fit(make_task(), stream, [method], **UNIFORM)
-    fit(make_task(), stream, [FedDyn(0.0)], **UNIFORM)  # which keeps nothing on the server
+    # With alpha 0, FedDyn has no server state.
+    fit(make_task(), stream, [FedDyn(0.0)], **UNIFORM)
     fit(make_task(), stream, [SCAFFOLD(), watch], **UNIFORM)
     assert watch.begun
     for delay in (3, 0):
@@ -162,7 +163,7 @@ def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejecte
 
 
 @pytest.mark.parametrize("experiences", [1, 4])
-def test_scaffold_is_the_papers_algorithm_in_each_experience_for_clients_that_come_late(
+def test_scaffold_partial_participation_equals_algorithm_per_experience(
     fit, make_stream, make_task, assert_same, experiences
 ):
     task = make_task()
@@ -184,9 +185,10 @@ def test_scaffold_is_the_papers_algorithm_in_each_experience_for_clients_that_co
 
     by_hand(hand, stream, with_samples)
     assert_same(task, hand, 1e-5)
-    assert not watch.begun  # clients keep one variate
+    # Clients store their own variates only.
+    assert not watch.begun
 
 
-def test_methods_that_distil_are_not_rejected_when_clients_enter_at_different_times(fit, make_stream, make_task):
+def test_distillation_methods_support_delayed_clients(fit, make_stream, make_task):
     for method in (LwF(teacher="server"), LwF(), GLFC()):
         fit(make_task(), staggered(make_stream, 3), [method])

@@ -1,4 +1,4 @@
-"""Fed3R: the classifier is the ridge regression of all samples in one place, however they are spread."""
+"""Fed3R: the classifier equals the ridge regression on the pooled samples, for any partition into clients."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from .test_ccvr import still
 
 
 def ridge(features, labels, classes, beta):
-    """Least squares with rows of sqrt(beta) below the samples, weights and bias together, in NumPy."""
+    """Solve ridge regression with bias in NumPy: least squares with rows of sqrt(beta) below the samples."""
     states = np.concatenate([features, np.ones((len(features), 1))], axis=1).astype(np.float64)
     size = states.shape[1]
     rows = np.concatenate([states, np.sqrt(beta) * np.eye(size)])
@@ -30,7 +30,7 @@ def layer_of(task):
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
-    """The solution on all samples of some rounds, by the task's own features."""
+    """Return the ridge solution on all samples of some rounds, with the task's features."""
     own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
     x, y = stream.get_samples(np.concatenate(own))
     with torch.no_grad():
@@ -38,7 +38,7 @@ def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
 
 
 class Layers(Callback):
-    """The server's last layer after each round, and who trained in it."""
+    """Records the server's last layer after each round, and the clients that trained."""
 
     def __init__(self):
         self.kept, self.trained = [], []
@@ -50,9 +50,7 @@ class Layers(Callback):
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_the_layer_is_the_ridge_regression_of_all_samples(
-    fit, make_stream, make_task, partition, max_vectorized_clients
-):
+def test_fed3r_layer_equals_pooled_ridge_regression(fit, make_stream, make_task, partition, max_vectorized_clients):
     task, stream, layers = make_task(still), make_stream(partition=partition, rounds_per_experience=3), Layers()
     fit(task, stream, [Fed3R(beta=0.3, temperature=0.2), layers], max_vectorized_clients=max_vectorized_clients)
     first, both = (expected_of(task, stream, rounds, 0.3, 0.2) for rounds in ([0], [0, 3]))
@@ -60,15 +58,16 @@ def test_the_layer_is_the_ridge_regression_of_all_samples(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_training_goes_on_from_it_and_the_next_experience_begins_anew(fit, make_stream, make_task):
+def test_fed3r_layer_is_trained_and_recomputed_per_experience(fit, make_stream, make_task):
     task, stream, layers = make_task(), make_stream(rounds_per_experience=2), Layers()
     fit(task, stream, [Fed3R(), layers])
     first, second, third, _ = layers.kept
     assert not torch.equal(first, second)
-    assert first[2:].abs().max() == 0 and third[2:].abs().max() > 0  # classes 2 and 3 come with the second experience
+    # Classes 2 and 3 come with the second experience.
+    assert first[2:].abs().max() == 0 and third[2:].abs().max() > 0
 
 
-def test_a_client_that_comes_later_is_counted_when_it_comes(fit, make_stream, make_task):
+def test_fed3r_counts_client_in_its_first_round(fit, make_stream, make_task):
     task, stream, layers = make_task(still), make_stream(num_experiences=1, rounds_per_experience=8), Layers()
     fit(task, stream, [Fed3R(), layers], participation=1, seed=0)
     drawn = [client for (client,) in layers.trained]
@@ -78,7 +77,7 @@ def test_a_client_that_comes_later_is_counted_when_it_comes(fit, make_stream, ma
     torch.testing.assert_close(layers.kept[-1], expected_of(task, stream, [0]), rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_missed_synchronisation_lost_is_sent_again(fit, make_stream, make_task):
+def test_fed3r_missed_synchronization_is_uploaded_again(fit, make_stream, make_task):
     task, stream, layers = make_task(still), make_stream(num_experiences=1, rounds_per_experience=2), Layers()
     swarm = Swarm(missed_rounds={"0": [0]})
     fit(task, stream, [Fed3R(), layers], swarm=swarm)
@@ -86,7 +85,7 @@ def test_what_a_missed_synchronisation_lost_is_sent_again(fit, make_stream, make
     torch.testing.assert_close(layers.kept[1], expected_of(task, stream, [0]), rtol=1e-4, atol=1e-4)
 
 
-def test_the_base_session_is_in_the_sums(fit, make_task, quiet):
+def test_fed3r_sums_include_base_session(fit, make_task, quiet):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(80, 6, generator=generator), torch.arange(80) % 4
     scenario = ODFCLScenario(4, 2, 1, 2, train_per_class=10, test_per_class=4, rounds_per_session=1)
@@ -98,7 +97,7 @@ def test_the_base_session_is_in_the_sums(fit, make_task, quiet):
     assert (layer_of(task)[:, -1] != 0).all()
 
 
-def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
+def test_fed3r_uploads_sums_once_per_experience(fit, make_stream, make_task):
     sent = {}
     for name, methods in (("alone", []), ("with sums", [Fed3R()])):
         sent[name] = []
@@ -112,6 +111,6 @@ def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
     assert more == [3 * 8 * (4 * 6 + 21), 0] * 2
 
 
-def test_samples_that_come_again_are_refused(fit, make_stream, make_task):
+def test_fed3r_with_repeated_samples_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "history", value="seen"):
         fit(make_task(), make_stream(history="seen"), [Fed3R()])

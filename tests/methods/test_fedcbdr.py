@@ -1,4 +1,4 @@
-"""FedCBDR: leverage scores among all clients' samples, and what is kept by them."""
+"""FedCBDR: leverage scores over the samples of all clients, and the samples that clients store by these scores."""
 
 from functools import partial
 
@@ -31,14 +31,15 @@ def orthogonal(size, generator):
 
 
 @pytest.mark.parametrize("rank", [2, 5])
-def test_scores_of_rotated_clients_are_those_of_the_stack_and_sum_to_the_rank(rank):
+def test_leverage_of_rotated_clients_equals_pooled_leverage(rank):
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         clients = [torch.randn(n, rank, generator=generator).double() for n in (3, 8, 20)]
         root = torch.randn(rank, 5, generator=generator).double()
         clients = [rows @ root for rows in clients]
         left, values, _ = torch.linalg.svd(torch.cat(clients), full_matrices=False)
-        wanted = left[:, values > 1e-9].square().sum(dim=1)  # the paper's, by the SVD of the stack
+        # The scores of the paper, from the SVD of the pooled features.
+        wanted = left[:, values > 1e-9].square().sum(dim=1)
         found = torch.cat(
             [leverage(rows, torch.linalg.pinv(sum(r.T @ r for r in clients), hermitian=True)) for rows in clients]
         )
@@ -53,7 +54,7 @@ def test_scores_of_rotated_clients_are_those_of_the_stack_and_sum_to_the_rank(ra
 
 
 class Memories(Callback):
-    """What each client remembers after each round."""
+    """Records the samples that each client stores after each round."""
 
     def __init__(self):
         self.kept = []
@@ -66,7 +67,7 @@ class Memories(Callback):
         self.gram = server.get_section("FedCBDR")["gram"].clone()
 
 
-def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make_stream, make_task):
+def test_fedcbdr_clients_store_samples_by_leverage_share(fit, make_stream, make_task):
     task, memories = wide(make_task), Memories()
     stream = make_stream(partition="dirichlet", rounds_per_experience=2)
     fit(task, stream, [FedCBDR(memory_size=30), memories])
@@ -94,12 +95,13 @@ def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make
             assert len({*places.tolist()}) == len(places)
             total += share
         assert 25 <= total <= 33
-    assert not memories.gram.any()  # begun anew
+    # The server's Gram matrix is reset for the next experience.
+    assert not memories.gram.any()
 
 
 @pytest.mark.seconds
-def test_what_is_rare_among_all_is_kept_more_often(fit, make_stream, make_task):
-    """A class of a few samples, in directions of its own, has a larger part of the memory than of the data."""
+def test_fedcbdr_rare_class_is_stored_more_often(fit, make_stream, make_task):
+    """A class with few samples in separate directions has a larger share of the stored samples than of the data."""
     ratios = []
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +118,7 @@ def test_what_is_rare_among_all_is_kept_more_often(fit, make_stream, make_task):
     assert sum(ratios) / len(ratios) > 1.5, ratios
 
 
-def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream, make_task):
+def test_fedcbdr_replays_stored_samples_and_transmits_sums_only(fit, make_stream, make_task):
     counts, metrics = [], ContinualMetrics()
 
     class Counts(Callback):
@@ -138,7 +140,7 @@ def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream
         assert second - first == 8 * 16 * 16
 
 
-def test_old_and_new_classes_have_temperatures_and_weights_of_their_own():
+def test_fedcbdr_loss_uses_temperatures_and_weights_by_class():
     generator, y = torch.Generator().manual_seed(0), torch.tensor([0, 3, 1, 2])
     z, w = torch.randn(4, 4, generator=generator).double(), torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
     method = FedCBDR(20, old_temperature=0.5, new_temperature=2.0, old_weight=3.0, new_weight=0.25)
@@ -155,7 +157,7 @@ def test_old_and_new_classes_have_temperatures_and_weights_of_their_own():
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_same, max_vectorized_clients):
+def test_fedcbdr_equal_weights_scale_learning_rate(fit, make_stream, make_task, assert_same, max_vectorized_clients):
     tasks = [wide(make_task, partial(torch.optim.SGD, lr=rate)) for rate in (0.1, 0.05)]
     for task, weight in zip(tasks, (1.0, 2.0), strict=True):
         method = FedCBDR(20, old_weight=weight, new_weight=weight)

@@ -1,4 +1,4 @@
-"""FedDyn: the paper's algorithm, and the fixed point that it has."""
+"""FedDyn: the paper's algorithm and its fixed point."""
 
 import copy
 
@@ -19,7 +19,7 @@ UNIFORM = {"client_weights": "uniform", "seed": 0}
 
 
 def by_hand(task, stream, drawn, alpha):
-    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, anew in each experience."""
+    """Run Algorithm 1 of the paper, with a gradient g per client and h on the server, reset in each experience."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
     experiences = stream.plan.experiences[everyone[0]]
     for round_idx in range(stream.plan.num_rounds):
@@ -46,7 +46,7 @@ def by_hand(task, stream, drawn, alpha):
 
 
 @pytest.mark.parametrize(("participation", "size"), [(1.0, 1), (1.0, 3), (2, 1)])
-def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size):
+def test_feddyn_equals_hand_written_algorithm(fit, make_stream, make_task, assert_same, participation, size):
     task, stream = make_task(), make_stream(rounds_per_experience=2, shuffle=False)
     hand = copy.deepcopy(task)
     options = {"participation": participation, "max_vectorized_clients": size, "local_epochs": 2, **UNIFORM}
@@ -62,7 +62,7 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 20), (2, 50)])
-def test_its_fixed_point_is_the_minimum_of_all_losses_where_fedavg_has_another(fit, participation, rounds):
+def test_feddyn_fixed_point_is_minimum_unlike_fedavg(fit, participation, rounds):
     ends = []
     for methods in ([FedDyn(1.0)], []):
         task = quadratic(lr=0.3)
@@ -72,7 +72,7 @@ def test_its_fixed_point_is_the_minimum_of_all_losses_where_fedavg_has_another(f
     assert abs(ends[1] - minimum()) > 0.2
 
 
-def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_stream, make_task):
+def test_feddyn_transmits_as_fedavg_and_skips_local_parameters(fit, make_stream, make_task):
     records = []
     for methods in ([FedDyn(0.1)], []):
         metrics = ContinualMetrics()
@@ -85,7 +85,7 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
     assert records[0] == records[1]
 
 
-def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
+def test_feddyn_with_incompatible_settings_raises(fit, make_stream, make_task):
     for options, argument in (
         ({}, "client_weights"),
         ({**UNIFORM, "server_optimizer": lambda params: torch.optim.SGD(params, lr=1.0)}, "FedDyn"),

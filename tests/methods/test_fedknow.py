@@ -1,4 +1,4 @@
-"""FedKNOW: which weights are kept of each task, what its network says, and what a step may not undo."""
+"""FedKNOW: the weights that are kept for each task, their network's predictions, and the projection of gradients."""
 
 import copy
 
@@ -13,13 +13,14 @@ from lightning_fcl.methods.fedknow import largest, load_task_network
 from .test_fedvit import OWN, make_stream, make_task
 
 
-def test_the_largest_free_weights_are_kept():
+def test_largest_selects_largest_free_weights():
     generator = torch.Generator().manual_seed(0)
     weight, free = torch.randn(20, 10, generator=generator), torch.rand(20, 10, generator=generator) < 0.6
     chosen = largest(weight, free, 0.1)
     assert chosen.sum() == 20 and not (chosen & ~free).any()
     assert weight.abs()[chosen].min() >= weight.abs()[free & ~chosen].max()
-    assert largest(weight, free, 0.9).sum() == free.sum()  # no more than are free
+    # There are fewer free weights than the share asks for.
+    assert largest(weight, free, 0.9).sum() == free.sum()
 
 
 def extracted(method, task, tasks=3):
@@ -34,12 +35,13 @@ def extracted(method, task, tasks=3):
     return memories
 
 
-def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
+def test_fedknow_task_weights_are_disjoint_and_unchanged():
     task = make_task()
     memories = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
     for number, (own, memory) in enumerate(memories):
         owner, kept = memory["owner.model.body.0.weight"], memory["kept.model.body.0.weight"]
-        assert [(owner == n + 1).sum().item() for n in range(number + 1)] == [6] * (number + 1)  # 20 % of 5 x 6
+        # 20 % of 5 x 6 weights per task.
+        assert [(owner == n + 1).sum().item() for n in range(number + 1)] == [6] * (number + 1)
         assert torch.equal(kept[owner == number + 1], own["model.body.0.weight"][owner == number + 1])
         assert (kept[owner == 0] == 0).all()
         if number:
@@ -54,7 +56,7 @@ def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
     assert torch.equal(network["model.body.0.bias"], memories[1][0]["model.body.0.bias"])
 
 
-def test_tuning_moves_the_task_s_own_weights_only_and_helps():
+def test_fedknow_tuning_changes_task_weights_only_and_lowers_loss():
     task = make_task()
     plain = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
     tuned = extracted(FedKNOW(rho=0.2, tune_epochs=40, tune_lr=0.02), task)
@@ -64,7 +66,8 @@ def test_tuning_moves_the_task_s_own_weights_only_and_helps():
         name = "kept.model.body.0.weight"
         if number == 0:
             assert ((left[name] != right[name]) == (owner == 1)).all()
-        else:  # those of earlier tasks stay as they were tuned
+        else:
+            # The weights of earlier tasks do not change after their tuning.
             earlier = (owner > 0) & (owner <= number)
             assert torch.equal(right[name][earlier], tuned[number - 1][1][name][earlier])
     losses = [0.0, 0.0]
@@ -76,10 +79,11 @@ def test_tuning_moves_the_task_s_own_weights_only_and_helps():
             other = copy.deepcopy(task)
             other.load_state_dict(load_task_network(memories[number][1], number))
             losses[i] += F.cross_entropy(other(x)[:, 2 * number : 2 * number + 2], y).item()
-    assert losses[1] < losses[0] - 0.1, losses  # 3.39 and 3.17
+    # The losses are 3.39 and 3.17.
+    assert losses[1] < losses[0] - 0.1, losses
 
 
-def test_a_past_task_s_gradient_is_that_of_distillation(fit):
+def test_fedknow_past_gradient_equals_distillation_gradient(fit):
     seen = []
 
     class Look(FedKNOW):
@@ -111,7 +115,7 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
         torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in by_hand]))
 
 
-def test_clients_that_trained_keep_weights(fit):
+def test_fedknow_only_trained_clients_store_weights(fit):
     stream = make_stream(num_clients=3, batch_size=16)
     trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
     drawn_in = trainer.strategy.federation.participation.expected_clients

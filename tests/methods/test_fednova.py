@@ -1,4 +1,4 @@
-"""FedNova: FedAvg where clients take equally many steps, and the fixed point that they do not shift."""
+"""FedNova: it equals FedAvg with equal numbers of steps, and unequal numbers do not change its fixed point."""
 
 import numpy as np
 import pytest
@@ -13,11 +13,12 @@ from lightning_fcl.methods import Method
 from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, value
 
 SAMPLES = np.array([4, 8, 16, 32])
-STEPS = SAMPLES // 4  # of a pass, in batches of 4
+# Steps per epoch, with batches of 4 samples.
+STEPS = SAMPLES // 4
 
 
 def step_of(client, w, steps, lr, momentum):
-    """Where a client's steps lead from w."""
+    """Return the parameter after a client's steps from w."""
     velocity = 0.0
     for _ in range(steps):
         velocity = momentum * velocity + CURVATURES[client] * (w - TARGETS[client])
@@ -27,8 +28,8 @@ def step_of(client, w, steps, lr, momentum):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_a_round_is_the_papers(fit, weights, momentum):
-    """x + tau_eff * sum_k p_k (y_k - x) / ||a_k||, in plain numbers."""
+def test_fednova_round_equals_paper_formula(fit, weights, momentum):
+    """The new model is x + tau_eff * sum_k p_k (y_k - x) / ||a_k||."""
     task = quadratic(lr=0.02, momentum=momentum)
     fit(task, clients(1, SAMPLES), [FedNova()], client_weights=weights, seed=0)
     p = SAMPLES / SAMPLES.sum() if weights == "samples" else np.full(4, 0.25)
@@ -38,13 +39,13 @@ def test_a_round_is_the_papers(fit, weights, momentum):
 
 
 def fixed_point(weights, lr):
-    """Where the weighted ways of all clients add up to 0, each (1 - (1 - lr a_k)^tau_k) (b_k - w) long."""
+    """Return the w at which the weighted changes of all clients, (1 - (1 - lr a_k)^tau_k) (b_k - w), add up to 0."""
     reach = weights * (1 - (1 - lr * CURVATURES) ** STEPS)
     return (reach * TARGETS).sum() / reach.sum()
 
 
-def test_its_fixed_point_is_the_minimum_where_fedavg_weighs_losses_by_steps(fit):
-    """With small steps, FedNova ends where the sum of p_k L_k is least, FedAvg where that of p_k tau_k L_k is."""
+def test_fednova_fixed_point_does_not_depend_on_steps(fit):
+    """With small steps, FedNova minimizes the sum of p_k L_k, and FedAvg the sum of p_k tau_k L_k."""
     for methods, weights in (([FedNova()], 1 / STEPS), ([], np.ones(4))):
         task = quadratic(lr=0.05)
         fit(task, clients(45, SAMPLES), methods, client_weights="uniform", seed=0)
@@ -54,7 +55,7 @@ def test_its_fixed_point_is_the_minimum_where_fedavg_weighs_losses_by_steps(fit)
     assert abs(minimum() - minimum(STEPS)) > 0.3
 
 
-def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stream, make_task):
+def test_fednova_uploads_one_number_more_and_skips_local_parameters(fit, make_stream, make_task):
     records, own = [], []
     for methods in ([FedNova()], []):
         metrics = ContinualMetrics()
@@ -67,7 +68,7 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
     torch.testing.assert_close(*own, rtol=0, atol=0)
 
 
-def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, make_stream, make_task, assert_same):
+def test_transform_upload_vectorizes_only_if_declared(fit, make_stream, make_task, assert_same):
     class Halves(Method):
         def transform_upload(self, client, trained_state):
             return {name: (value + client.received_state[name]) / 2 for name, value in trained_state.items()}
@@ -84,5 +85,5 @@ def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, ma
         fit(make_task(), make_stream(), [Halves()], max_vectorized_clients=2)
 
 
-def test_nodes_may_leave(fit, make_stream, make_task):
+def test_fednova_with_leaving_nodes_trains(fit, make_stream, make_task):
     fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(leaves_at={"1": 1}))

@@ -1,4 +1,4 @@
-"""FedNTD: distillation of all classes but the true one."""
+"""FedNTD: distillation of all classes except the true class."""
 
 import copy
 
@@ -11,7 +11,7 @@ from lightning_fcl.methods.context import Client, Step
 
 
 def divergence(student, teacher, y, temperature):
-    """The Kullback-Leibler divergence of the others' shares, sample by sample, with their logits cut out."""
+    """Return the mean KL divergence of the softmax over all classes except the true class."""
     total = 0.0
     for own, known, label in zip(student, teacher, y.tolist(), strict=True):
         others = [c for c in range(len(own)) if c != label]
@@ -20,14 +20,14 @@ def divergence(student, teacher, y, temperature):
     return total / len(y)
 
 
-def test_of_two_classes_nothing_is_left():
+def test_fedntd_with_two_classes_has_zero_gradient():
     student, y = torch.randn(5, 2, requires_grad=True), torch.tensor([0, 1, 1, 0, 1])
     step = Step({}, {}, None, student, lambda state, x: torch.randn(5, 2), y=y)
     assert (torch.autograd.grad(FedNTD().penalty(Client(), step), student)[0] == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_drop_in_equals_hand_written_loop(make_task, samples, train, by_hand, assert_same, temperature):
+def test_fedntd_in_plain_trainer_equals_hand_written_loop(make_task, samples, train, by_hand, assert_same, temperature):
     task, data, start = make_task(), samples(), {}
     hand = copy.deepcopy(task)
 

@@ -1,4 +1,4 @@
-"""FedProto: prototypes, the pull towards them, and prediction by the nearest."""
+"""FedProto: prototypes, the penalty on the distance to them, and prediction by the nearest prototype."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from lightning_fcl.methods.prototypes import ClassSums, class_means
 
 
 class States(Callback):
-    """Each client's state after its training, and its samples."""
+    """Records each client's state after its training, and its samples."""
 
     def __init__(self):
         self.kept = {}
@@ -33,7 +33,7 @@ def sums_of(trainer):
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_prototypes_are_the_means_of_all_clients_samples(fit, make_stream, make_task, max_vectorized_clients, weights):
+def test_fedproto_prototypes_are_pooled_class_means(fit, make_stream, make_task, max_vectorized_clients, weights):
     states, task, stream = States(), make_task(), make_stream(partition="dirichlet", num_experiences=1)
     trainer = fit(
         task, stream, [FedProto(), states], max_vectorized_clients=max_vectorized_clients, client_weights=weights
@@ -46,7 +46,7 @@ def test_prototypes_are_the_means_of_all_clients_samples(fit, make_stream, make_
         torch.testing.assert_close(means[label], features[labels == label].mean(dim=0))
 
 
-def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype(fit, make_stream, make_task):
+def test_fedproto_class_without_samples_keeps_prototype(fit, make_stream, make_task):
     seen = []
 
     class Watch(Callback):
@@ -62,12 +62,12 @@ def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype(fit, make_s
     assert first[:, 0].sum() == sum(len(stream.plan.train[0][client]) for client in "01")
 
 
-def test_sums_are_those_of_a_round(fit, make_stream, make_task):
+def test_fedproto_sums_cover_one_round_only(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(num_experiences=1, rounds_per_experience=3), [FedProto()])
     assert sums_of(trainer)[:, 0].sum() == sum(map(len, trainer.datamodule.plan.train[2].values()))
 
 
-def test_without_strength_and_with_the_head_it_is_fedavg(fit, make_stream, make_task, assert_same):
+def test_fedproto_zero_strength_with_head_equals_fedavg(fit, make_stream, make_task, assert_same):
     tasks, records = [make_task(), make_task()], [ContinualMetrics(), ContinualMetrics()]
     fit(tasks[0], make_stream(), [FedProto(0.0, "head"), records[0]], max_vectorized_clients=1)
     fit(tasks[1], make_stream(), [records[1]], max_vectorized_clients=1)
@@ -76,7 +76,7 @@ def test_without_strength_and_with_the_head_it_is_fedavg(fit, make_stream, make_
     assert left == right
 
 
-def test_the_pull_by_hand(make_task, samples):
+def test_fedproto_penalty_gradient_equals_hand_written(make_task, samples):
     task, method, (x, y) = make_task(), FedProto(0.7), samples()
     sums = torch.randn(4, 6)
     sums[:, 0] = torch.tensor([2.0, 3.0, 0.0, 5.0])
@@ -84,7 +84,8 @@ def test_the_pull_by_hand(make_task, samples):
     step = Step({}, {}, x, task(x), lambda *_: x, embed_fn=task.embed, sample_weight=weight, y=y)
     expected = torch.zeros(())
     for i in range(20):
-        if y[i] != 2:  # which has no prototype
+        # Class 2 has no prototype.
+        if y[i] != 2:
             prototype = sums[y[i], 1:] / sums[y[i], 0]
             expected = expected + 0.7 * weight[i] * ((task.embed(x[i : i + 1])[0] - prototype) ** 2).sum() / 5
     body = task.model[1].weight
@@ -95,7 +96,7 @@ def test_the_pull_by_hand(make_task, samples):
 
 
 @pytest.mark.parametrize("strategy", [None, "auto"])
-def test_the_nearest_prototype_predicts(fit, make_stream, make_task, strategy, quiet):
+def test_fedproto_evaluation_predicts_nearest_prototype(fit, make_stream, make_task, strategy, quiet):
     stream, method, task = (
         make_stream(num_clients=1, num_experiences=1, rounds_per_experience=2),
         FedProto(),
@@ -108,10 +109,11 @@ def test_the_nearest_prototype_predicts(fit, make_stream, make_task, strategy, q
     distances = (task.embed(x)[:, None] - means).norm(dim=2)
     (measured,) = trainer.test(task, datamodule=stream, verbose=False)
     assert measured["test/accuracy"] == pytest.approx(float((distances.argmin(dim=1) == y).float().mean()))
-    assert torch.equal(task(x).argmax(dim=1), task.model(x).argmax(dim=1))  # the rule is gone afterwards
+    # After the test, the module predicts with its own output again.
+    assert torch.equal(task(x).argmax(dim=1), task.model(x).argmax(dim=1))
 
 
-def test_a_checkpoint_is_tested_with_its_prototypes(fit, make_stream, make_task, tmp_path, quiet):
+def test_fedproto_checkpoint_restores_prototypes_for_test(fit, make_stream, make_task, tmp_path, quiet):
     saving, task = ModelCheckpoint(tmp_path, "last"), make_task()
     trainer = fit(task, make_stream(), [FedProto(), saving], trainer_args={"enable_checkpointing": True})
     (expected,) = trainer.test(task, datamodule=make_stream(), verbose=False)
@@ -122,7 +124,7 @@ def test_a_checkpoint_is_tested_with_its_prototypes(fit, make_stream, make_task,
     assert measured["test/accuracy"] == expected["test/accuracy"]
 
 
-def test_only_prototypes_travel_as_in_the_paper(fit, make_stream, make_task):
+def test_fedproto_with_local_model_uploads_prototypes_only(fit, make_stream, make_task):
     task, metrics = make_task(), ContinualMetrics()
     before = {name: value.clone() for name, value in task.state_dict().items()}
     fit(task, make_stream(), [FedProto(), metrics], reductions={"*": "local"})
@@ -131,11 +133,11 @@ def test_only_prototypes_travel_as_in_the_paper(fit, make_stream, make_task):
     assert sent <= ClassSums().upload_nbytes(torch.cat([torch.ones(2, 6), torch.zeros(2, 6)])) < 4 * 4 * 6
 
 
-def test_beside_a_teacher(fit, make_stream, make_task):
+def test_fedproto_with_flwf2t_trains(fit, make_stream, make_task):
     fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], max_vectorized_clients=1)
     fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], max_vectorized_clients=3)
 
 
-def test_a_module_without_features(fit, make_stream):
+def test_fedproto_module_without_features_raises(fit, make_stream):
     with raises(InvalidValueError, "model"):
         fit(Classifier(nn.Linear(6, 4), 4), make_stream(), [FedProto()])

@@ -1,4 +1,4 @@
-"""FedProx: the proximal term, and the drop-in against a hand-written loop."""
+"""FedProx: the proximal term, and training compared with a hand-written loop."""
 
 import copy
 
@@ -15,7 +15,7 @@ from lightning_fcl.methods.context import Client, Step
 from lightning_fcl.models import MLP
 
 
-def test_part():
+def test_fedprox_pattern_limits_proximal_term():
     params = {"body.w": torch.randn(3, 2, requires_grad=True), "head.w": torch.randn(2, requires_grad=True)}
     server = {"body.w": torch.randn(3, 2), "head.w": torch.randn(2), "head.running_mean": torch.randn(2)}
     step = Step(params, server, None, torch.zeros(1, 2), None)
@@ -28,7 +28,9 @@ def test_part():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mu", [0.0, 0.8])
-def test_drops_in(make_task, samples, train, by_hand, assert_same, mu, accumulate):
+def test_fedprox_in_plain_trainer_equals_hand_written_loop(
+    make_task, samples, train, by_hand, assert_same, mu, accumulate
+):
     task, copied, data, starts = make_task(), make_task(), samples(), []
     train(task, [FedProx(mu)], data, accumulate_grad_batches=accumulate)
 
@@ -40,7 +42,7 @@ def test_drops_in(make_task, samples, train, by_hand, assert_same, mu, accumulat
     assert_same(task, copied)
 
 
-def test_frozen_parameters_stay_out(make_task, samples, train):
+def test_fedprox_skips_frozen_parameters(make_task, samples, train):
     task = make_task()
     task.model[1].requires_grad_(False)
     before = task.model[1].weight.clone()
@@ -50,14 +52,14 @@ def test_frozen_parameters_stay_out(make_task, samples, train):
         train(task, [FedProx(0.5, pattern="model.1.*")], samples())
 
 
-def test_loss_scaling_is_refused(make_task, samples, train):
+def test_method_with_loss_scaling_raises(make_task, samples, train):
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     with raises(InvalidValueError, "precision"):
         train(make_task(), [FedProx()], samples(), plugins=plugins)
 
 
 class Detour(Classifier):
-    """A module whose training never calls the module itself."""
+    """A module whose training step never calls the module itself."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -66,7 +68,7 @@ class Detour(Classifier):
 
 @pytest.mark.parametrize("make", [lambda: FedProx(0.5), lambda: EWC(5.0), lambda: AGEM(5)])
 @pytest.mark.parametrize("federated", [False, True])
-def test_what_needs_no_output_works_with_any_training_step(make_stream, samples, train, fit, federated, make):
+def test_methods_without_output_support_any_training_step(make_stream, samples, train, fit, federated, make):
     tasks = []
     for kind in (Classifier, Detour):
         torch.manual_seed(0)
@@ -80,4 +82,5 @@ def test_what_needs_no_output_works_with_any_training_step(make_stream, samples,
                 train(task, methods, part)
     for left, right in zip(*(task.parameters() for task in tasks), strict=True):
         torch.testing.assert_close(left, right)
-    assert not torch.allclose(plain.model[1].weight, tasks[1].model[1].weight, atol=1e-4)  # the method did something
+    # The method changed the training.
+    assert not torch.allclose(plain.model[1].weight, tasks[1].model[1].weight, atol=1e-4)

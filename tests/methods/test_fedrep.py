@@ -1,4 +1,4 @@
-"""FedRep: the head first, then the body; the one is frozen to the bit while the other learns."""
+"""FedRep: clients train the head first, then the body. The frozen part stays bitwise unchanged."""
 
 import copy
 
@@ -32,7 +32,7 @@ def make_task(optimizer=torch.optim.AdamW):
 
 
 class Stages(Callback):
-    """Which parts every step has changed, with its client's round and its local epoch."""
+    """Records for each step: the client's round, its local epoch, and the changed parts."""
 
     def __init__(self):
         self.steps = []
@@ -42,16 +42,15 @@ class Stages(Callback):
         self.before = copy.deepcopy(module.state_dict())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (
-            not trainer.strategy.current_round.last_batch
-        ):  # then the module holds the server's or another client's state
+        # After the last batch the module has the state of the server or of another client.
+        if not trainer.strategy.current_round.last_batch:
             after = module.state_dict().items()
             changed = {name.split(".")[1] for name, value in after if not torch.equal(value, self.before[name])}
             self.steps.append((*self.now, changed))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_what_is_not_trained_is_frozen_to_the_bit(fit, make_stream, optimizer):
+def test_fedrep_stages_keep_frozen_part_bitwise_unchanged(fit, make_stream, optimizer):
     task, stages = make_task(optimizer), Stages()
     fit(task, make_stream(drop_last=True), [FedRep(2, 3), stages], max_epochs=2, reductions=OWN)
     assert {epoch for _, epoch, _ in stages.steps} == {0, 1, 2, 3, 4}
@@ -74,7 +73,7 @@ def frozen(net):
 
 
 @pytest.mark.parametrize("change", [lambda net: None, tied, without_parameters, frozen])
-def test_equals_a_loop_by_hand(fit, make_stream, change):
+def test_fedrep_equals_hand_written_loop(fit, make_stream, change):
     stream, task = (
         make_stream(num_clients=1, num_experiences=1, shuffle=False, batch_size=200),
         make_task(torch.optim.SGD),
@@ -98,14 +97,15 @@ def test_equals_a_loop_by_hand(fit, make_stream, change):
     change(start)
     for name, value in net.body.state_dict().items():
         torch.testing.assert_close(task.state_dict()[f"model.body.{name}"], value)
-        if name != "0.bias":  # batch normalisation takes it away again
+        # Batch normalization removes the effect of this bias.
+        if name != "0.bias":
             still = change is frozen and name.startswith("1.")
             assert torch.equal(value, start.body.state_dict()[name]) == still
     assert [layer.training for layer in task.model.modules()] == modes
     assert [p.requires_grad for p in task.parameters()] == learn
 
 
-def test_a_client_without_it_trains_the_whole(fit, make_stream):
+def test_fedrep_client_without_method_trains_head_and_body(fit, make_stream):
     stages = Stages()
     stream, method = make_stream(drop_last=True), FedRep(1, 1, clients=["0"])
     fit(make_task(), stream, [method, stages], max_epochs=1, reductions=OWN, local_epochs=2)
@@ -114,7 +114,7 @@ def test_a_client_without_it_trains_the_whole(fit, make_stream):
         assert changed == (staged if part.client_id == "0" else {"head", "body"})
 
 
-def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
+def test_fedrep_failed_fit_restores_requires_grad(fit, make_stream, quiet):
     task = make_task()
     task.model.body[0].bias.requires_grad_(False)
     task.model.head.bias.requires_grad_(False)
@@ -127,7 +127,7 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
         assert [p.requires_grad for p in task.parameters()] == learn
 
 
-def test_refusals(fit, make_stream):
+def test_fedrep_invalid_settings_raise(fit, make_stream):
     with raises(InvalidValueError, "reductions"):
         fit(make_task(), make_stream(), [FedRep()])
     with raises(InvalidValueError, "head_pattern"):

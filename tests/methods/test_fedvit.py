@@ -1,4 +1,4 @@
-"""FedViT against a loop by hand: stages, knowledge, signature tasks, integration."""
+"""FedViT compared with a hand-written loop: stages, stored samples, task selection and integration."""
 
 import copy
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def make_task(optimizer=torch.optim.SGD, lr=0.2, dropout=0.0):
 
 
 def make_stream(num_clients=2, num_tasks=2, num_rounds=2, seed=0, classes=(2, 2), **kwargs):
-    """Noisy classes, so that tasks are at odds."""
+    """Return a stream of noisy classes, so that the gradients of tasks conflict."""
     rng = np.random.default_rng(seed)
     y = np.arange(480) % 8
     x = (rng.normal(size=(480, 6)) + 0.7 * np.eye(8, 6)[y]).astype(np.float32)
@@ -78,14 +78,14 @@ def step(params, gradient, lr=0.2):
 
 
 def rotated(gradient, past, margin):
-    """The solution of the quadratic program with one constraint."""
+    """Return the solution of the quadratic program with one constraint."""
     if gradient @ past >= 0:
         return gradient
     return gradient + max(float(-(gradient @ past) / (past @ past)), margin) * past
 
 
 def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
-    """All rounds, one full batch an epoch, at most one past task; the projections that changed something."""
+    """Run all rounds with one full batch per epoch and at most one past task. Also count effective projections."""
     server, plan = make_task().model, stream.plan
     own = {c: {"head": copy.deepcopy(server.head), "body": None, "memory": None} for c in plan.clients}
     changed = 0
@@ -140,7 +140,7 @@ def best(loss, y, c, rho):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("margin", [0.0, 0.5])
-def test_equals_a_loop_by_hand(fit, margin):
+def test_fedvit_equals_hand_written_loop(fit, margin):
     stream, task = make_stream(num_rounds=4), make_task()
     method = FedViT(rho=0.2, head_epochs=2, body_epochs=3, integration_epochs=2, margin=margin)
     trainer = fit(task, stream, [method], reductions=OWN)
@@ -158,7 +158,7 @@ def test_equals_a_loop_by_hand(fit, margin):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("clip", "margin"), [(None, 0.0), (0.05, 0.0), (None, 0.5)])
-def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip, margin):
+def test_fedvit_integrate_last_changes_predicting_body_only(fit, clip, margin):
     stream, task = make_stream(num_clients=3, num_rounds=3), make_task()
     words = {"integration_epochs": 2, "margin": margin}
     method, metrics = FedViT(rho=0.2, integrate_last=True, **words), ContinualMetrics(when="aggregated")
@@ -167,11 +167,13 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
     trainer = fit(task, stream, [method, metrics, local], **options)
     plain, seen = make_task(), []
     fit(plain, stream, [FedViT(rho=0.2, **words)], **options)
-    torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)  # training is not touched
+    # The last integration does not change the training.
+    torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)
     for client in stream.plan.clients:
         kept = trainer.strategy.server.client_store[client]
         last = {n: v for n, v in kept["FedViT"].items() if n.startswith("last.")}
-        assert bool(last) == (local.rounds[client] >= 3)  # it has trained on its second task
+        # The client has trained on its second task.
+        assert bool(last) == (local.rounds[client] >= 3)
         if not last:
             continue
         net, trained = copy.deepcopy(task.model), make_task()
@@ -195,7 +197,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
     assert len(seen) >= 4
 
 
-def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
+def test_fedvit_first_task_projects_no_gradient(fit, monkeypatch):
     def refuse(*args):
         raise AssertionError("a projection")
 
@@ -206,12 +208,13 @@ def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_stages_freeze_what_they_claim_to_the_bit(fit):
+def test_fedvit_stages_keep_frozen_part_bitwise_unchanged(fit):
     stages = Stages()
     task = make_task(torch.optim.AdamW, lr=0.01)
     method = FedViT(head_epochs=2, body_epochs=3, integration_epochs=1)
     fit(task, make_stream(batch_size=16), [method, stages], reductions=OWN)
-    for first, epochs in ((0, 5), (1, 6)):  # the second round of a task begins with integration
+    # The second round of a task starts with integration.
+    for first, epochs in ((0, 5), (1, 6)):
         assert {epoch for part, epoch, _ in stages.steps if part.round_idx % 2 == first} == {*range(epochs)}
     for part, epoch, moved in stages.steps:
         first = part.round_idx % 2
@@ -219,20 +222,21 @@ def test_stages_freeze_what_they_claim_to_the_bit(fit):
     assert all(p.requires_grad for p in task.parameters())
 
 
-def test_knowledge_is_the_lowest_loss_of_each_class():
+def test_lowest_loss_selects_share_of_each_class():
     generator = torch.Generator().manual_seed(0)
     y = torch.tensor([0] * 40 + [1] * 20 + [2] * 3)[torch.randperm(63, generator=generator)]
     loss = torch.rand(63, generator=generator)
     kept = lowest_loss(loss, y, 0.1)
     assert kept.tolist() == sorted(kept.tolist())
-    assert [(y[kept] == c).sum().item() for c in range(3)] == [4, 2, 1]  # the proportions of the classes, at least 1
+    # The numbers follow the class proportions, with at least 1 sample per class.
+    assert [(y[kept] == c).sum().item() for c in range(3)] == [4, 2, 1]
     for c in range(3):
         out = torch.tensor([r for r in range(63) if y[r] == c and r not in kept])
         assert loss[kept][y[kept] == c].max() <= loss[out].min()
     assert lowest_loss(loss, y, 1.0).tolist() == [*range(63)]
 
 
-def test_avalanche_s_buffers_take_it_as_a_selection_strategy(samples):
+def test_lowest_loss_works_in_avalanche_buffer(samples):
     from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
     from avalanche.training.storage_policy import ParametricBuffer
 
@@ -250,14 +254,15 @@ def test_avalanche_s_buffers_take_it_as_a_selection_strategy(samples):
     assert {tuple(sample[0].tolist()) for sample in buffer.buffer} == expected and len(expected) == 8
 
 
-def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
+def test_fedvit_selects_tasks_every_select_every_steps(monkeypatch):
     gradients = {0: torch.tensor([9.0, -9.0]), 1: torch.tensor([1.0, 1.1]), 2: torch.tensor([-5.0, 0.0])}
     taken, projected = [], []
     method = FedViT(k=2, select_every=3)
     monkeypatch.setattr(FedViT, "past_gradient", lambda self, client, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
     client = Client({"task": torch.tensor([0, 1, 2, 3])}, client_round=ClientRound("a", 3, experience_idx=3))
-    client.local_epoch = 2  # the body's
+    # A local epoch of the body stage.
+    client.local_epoch = 2
     method.start_client(client)
     for _ in range(4):
         method.project_gradient(client, torch.tensor([1.0, 1.0]), None)
@@ -265,16 +270,18 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     for rows in projected:
         assert torch.equal(rows, torch.stack([gradients[0], gradients[2]]))
     taken.clear()
-    method = FedViT(k=5)  # more than there are: all
+    # With k above the number of past tasks, all past tasks are used.
+    method = FedViT(k=5)
     method.start_client(client)
     method.project_gradient(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2] and len(projected[-1]) == 3
     client.method_state = {}
-    assert method.project_gradient(client, gradients[0], None) is gradients[0]  # nothing is remembered
+    # Without stored samples the gradient does not change.
+    assert method.project_gradient(client, gradients[0], None) is gradients[0]
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes):
+def test_fedvit_resumed_fit_equals_uninterrupted_fit(assert_resumes):
     def stream():
         return make_stream(num_clients=3, batch_size=16, shuffle=True)
 
@@ -284,8 +291,8 @@ def test_resumed_is_uninterrupted(assert_resumes):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("integrate_last", [True, False])
-def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
-    """A client chooses anew, whoever has trained before it: another order, and a fit that was cut, give the same."""
+def test_fedvit_task_choice_does_not_depend_on_other_clients(fit, tmp_path, integrate_last):
+    """The selected tasks do not depend on the order of clients, or on an interruption of the fit."""
 
     def run(order=sorted, epochs=8, **kwargs):
         task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(num_tasks=4)
@@ -305,7 +312,7 @@ def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
     torch.testing.assert_close(run(lambda clients: sorted(clients, reverse=True)), whole, rtol=0, atol=1e-5)
 
 
-def test_every_step_of_the_last_integration_draws_anew(fit):
+def test_fedvit_integrate_last_uses_new_dropout_in_each_step(fit):
     masks, task = [], make_task(dropout=0.5)
 
     class Look(FedViT):
@@ -327,21 +334,22 @@ def test_every_step_of_the_last_integration_draws_anew(fit):
 
 
 @pytest.mark.seconds
-def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
+def test_fedvit_integrate_last_skips_unused_and_departed_clients(fit):
     def kept(method, epochs, **kwargs):
         store = fit(make_task(), make_stream(num_rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
         return store.strategy.server.client_store
 
     assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model", "progress"}
     before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves_at={"1": 4})) for epochs in (4, 6))
-    assert "at" in before["1"]["FedViT"]  # it has left in the midst of its task
+    # The client left before the end of its task.
+    assert "at" in before["1"]["FedViT"]
     torch.testing.assert_close(after["1"], before["1"], rtol=0, atol=0)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedViT, FedKNOW])
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
-def test_precision(fit, precision, tolerance, method):
+def test_fedvit_and_fedknow_precision_close_to_float32(fit, precision, tolerance, method):
     tasks = []
     for one in ("32-true", precision):
         tasks.append(make_task())
@@ -354,7 +362,7 @@ def test_precision(fit, precision, tolerance, method):
     assert memory["last.model.body.0.weight"].dtype == dtype
 
 
-def test_refusals(fit):
+def test_fedvit_invalid_settings_raise(fit):
     with raises(InvalidValueError, "reductions"):
         fit(make_task(), make_stream(), [FedViT()])
     with raises(InvalidValueError, "num_tasks"):

@@ -1,4 +1,4 @@
-"""FedWEIT: its loss by hand, what each client sends and receives, and what other tasks and clients leave alone."""
+"""FedWEIT: its loss by hand, the uploads and downloads of each client, and the independence of tasks and clients."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ def make_task(net=None, optimizer=torch.optim.AdamW, lr=5e-3, tasks=3):
 
 
 def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
-    """Six classes of small images; each client's tasks have two of them."""
+    """Return a stream of six classes of small images. Each task of a client has two of them."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(240) % 6
     x = 0.5 * torch.randn(240, 3, 8, 8, generator=generator) + torch.randn(6, 3, 8, 8, generator=generator)[y]
@@ -57,7 +57,7 @@ def make_stream(num_clients=3, num_rounds=2, num_tasks=3, **kwargs):
 
 
 class Watch(Callback):
-    """After each round: its log, the knowledge base before it, and everyone's state."""
+    """Records after each round: the round's record, the knowledge base before the round, and all client states."""
 
     def __init__(self, method=None):
         self.method, self.rounds, self.known = method, [], {}
@@ -72,18 +72,18 @@ class Watch(Callback):
 
 
 def predict(task, watched, client, x):
-    """A client's logits with the server's state after a round and its own entries."""
+    """Return a client's logits, with the server's state after a round and the client-local tensors."""
     task = copy.deepcopy(task)
     load_state_tensors(task, {**watched.server, **watched.clients[client]["model"]})
     with torch.no_grad(), evaluation_mode(task):
         return task(x)
 
 
-# The pieces.
+# Parts of the method.
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
-def test_the_share_of_units_that_is_not_sent(sparsity):
+def test_kept_mask_units_drops_share_of_smallest_masks(sparsity):
     mask = torch.randn(24)
     kept = kept_mask_units(mask, sparsity)
     assert int((~kept).sum()) == math.floor(sparsity * 24)
@@ -92,7 +92,7 @@ def test_the_share_of_units_that_is_not_sent(sparsity):
 
 
 def prepared(**kwargs):
-    """A method in the midst of a third task, a client's state in the network, and the client's memory."""
+    """Return a method during a third task, with a client's state in the network, and the client."""
     model = FedWEITNet(make_vit(), 3)
     for task in range(3):
         model.start_task(torch.tensor([2 * task, 2 * task + 1]))
@@ -110,7 +110,7 @@ def prepared(**kwargs):
     return method, model, client
 
 
-def test_no_drift_costs_nothing_and_drift_its_square():
+def test_fedweit_drift_penalty_is_squared_drift():
     method, model, client = prepared(l1=0.0, l2=7.0, weight_decay=0.0)
     assert method.penalty(client, None).item() < 1e-9
     change = {name: 0.1 * torch.randn_like(p) for name, p in model.net.named_parameters() if name in model.names}
@@ -130,7 +130,7 @@ def test_no_drift_costs_nothing_and_drift_its_square():
 
 
 @pytest.mark.parametrize("retroactive", [True, False])
-def test_what_is_sparse_and_what_decays(retroactive):
+def test_fedweit_l1_and_weight_decay_apply_to_expected_tensors(retroactive):
     method, model, client = prepared(l1=0.1, l2=0.0, mask_l1=0.3, weight_decay=0.5, retroactive=retroactive)
     own, past = model.tasks[2], model.tasks[:2] if retroactive else []
     expected = 0.1 * sum(task.adaptive.abs().sum() for task in [*past, own]) + 0.3 * own.mask.abs().sum()
@@ -141,7 +141,7 @@ def test_what_is_sparse_and_what_decays(retroactive):
     assert [task.mask.grad is not None for task in model.tasks] == [False, False, True]
 
 
-def test_the_base_decays_in_the_first_task_alone():
+def test_fedweit_base_weight_decay_in_first_task_only():
     model, method = FedWEITNet(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
     memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
     client = Client(memory, module=Classifier(model, 10, task_incremental=True))
@@ -150,11 +150,11 @@ def test_the_base_decays_in_the_first_task_alone():
     torch.testing.assert_close(method.penalty(client, None), expected)
 
 
-# In a federation.
+# Fits in a federation.
 
 
 class Still(FedWEIT):
-    """A mask of ones and adaptives of zero, for good."""
+    """FedWEIT with a constant mask of ones and constant adaptives of zero."""
 
     def start_client(self, client):
         super().start_client(client)
@@ -167,7 +167,7 @@ class Still(FedWEIT):
 
 
 @pytest.mark.seconds
-def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fit):
+def test_fedweit_without_masks_and_adaptives_equals_fedavg_local_heads(fit):
     plain, task = make_task(make_vit(), torch.optim.SGD), make_task(optimizer=torch.optim.SGD)
     left = fit(plain, make_stream(), reductions={"model.head.*": "local"}, max_vectorized_clients=1, participation=2)
     method = Still(l1=0.0, l2=0.0, weight_decay=0.0, sparsity=0.0, kb_size=0)
@@ -180,7 +180,7 @@ def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fi
 
 
 @pytest.mark.seconds
-def test_what_each_client_sends_and_receives(fit):
+def test_fedweit_upload_and_download_bytes_are_as_computed(fit):
     method, task = FedWEIT(), make_task()
     watch = Watch(method)
     fit(task, make_stream(), [watch, method], reductions=OWN, local_epochs=2)
@@ -206,7 +206,7 @@ def test_what_each_client_sends_and_receives(fit):
 
 
 @pytest.mark.seconds
-def test_a_client_receives_no_more_adaptives_than_it_wants(fit):
+def test_fedweit_kb_size_limits_download_bytes(fit):
     down = []
     for size in (0, 1, None):
         metrics = ContinualMetrics(clients="none")
@@ -216,7 +216,7 @@ def test_a_client_receives_no_more_adaptives_than_it_wants(fit):
 
 
 @pytest.mark.seconds
-def test_adaptives_become_sparse(fit):
+def test_fedweit_l1_makes_adaptives_sparse(fit):
     shares = []
     for l1 in (0.0, 0.1):
         method, task = FedWEIT(l1=l1), make_task(lr=5e-4)
@@ -229,7 +229,7 @@ def test_adaptives_become_sparse(fit):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
+def test_fedweit_frozen_base_keeps_past_task_predictions(fit, frozen):
     task, watch = make_task(), Watch()
     for name in task.model.names if frozen else []:
         task.model.net.get_parameter(name).requires_grad_(False)
@@ -241,12 +241,13 @@ def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
         block = list(stream.plan.classes_of_task(client, 0))
         before, after = (predict(task, watch.rounds[number], client, x)[:, block] for number in (3, 5))
         assert torch.equal(before, after) == frozen
-        now = list(stream.plan.classes_of_task(client, 1))  # the present task has been trained
+        # The current task has been trained in between.
+        now = list(stream.plan.classes_of_task(client, 1))
         assert not torch.equal(*(predict(task, watch.rounds[number], client, x)[:, now] for number in (1, 3)))
 
 
 @pytest.mark.seconds
-def test_past_adaptives_learn_to_make_up_for_the_base(fit):
+def test_fedweit_retroactive_trains_past_adaptives(fit):
     gone = {}
     for retroactive, l2 in ((True, 100.0), (False, 100.0), (True, 0.0)):
         task, watch = make_task(optimizer=torch.optim.Adam), Watch()
@@ -257,7 +258,7 @@ def test_past_adaptives_learn_to_make_up_for_the_base(fit):
 
 
 @pytest.mark.seconds
-def test_knowledge_of_others_is_learnt_from(fit):
+def test_fedweit_attention_learns_from_other_clients(fit):
     tasks = []
     for size in (None, 0):
         task, watch = make_task(), Watch()
@@ -275,13 +276,14 @@ def test_knowledge_of_others_is_learnt_from(fit):
 
 
 @pytest.mark.seconds
-def test_clients_that_are_not_drawn(fit):
+def test_fedweit_partial_participation_publishes_sampled_clients(fit):
     method, task = FedWEIT(), make_task()
     watch = Watch(method)
     fit(task, make_stream(4, num_rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
     drawn = [set(now.log.accepted) for now in watch.rounds]
     for end in (2, 5, 8):
-        for round_idx in range(end - 2, end + 1):  # each may be the client's last one of the task
+        # Any of these rounds may be the client's last round of the task.
+        for round_idx in range(end - 2, end + 1):
             assert set(watch.rounds[round_idx].log.upload_bytes) == drawn[round_idx]
     for number, now in enumerate(watch.rounds[3:], 3):
         assert set(now.known) == set().union(*drawn[: number // 3 * 3])
@@ -291,7 +293,7 @@ def test_clients_that_are_not_drawn(fit):
 
 
 @pytest.mark.seconds
-def test_client_out_of_reach_in_the_last_round_has_published_before(fit):
+def test_fedweit_client_missing_last_sync_was_published_before(fit):
     method = FedWEIT()
     watch = Watch(method)
     fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missed_rounds={"1": [1]}))
@@ -300,7 +302,7 @@ def test_client_out_of_reach_in_the_last_round_has_published_before(fit):
 
 
 @pytest.mark.seconds
-def test_who_has_left_publishes_nothing(fit):
+def test_fedweit_departed_client_publishes_nothing(fit):
     method = FedWEIT()
     watch = Watch(method)
     fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(leaves_at={"1": 3}))
@@ -311,7 +313,7 @@ def test_who_has_left_publishes_nothing(fit):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("per_task", [True, False])
-def test_resumed_is_uninterrupted(assert_resumes, per_task):
+def test_fedweit_resumed_fit_equals_uninterrupted_fit(assert_resumes, per_task):
     def make(seed=0):
         return make_task(tasks=3 if per_task else 1)
 
@@ -320,14 +322,14 @@ def test_resumed_is_uninterrupted(assert_resumes, per_task):
 
 
 @pytest.mark.seconds
-def test_other_clients_train_the_plain_network(fit):
+def test_fedweit_clients_without_method_train_plain_network(fit):
     plain, task, watch = make_task(make_vit()), make_task(), Watch()
     fit(plain, make_stream(), reductions={"model.head.*": "local"}, max_vectorized_clients=1)
     fit(task, make_stream(), [FedWEIT(clients=[]), watch], reductions=OWN)
     torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
 
 
-def test_a_client_that_diverges_is_refused_alone(fit):
+def test_fedweit_drops_diverging_client_only(fit):
     stream, task, watch = make_stream(), make_task(), Watch()
     stream.setup("fit")
     stream.samples.x[torch.from_numpy(stream.plan.train[0]["1"])] = float("nan")
@@ -336,7 +338,7 @@ def test_a_client_that_diverges_is_refused_alone(fit):
 
 
 @pytest.mark.seconds
-def test_it_is_what_is_measured(fit):
+def test_fedweit_evaluation_uses_client_masks_and_weights(fit):
     metrics, task = ContinualMetrics(when="aggregated"), make_task()
     watch = Watch()
     fit(task, make_stream(), [metrics, FedWEIT(), watch], reductions=OWN, local_epochs=4)
@@ -350,13 +352,14 @@ def test_it_is_what_is_measured(fit):
         correct = block[torch.arange(len(y)), logits.gather(1, block).argmax(1)] == y
         assert sum(metrics.record["rounds"][-1]["correct"][client]) == int(correct.sum())
         other = predict(task, watch.rounds[-1], str((int(client) + 1) % 3), x)
-        assert not torch.allclose(logits, other, atol=1e-2)  # each client has masks and weights of its own
+        # Each client has its own masks and weights.
+        assert not torch.allclose(logits, other, atol=1e-2)
 
 
-# What it refuses.
+# Errors.
 
 
-def test_refusals(fit, make_stream, make_task):
+def test_fedweit_invalid_settings_raise(fit, make_stream, make_task):
     own_stream, own_task = globals()["make_stream"], globals()["make_task"]
     with raises(InvalidValueError, "callbacks"):
         fit(own_task(), own_stream(), [FedProx(0.1), FedWEIT()])
@@ -374,11 +377,11 @@ def test_refusals(fit, make_stream, make_task):
         fit(own_task(), own_stream(), [FedWEIT()], reductions={"model.tasks.*": "local"})
 
 
-# One mask and one adaptive for all tasks.
+# One mask and one adaptive for all tasks (`per_task=False`).
 
 
 def one_for_all(**kwargs):
-    """A method in the midst of a third task whose only mask and adaptive have gone through two."""
+    """Return a method during a third task, with one mask and one adaptive for all tasks, its model, and the client."""
     model = FedWEITNet(make_vit(), 1)
     model.start_task(torch.tensor([0, 1]))
     method = FedWEIT(per_task=False, **kwargs)
@@ -389,7 +392,7 @@ def one_for_all(**kwargs):
     return method, model, client
 
 
-def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
+def test_fedweit_one_mask_penalty_equals_hand_written():
     method, model, client = one_for_all(l1=0.1, mask_l1=0.3, l2=7.0, weight_decay=0.5)
     own = model.tasks[0]
     base, weights = model.base_vector(), model.base_vector() * model.mask_vector(own.mask) + own.adaptive
@@ -409,8 +412,8 @@ def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kb_size", [0, None])
-def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
-    """In the federation: what a client keeps, what it is held to, and that a past task has the present weights."""
+def test_fedweit_one_mask_continues_across_tasks(fit, kb_size):
+    """Checks a client's stored state and drift targets, and that a past task predicts with the current weights."""
     begun = []
 
     class Look(FedWEIT):
@@ -435,7 +438,8 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
         assert first == (round_idx % 2 == 0)
         if round_idx:
             before = watch.rounds[round_idx - 1].clients[client]["model"]["model.tasks.0.mask"]
-            assert torch.equal(mask, before)  # it goes on
+            # The mask is not reset between tasks.
+            assert torch.equal(mask, before)
     model = task.model
     for client in "012":
         rounds = [one.clients[client] for one in watch.rounds]
@@ -443,7 +447,8 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
         learnt = [c for task_classes in stream.plan.task_classes[client] for c in task_classes]
         assert own["model.tasks.0.classes"].tolist() == learnt
         assert {n for n in memory if n.startswith("target.")} == {"target.0", "target.1"}
-        for i in (0, 1):  # after the last of a task's two rounds
+        # The targets are from the second and last round of each task.
+        for i in (0, 1):
             end = rounds[2 * i + 1]
             mask, adaptive = (end["model"][f"model.tasks.0.{name}"] for name in ("mask", "adaptive"))
             expected = end["Look"]["base"] * model.mask_vector(mask) + adaptive
@@ -460,4 +465,5 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     plain = copy.deepcopy(model.net)
     for name, piece in zip(model.names, weights.detach().split(model.sizes), strict=True):
         plain.get_parameter(name).data = piece.view_as(plain.get_parameter(name))
-    torch.testing.assert_close(logits, plain.eval()(x))  # of all tasks alike
+    # The same weights predict for all tasks.
+    torch.testing.assert_close(logits, plain.eval()(x))
