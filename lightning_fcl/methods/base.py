@@ -25,7 +25,7 @@ from lightning_fcl.validation import validate_fields
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 Pattern = str | tuple[str, ...]
-"""Shell-style patterns of tensor names. A leading "!" negates a pattern."""
+"""Shell-style patterns of tensor names. A leading "!" negates a pattern. A tuple matches if any pattern matches."""
 
 ReplaySamples = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 """Replay samples of a client: a pair of inputs and targets, or tensors by name. Each tensor has shape (n, ...)."""
@@ -183,7 +183,7 @@ class MethodBase:
             client: The client.
             trained_state: The client's state after local training.
             data: The client's samples of the round, stacked. None if the method does not need them.
-                ``client.new_samples(data)`` returns the samples that were in no earlier round of the client.
+                ``client.new_samples(data)`` returns the samples that the client has not trained on in earlier rounds.
         """
         return client.method_state
 

@@ -70,7 +70,8 @@ class LogitAdjustment(Method):
             not trained on before.
 
     Raises:
-        ValueError: If an argument is out of range, a batch has no labels, or the module has no ``num_classes``.
+        ValueError: If an argument is out of range, a batch has no labels, or ``prior`` is ``"federation"`` and
+            the module has no ``num_classes``.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior

@@ -232,12 +232,12 @@ class FedDyn(ServerUpdateMethod):
 
     The loss is ``task loss - <g_k, w> + alpha / 2 * ||w - w_server||^2`` (equation 1). g_k is ``-alpha`` times the sum
     of ``w_k - w_server``, the parameter changes of the client, over all its rounds. The new server model is the mean of
-    the uploads plus h. h is the sum of all clients' parameter changes so far, divided by the number of the stream's
-    clients. It equals ``-h / alpha`` in Algorithm 1. At a fixed point, the g_k are the gradients of the clients' losses
-    and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. Client-local parameters are not
-    changed.
+    the uploads plus s. s is the sum of all clients' parameter changes so far, divided by the number of the stream's
+    clients. It is called ``-h / alpha`` in Algorithm 1. At a fixed point, the g_k are the gradients of the clients'
+    losses and add up to 0. A client keeps g_k, and uploads the same tensors as in FedAvg. The terms leave out
+    client-local parameters.
 
-    Each experience starts with h and all g_k at 0. The paper has a single task, and gradients of another task do not
+    Each experience starts with s and all g_k at 0. The paper has a single task, and gradients of another task do not
     correct the current one.
 
     Args:
@@ -294,11 +294,11 @@ class FedNova(ServerUpdateMethod):
     """FedNova: normalized averaging of client updates (Wang et al., 2020, arXiv 2007.07481).
 
     More local steps give a client no more influence. A client uploads ``x + (y - x) / tau_k``, where x is the received
-    model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is ``x + tau *
-    sum_k p_k (y_k - x) / tau_k``, where ``p_k`` are the client weights and ``tau`` is the weighted mean of the tau_k.
-    With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses weighted by ``p_k
-    tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local parameters and buffers
-    are not normalized.
+    model, y the trained model, and tau_k the `local_gradient_weight` of its steps. The new server model is
+    ``x + tau * sum_k p_k (y_k - x) / tau_k``, where p_k are the client weights and tau is the weighted mean of the
+    tau_k. With equal numbers of steps this is FedAvg. With unequal numbers, FedAvg would minimize the losses weighted
+    by ``p_k tau_k``. A client keeps no state, and uploads one number more than in FedAvg. Client-local parameters and
+    buffers are not normalized.
 
     Raises:
         ValueError: If the server's model is not the mean of the uploads of all clients in a round.

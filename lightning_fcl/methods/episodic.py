@@ -61,9 +61,9 @@ class GEM(Episodic):
     parameters. The gradient g of the step becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks (eq. 11,
     see `lightning_fcl.methods.projection.project`).
 
-    After each round in which a client trains, GEM samples the stored samples of the current task again, in proportion
-    to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task have different
-    samples, GEM samples from the stored samples of the task and the new samples of the round.
+    After each round in which a client trains, GEM selects the stored samples of the current task again, at random and
+    in proportion to the classes. If `memory_size` permits, each class has at least one sample. If the rounds of a task
+    have different samples, GEM selects from the stored samples of the task and the new samples of the round.
 
     Args:
         memory_size: Number of stored samples per task (int), or share of the client's data in a round (float).
@@ -253,7 +253,7 @@ def stratified_indices(y: Tensor, size: int, generator: torch.Generator) -> Tens
 
 
 def balanced_indices(y: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random indices of an equal number of samples of each class: the number of the rarest class."""
+    """Return random indices of an equal number of samples of each class, as many as the rarest class has."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
     indices = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
