@@ -99,7 +99,7 @@ def test_target_statistics_weight_reduces_statistics_distance(fit):
     apart = {10.0: 0.0, 0.0: 0.0}
     for seed, weight in product(range(3), apart):
         task, kept = classifier(seed=seed), Kept()
-        made = small(images=32, batch_size=32, steps=150, statistics=weight)
+        made = small(num_images=32, batch_size=32, num_steps=150, statistics_weight=weight)
         fit(task, digits(1, seed=seed), [made, kept], max_vectorized_clients=1)
         apart[weight] += float(with_statistics_distance(task.eval(), kept.kept[0]["images"])[1])
     # Measured: 17.2 without the statistics, 11.9 with them.
