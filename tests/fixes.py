@@ -200,7 +200,7 @@ def average_newest(values):
     return average
 
 
-AVERAGE = "in `on_train_epoch_end` of your own callback, call `update_parameters(pl_module)` of an `AveragedModel("
+AVERAGE = "In `on_train_epoch_end` of your own callback, call `update_parameters(pl_module)` of an `AveragedModel("
 
 
 def fit_and_prune(lab, callbacks=(), pruned=False):
@@ -246,7 +246,7 @@ ROWS |= {
         fit_and_prune,
         {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
         None,
-        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+        "Prune the model after the fit, with `torch.nn.utils.prune`.",
     ),
     "callback SpikeDetection": Row(
         fit_one_round,
@@ -471,10 +471,10 @@ class Iterates(Classifier):
 
 ROWS |= {
     "ReduceLROnPlateau without validation samples": Row(
-        fit_plateau, {}, {"validation": 0.25}, "Give it `split=Split(validation=0.1)`"
+        fit_plateau, {}, {"validation": 0.25}, "Pass `split=Split(validation=0.1)` to the stream"
     ),
     "ReduceLROnPlateau of training": Row(
-        fit_plateau, {}, {"monitor": "train/loss"}, "monitor what is logged in training"
+        fit_plateau, {}, {"monitor": "train/loss"}, "monitor a metric logged in training"
     ),
     "ReduceLROnPlateau by step": Row(
         fit_plateau, {"interval": "step", "validation": 0.25}, {"interval": "epoch"}, '`"interval": "epoch"`'
@@ -494,13 +494,13 @@ ROWS |= {
         ),
         {"every": 2, "size": 8},
         {"every": 1, "size": 16},
-        "Raise `batch_size` instead.",
+        "Increase `batch_size` instead.",
     ),
     "LBFGS that is kept": Row(
         lambda lab, **options: fit_one_round(lab, task=lab.task(lbfgs), **options),
         {"keep_optimizer_state": True},
         None,
-        "Leave it out.",
+        "Remove `keep_optimizer_state`.",
     ),
     "schedule by step of a module that optimizes by hand": Row(
         fit_by_hand,
@@ -512,7 +512,7 @@ ROWS |= {
         fit_one_round,
         {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"trainer_args": {}},
-        "Leave the limit out, or leave `synchronization` out.",
+        "Remove the limit, or remove `synchronization`.",
     ),
     "max_steps": Row(
         lambda lab, epochs, **limits: lab.fit(lab.task(), lab.stream(), max_epochs=epochs, trainer_args=limits),
@@ -530,32 +530,33 @@ ROWS |= {
         fit_kind,
         {"kind": Iterates},
         {"kind": Classifier},
-        "Take `batch` and `batch_idx`.",
+        "Use the arguments `batch` and `batch_idx`.",
     ),
     "lazy layer": Row(
-        fit_lazy, {"layer": nn.LazyLinear(5)}, {"layer": nn.Linear(6, 5)}, "Give its layer the number of inputs"
+        fit_lazy, {"layer": nn.LazyLinear(5)}, {"layer": nn.Linear(6, 5)}, "Set the number of inputs of the layer"
     ),
     "lazy layer in configure_model": Row(
-        fit_lazy, {"layer": nn.LazyLinear(5)}, {"configured": True}, "call the module on a batch in `configure_model`"
+        fit_lazy, {"layer": nn.LazyLinear(5)}, {"configured": True}, "run the module on a batch in `configure_model`"
     ),
     "state_dict without keep_vars": Row(
-        fit_states, {"states": without_keep_vars}, {"states": own_tensors}, "Give it `*args, **kwargs`"
+        fit_states, {"states": without_keep_vars}, {"states": own_tensors}, "Accept `*args, **kwargs`"
     ),
     "state_dict of copies": Row(fit_states, {"states": copied}, {"states": own_tensors}, "the module's own tensors"),
     "state_dict without parameters that learn": Row(
-        fit_states, {"states": only_the_head}, {"frozen": ["model.1"]}, "freeze the others"
+        fit_states, {"states": only_the_head}, {"frozen": ["model.1"]}, "freeze parameters that are not returned"
     ),
     "num_classes of the task": Row(
         lambda lab, classes: fit_one_round(lab, task=Classifier(MLP([6, 5, classes]), classes, sgd)),
         {"classes": 3},
         {"classes": 4},
-        "Raise it, and the network's.",
+        "Increase `num_classes` of the task and of the network.",
     ),
     "optimizers of a hook": Row(
         fit_growing,
         {"in_place": False},
         {"in_place": True},
-        'Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = [*self.parameters()]`',
+        'Assign the new parameters to the existing optimizer: `self.optimizers().param_groups[0]["params"] = '
+        "[*self.parameters()]`",
     ),
     "monitor that is not logged": Row(
         lambda lab, monitor: has_rounds(
@@ -581,31 +582,31 @@ ROWS |= {
         fit_kind, {"kind": Skips}, {"kind": ZeroLoss}, "a loss of zero from `training_step`"
     ),
     "steps that differ between clients": Row(
-        fit_counting, {"by_round": False}, {"by_round": True}, "Count rounds, `trainer.max_epochs`"
+        fit_counting, {"by_round": False}, {"by_round": True}, "compute its length from `trainer.max_epochs` (rounds)"
     ),
     "two optimizers beside a method": Row(
         lambda lab, callbacks: fit_one_round(lab, task=TwoByHand(), callbacks=callbacks),
         {"callbacks": [FedProx(0.1)]},
         {"callbacks": []},
-        "Leave `FedProx` out.",
+        "Remove `FedProx`.",
     ),
     "max_epochs beyond the stream": Row(
         lambda lab, epochs: has_rounds(lab.fit(lab.task(), lab.stream(), max_epochs=epochs)),
         {"epochs": 9},
         {"epochs": 2},
-        "Set `max_epochs=2`, or leave it out.",
+        "Set `max_epochs=2`, or remove it.",
     ),
     "data that are no stream": Row(
         lambda lab, data: lab.fit(lab.task(), data(), max_epochs=1),
         {"data": lambda: L.LightningDataModule.from_datasets(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()))},
         {"data": lambda: small_stream()},
-        "`FederatedStream.from_arrays(x, y, client_ids=...)` makes one of your own data.",
+        "Create one from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
     ),
     "swarm with dropout beside compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"swarm": Swarm(missed_sync_prob=0.5), "compression": TopK(0.1)},
         {"swarm": Swarm()},
-        "Leave `missed_sync_prob` and `missed_rounds`",
+        "Remove `missed_sync_prob` and `missed_rounds`",
     ),
     "swarm beside a schedule": Row(
         lambda lab, **options: FederatedStrategy(**options),
@@ -673,7 +674,7 @@ ROWS |= {
         fit_one_round,
         {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"synchronization": None},
-        "or leave `synchronization` out.",
+        "or remove `synchronization`.",
     ),
     "FedBuff with a large buffer": Row(
         lambda lab, size: fit_one_round(lab, synchronization=FedBuff(ClientSpeeds(0.01), buffer_size=size)),
@@ -726,7 +727,7 @@ ROWS |= {
         lambda lab, together: show_two(fit_one_round(lab), together),
         {"together": True},
         {"together": False},
-        "Leave that first.",
+        "Exit the other `with` block first.",
     ),
 }
 
@@ -1696,7 +1697,7 @@ ROWS |= {
         lambda lab, **options: fit_kind(lab, Branches, **options),
         {"max_vectorized_clients": 2},
         None,
-        "Leave `max_vectorized_clients` out.",
+        "Remove `max_vectorized_clients`.",
     ),
     "plain Trainer for several clients": Row(
         lambda lab, strategy: fit_plain(lab, strategy=strategy),
@@ -1709,19 +1710,19 @@ ROWS |= {
     ),
     "uploads that are not finite": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
     "uploads that are not finite, continued": Row(
-        fit_diverging, {}, {"on_empty_round": "warn"}, 'give the strategy `on_empty_round="warn"`'
+        fit_diverging, {}, {"on_empty_round": "warn"}, 'set `on_empty_round="warn"`'
     ),
     "checkpoint with another optimizer": Row(
-        continue_fit, {"momentum": 0.9}, {"momentum": 0.0}, "Continue with the recipe that wrote it"
+        continue_fit, {"momentum": 0.9}, {"momentum": 0.0}, "Resume with the settings of the checkpoint"
     ),
     "checkpoint with another optimizer, anew": Row(
         continue_fit, {"momentum": 0.9}, {"continued": False}, "or start without `ckpt_path`"
     ),
     "checkpoint with other clients": Row(
-        continue_fit, {"num_clients": 4}, {"num_clients": 3}, "Continue with the recipe that wrote it"
+        continue_fit, {"num_clients": 4}, {"num_clients": 3}, "Resume with the settings of the checkpoint"
     ),
     "checkpoint of weights only": Row(
-        continue_fit, {"weights": True}, {"weights": False}, "Save it without `save_weights_only`."
+        continue_fit, {"weights": True}, {"weights": False}, "Save the checkpoint with `save_weights_only=False`."
     ),
     "images whose channels come last": Row(
         stream_of_arrays,

@@ -192,10 +192,10 @@ ROWS |= {
         fit_module_reloaded,
         {"reload_dataloaders_every_n_epochs": 1},
         None,
-        "Leave the argument out. If samples change between rounds, pass their `group`",
+        "Remove the argument. If samples change between rounds, pass their `group`",
     ),
     "checkpoint of an old version of Lightning": Row(
-        resume, {"change": change_version}, {"change": keep}, "Write it again with `lightning` 2."
+        resume, {"change": change_version}, {"change": keep}, "Save the checkpoint again with `lightning` 2."
     ),
     "checkpoint of another epoch": Row(
         resume, {"change": change_epoch}, {"change": keep}, "Resume from another checkpoint."
@@ -207,10 +207,13 @@ ROWS |= {
         resume, {"change": drop_fit_loop}, {"change": keep}, "Resume from another checkpoint."
     ),
     "processes of a machine": Row(
-        check_machines, {"processes": 10**6}, {"processes": 2}, "Set as many as it has cores, or fewer."
+        check_machines, {"processes": 10**6}, {"processes": 2}, "Set `devices` to the number of CPU cores or less."
     ),
     "machines without an address": Row(
-        check_machines, {"nodes": 2}, {"nodes": 1}, "Set them as docs/scale.md tells, or leave `num_nodes` out."
+        check_machines,
+        {"nodes": 2},
+        {"nodes": 1},
+        "Set these variables as described in docs/scale.md, or remove `num_nodes`.",
     ),
     "claim of a method": Row(
         lambda lab, kind: get_statements(kind),

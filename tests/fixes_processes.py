@@ -169,7 +169,7 @@ def fit_sums(lab, scenario, participation=0.5):
 
 LATE = Delayed(ClassIncremental(2, 2), max_delay=2)
 SINGLE = "Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two samples."
-SUMS = "Use `participation=1.0`, or a scenario whose clients enter each experience together."
+SUMS = "Use `participation=1.0`, or a scenario in which all clients enter each experience in the same round."
 
 ROWS |= {
     "reduction of one process": Row(
@@ -188,16 +188,16 @@ ROWS |= {
         compare,
         {"recipes": ["a", "b"]},
         {"recipes": ["a", "a"]},
-        "Start all processes with the same recipe, data and versions of the packages.",
+        "Start all processes with the same recipe, data and package versions.",
     ),
     "processes without clients": Row(
-        count_processes, {"processes": 4, "max_vectorized_clients": 1}, {"processes": 3}, "Set fewer devices."
+        count_processes, {"processes": 4, "max_vectorized_clients": 1}, {"processes": 3}, "Set fewer `devices`."
     ),
     "processes without cohorts": Row(
         count_processes,
         {"processes": 3, "max_vectorized_clients": 2},
         {"max_vectorized_clients": 1},
-        "Set fewer devices, or a `max_vectorized_clients` below 2, which changes results by rounding alone.",
+        "Set fewer `devices`, or set `max_vectorized_clients` below 2, which changes results only by rounding.",
     ),
     "state of a client that is damaged": Row(
         read_client,
@@ -210,7 +210,7 @@ ROWS |= {
         resume_saved,
         {"hook": "on_train_batch_end"},
         {"hook": "on_train_epoch_end"},
-        "Use a checkpoint that was saved at the end of a round, as `ModelCheckpoint(every_n_epochs=1)` does.",
+        "Use a checkpoint that was saved at the end of a round, for example by `ModelCheckpoint(every_n_epochs=1)`.",
     ),
     "checkpoint without the states of clients": Row(
         resume_server, {"change": drop_clients}, {"change": keep}, "Resume from another checkpoint."

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 
 # Tests that provoke an error and try its fix with means that a row does not have, by a part of the hint.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
-    "convert it to numbers, text, tensors, or lists and dicts of these.": [
+    "convert it to numbers, text, tensors, or lists and dicts of them.": [
         "tests/simulation/test_tensor_subclasses.py::test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round",
     ],
-    "Use another `checkpoint_io`, or train without checkpoints": [
+    "Use another `checkpoint_io`, or set ": [
         "tests/simulation/test_tensor_subclasses.py::test_first_checkpoint_of_a_fit_is_read_back",
     ],
-    "Resume from the newest checkpoint, with any number of `devices`.": [
+    "Resume from the newest checkpoint. The number of `devices` may differ.": [
         "tests/cli/test_ranks.py::test_a_process_is_killed",
     ],
     "Run `pip install": ["tests/test_errors.py::test_a_missing_package_is_named_as_pip_names_it"],

@@ -1,4 +1,4 @@
-"""A federation in one Trainer: the strategy "federated", and a round's steps.
+"""Simulation of a federation in one Trainer: the strategy "federated" and the steps of a round.
 
-What never belongs here: knowledge of a method, a task or a model; what these may declare is in ``federation``.
+This package must not depend on a specific method, task or model. They declare what they need in `federation`.
 """

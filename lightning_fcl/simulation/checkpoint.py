@@ -1,4 +1,4 @@
-"""Checks of a checkpoint from which a federation resumes."""
+"""Checks of a checkpoint before a federation resumes from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.validation import format_code_names
 
 FORMAT = 1
-"""The version of what a federation keeps in a checkpoint."""
+"""Format version of the federation's state in a checkpoint."""
 
 CHECKPOINT_FIELDS = {
     "epoch": int,
@@ -27,20 +27,21 @@ CHECKPOINT_FIELDS = {
     "optimizer_states": list,
     "lr_schedulers": list,
 }
-"""What Lightning keeps in a checkpoint beside the module's state."""
+"""Fields that Lightning saves in a checkpoint beside the module's state, with their types."""
 
 RNG_VERSION = 2
-"""The version of how orders, participation, replay samples and dropout are drawn."""
+"""Version of the random draws: sample order, participation, replay samples and dropout."""
 
 
 def federation_fingerprint(federation: Federation) -> dict[str, Any]:
-    """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
+    """Return the settings that a checkpoint must match so that the federation can resume from it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     codec = server.pipeline.codec
+    # During a fit the federation accumulates gradients itself, and the Trainer's `accumulate_grad_batches` is 1.
     stream, batches_per_step = (
         require_stream(module.trainer),
         federation.local_steps.accumulate_grad_batches,
-    )  # above 1 only during a fit
+    )
     synchronization, batching = federation.participation.synchronization, federation.limits.batch_plan(stream)
     return {
         "model": type(module).__name__,
@@ -49,7 +50,7 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
         "data": stream.plan.fingerprint,
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.settings.local_epochs,
-        "limit_train_batches": repr(federation.limits.batches),  # 1 is not 1.0
+        "limit_train_batches": repr(federation.limits.batches),  # `repr` distinguishes 1 (a number) from 1.0 (a share)
         "accumulate_grad_batches": batches_per_step if batches_per_step > 1 else module.trainer.accumulate_grad_batches,
         "participation": federation.participation.fraction_or_count,
         "client_weights": server.client_weights,
@@ -68,19 +69,19 @@ def federation_fingerprint(federation: Federation) -> dict[str, Any]:
 def check_checkpoint(
     checkpoint: Mapping[str, Any], federation: str, fingerprint: Mapping[str, Any], rounds: int, path: object
 ) -> None:
-    """Refuse a checkpoint from which a federation cannot go on.
+    """Raise ValueError if a federation cannot resume from a checkpoint.
 
     Args:
         checkpoint: The checkpoint.
-        federation: The name under which a federation keeps its own among the callbacks' states.
-        fingerprint: The `federation_fingerprint` the federation that is to go on.
-        rounds: The rounds of its stream.
-        path: Where the checkpoint is.
+        federation: The key of the federation's state among the callback states of the checkpoint.
+        fingerprint: The `federation_fingerprint` of the federation that resumes.
+        rounds: The number of rounds of the stream.
+        path: The path of the checkpoint.
     """
     if "optimizer_states" not in checkpoint:
         raise InvalidValueError(
-            f"Expected a whole checkpoint but {path} holds weights only.",
-            hint="Save it without `save_weights_only`.",
+            f"Expected a full checkpoint, but {path} contains only weights.",
+            hint="Save the checkpoint with `save_weights_only=False`.",
             argument="ckpt_path",
             value=path,
             code="weights-only",
@@ -89,32 +90,33 @@ def check_checkpoint(
     federation_state = checkpoint["callbacks"].get(federation)
     if federation_state is None:
         raise InvalidValueError(
-            f"Expected a federation's checkpoint but {path} was written by another strategy.",
+            f"Expected the checkpoint of a federation, but {path} was written by another strategy.",
             argument="ckpt_path",
             value=path,
             code="other-strategy",
         )
     if (actual_format := federation_state.get("format", 0)) != FORMAT:
         raise InvalidValueError(
-            f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {actual_format}: another "
-            "version of lightning-fcl wrote it.",
-            hint="Continue with that version, or start without `ckpt_path`.",
+            f"Expected the checkpoint of a federation in format {FORMAT}, but {path} has format {actual_format}. It "
+            "was written by another version of lightning-fcl.",
+            hint="Resume with that version of lightning-fcl, or start without `ckpt_path`.",
         )
     progress, epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress"), checkpoint["epoch"]
     counts = progress.get("current") if isinstance(progress, dict) else None
     counts = [*counts.values()] if isinstance(counts, dict) else []
     if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
         raise InvalidValueError(
-            f"Expected `epoch` of the checkpoint {path} to be that of its training loop, between 0 and {rounds}, but "
-            f"got {epoch} and {format_code_names(counts)}.",
+            f"Expected `epoch` of the checkpoint {path} to be equal to the epoch of its training loop and between 0 "
+            f"and {rounds}, but got {epoch}, and {format_code_names(counts)} in the training loop.",
             hint="Resume from another checkpoint.",
             argument="epoch",
             value=epoch,
         )
     if not federation_state["between_rounds"]:
         raise InvalidValueError(
-            f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one.",
-            hint="Use a checkpoint that was saved at the end of a round, as `ModelCheckpoint(every_n_epochs=1)` does.",
+            f"Expected a checkpoint that was saved between rounds, but {path} was saved during a round.",
+            hint="Use a checkpoint that was saved at the end of a round, for example by "
+            "`ModelCheckpoint(every_n_epochs=1)`.",
             argument="ckpt_path",
             value=path,
             code="within-round",
@@ -128,8 +130,8 @@ def check_checkpoint(
     if other:
         differences = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
         raise InvalidValueError(
-            f"Expected a checkpoint of this recipe but {path} is of another: {differences}.",
-            hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
+            f"Expected a checkpoint with the settings of this run, but {path} has other settings: {differences}.",
+            hint="Resume with the settings of the checkpoint, or start without `ckpt_path`.",
             argument=min(other),
             value=other[min(other)][0],
             code="other-recipe",
@@ -137,23 +139,25 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version."""
+    """Raise ValueError if a checkpoint is older than Lightning 2: Lightning would try to migrate it before reading."""
     version = checkpoint.get("pytorch-lightning_version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", version):
         raise InvalidValueError(
-            f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later but got "
+            f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later, but got "
             f"{version!r:.100}.",
-            hint="Write it again with `lightning` 2.",
+            hint="Save the checkpoint again with `lightning` 2.",
         )
 
 
 def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Mapping[str, Any], path: object) -> None:
-    """Refuse other optimizers and schedules than those of a checkpoint: theirs would be used, and yours told.
+    """Raise ValueError if optimizers or schedulers differ from those of a checkpoint.
+
+    Without this check, Lightning silently uses the hyperparameters of the checkpoint instead of the current ones.
 
     Args:
-        saved_settings: Those of the checkpoint, as `get_settings` tells them.
-        current_settings: Those of the recipe.
-        path: Where the checkpoint is.
+        saved_settings: The settings in the checkpoint, as returned by `get_settings`.
+        current_settings: The settings of the current run.
+        path: The path of the checkpoint.
     """
     for kind, kind_settings in current_settings.items():
         pairs = list(zip_longest(saved_settings.get(kind, []), kind_settings, fillvalue={"class": "none"}))
@@ -165,8 +169,9 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
         ]
         if other:
             raise InvalidValueError(
-                f"Expected a checkpoint of this recipe but {path} is of another: {'; '.join(sorted(other))}.",
-                hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
+                f"Expected a checkpoint with the settings of this run, but {path} has other settings: "
+                f"{'; '.join(sorted(other))}.",
+                hint="Resume with the settings of the checkpoint, or start without `ckpt_path`.",
                 argument=kind,
                 value=min(other),
                 code="other-recipe",
@@ -174,11 +179,11 @@ def check_same_settings(saved_settings: Mapping[str, Any], current_settings: Map
 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Refuse a checkpoint that would begin anew in silence, since what it should hold is not there."""
+    """Raise ValueError if a checkpoint lacks a state without which training would silently start again."""
     for name, kind in CHECKPOINT_FIELDS.items():
         if not isinstance(checkpoint.get(name), kind):
             raise InvalidValueError(
-                f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__} but got "
+                f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__}, but got "
                 f"{checkpoint.get(name)!r}.",
                 hint="Resume from another checkpoint.",
                 argument=name,
@@ -187,6 +192,6 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
     for name, state in states.items():
         if not isinstance(state, dict) or not state:
             raise InvalidValueError(
-                f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}.",
+                f"Expected the checkpoint {path} to contain the state of {name}, but got {state!r}.",
                 hint="Resume from another checkpoint.",
             )

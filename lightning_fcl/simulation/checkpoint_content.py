@@ -1,4 +1,4 @@
-"""The content of checkpoints: tensors and plain values, which can be read without running code."""
+"""The content of checkpoints: tensors and plain values, so that a checkpoint can be read without running code."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_states(callbacks: Iterable[Callback]) -> None:
-    """Raise ValueError if a checkpoint with the state of a callback, as the state is now, could not be read."""
+    """Raise ValueError if the current state of a callback would make a checkpoint unreadable."""
     for callback in callbacks:
         try:
             state = callback.state_dict()
-        except Exception:  # a state that is not there before training
+        except Exception:  # Some callbacks have no state before training.
             continue
         _Content().plain(state, ("callbacks", callback.state_key))
 
 
 class _Content:
-    """A walk over the values of a checkpoint."""
+    """Converts the values of a checkpoint, recursively."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Any] = {}  # by the id of a container: itself, or its plain copy
+        # By the id of a container: the container itself, or its plain copy.
+        self._found: dict[int, Any] = {}
 
     def plain(self, value: Any, path: tuple[object, ...]) -> Any:
-        """Return a value with plain tensors. A value without a subclass is returned itself, not a copy."""
+        """Return a value with plain tensors. Return the value itself, not a copy, if it has no tensor subclass."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -69,7 +70,7 @@ class _Content:
         if kind not in _MAPPINGS + _SEQUENCES:
             return _checked(value, path)
         if id(value) not in self._found:
-            self._found[id(value)] = value  # a container may hold itself
+            self._found[id(value)] = value  # Avoids an endless loop: a container may contain itself.
             self._found[id(value)] = self._inner(value, path)
         return self._found[id(value)]
 
@@ -97,16 +98,16 @@ def _checked(value: Any, path: tuple[object, ...]) -> Any:
     first, second, *_ = (*path, "", "")
     owner = _OWNERS.get(str(first), "`on_save_checkpoint`").format(second)
     raise InvalidValueError(
-        f"Expected checkpoints to contain tensors and plain values, but `{_name_of(path)}` is a "
-        f"`{type(value).__name__}`, and no checkpoint with it could be read.",
-        hint=f"In {owner}, convert it to numbers, text, tensors, or lists and dicts of these.",
+        f"Expected checkpoints to contain only tensors and plain values, but `{_name_of(path)}` is a "
+        f"`{type(value).__name__}`. A checkpoint with this value could not be read.",
+        hint=f"In {owner}, convert it to numbers, text, tensors, or lists and dicts of them.",
         argument=_name_of(path),
         value=value,
     )
 
 
 def _name_of(path: Sequence[object]) -> str:
-    """Return a path in a checkpoint as Python writes it.
+    """Return a path in a checkpoint as a Python expression.
 
     Example:
         >>> _name_of(("callbacks", "Mine", 0))
@@ -116,7 +117,7 @@ def _name_of(path: Sequence[object]) -> str:
 
 
 def is_data(value: object) -> bool:
-    """Return whether a checkpoint with a value can be read without running code."""
+    """Return whether a checkpoint that contains a value can be read without running code."""
     if type(value) in _PLAIN:
         return True
     content = io.BytesIO()
@@ -124,15 +125,15 @@ def is_data(value: object) -> bool:
         torch.save(value, content)
         content.seek(0)
         torch.load(content, weights_only=True)
-    except Exception:  # pickle runs code of the value, which may raise anything
+    except Exception:  # Pickling runs code of the value, which may raise any error.
         return False
     return True
 
 
 def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove the hyperparameters that are objects from a checkpoint, and return their names.
+    """Remove hyperparameters that are objects from a checkpoint, and return their names.
 
-    No checkpoint with them could be read.
+    A checkpoint with such objects could not be read.
     """
     dropped_names: list[str] = []
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
@@ -144,10 +145,11 @@ def drop_objects(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
-    """Raise ValueError if a checkpoint that was written cannot be read. A file elsewhere is not read.
+    """Raise ValueError if a checkpoint that was just written cannot be read. Remote files are not read.
 
     Args:
-        checkpoint_io: The plugin that wrote the checkpoint. An asynchronous one may not have written it yet.
+        checkpoint_io: The plugin that wrote the checkpoint. Files of an `AsyncCheckpointIO` are not read, because
+            they may not be written yet.
         path: The path of the checkpoint.
     """
     remote = len(urlparse(str(path)).scheme) > 1
@@ -157,9 +159,9 @@ def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
         read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file.name, weights_only=True), path)
     except ValueError as error:
         raise InvalidValueError(
-            f"Expected the first checkpoint of the fit to be readable, but reading {path}, written by "
-            f"`{type(checkpoint_io).__name__}`, failed: {error.__cause__ or error}.",
-            hint="Use another `checkpoint_io`, or train without checkpoints: `enable_checkpointing=False`.",
+            f"Expected the first checkpoint of the fit to be readable, but reading {path} failed: "
+            f"{error.__cause__ or error}. The file was written by `{type(checkpoint_io).__name__}`.",
+            hint="Use another `checkpoint_io`, or set `enable_checkpointing=False` of the Trainer.",
             argument="checkpoint_io",
             value=type(checkpoint_io).__name__,
         ) from error

@@ -1,4 +1,4 @@
-"""Reading and writing of checkpoint files, by atomic writes."""
+"""Atomic writing of checkpoint files, and reading them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from lightning_fcl.io.reading import open_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it there.
+    """Writes each checkpoint to a temporary file in the same folder, and then renames the file.
 
-    Lightning's moves it there from the system's temporary folder. That may be on another disk: then a move is a copy,
-    which a kill or a full disk leaves half-written. What is no path of this machine, as ``s3://...``, is left to it.
+    Lightning moves a checkpoint from the system's temporary folder. If this folder is on another disk, the move is a
+    copy, and a killed process or a full disk leaves an incomplete file. Remote paths, such as ``s3://...``, are
+    written by Lightning.
 
-    Below the folder of a run, which has a record in a file, a checkpoint holds no record, but how far that file went.
+    A run folder has its record of rounds in a separate file. A checkpoint in the run folder then contains the size and
+    the checksum of that file instead of the record.
 
     Args:
-        run: The folder of the run; None: there is none, and each checkpoint holds its record.
+        run: The folder of the run. None: no run folder, so each checkpoint contains its record.
     """
 
     def __init__(self, run: Path | None = None) -> None:
@@ -46,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         write_atomic(file, content.getvalue())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        """Load a checkpoint with the record of the run that the checkpoint is of."""
+        """Load a checkpoint, and put the record of its run into it."""
         if _is_remote(path):
             return super().load_checkpoint(path, *arguments, **options)
         with open_file(path) as checkpoint_file:
@@ -58,12 +60,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _is_remote(path: object) -> bool:
-    """Return whether a path is a URL, such as ``s3://bucket/last.ckpt``, and no path of this machine."""
+    """Return whether a path is a URL, such as ``s3://bucket/last.ckpt``, and not a path on this machine."""
     return len(urlparse(str(path)).scheme) > 1
 
 
 def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A checkpoint with the records of callbacks changed, those that hold what ``sign`` says."""
+    """Return a checkpoint in which ``change`` is applied to each callback's record that has the key ``sign``."""
     states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
     if not isinstance(states, dict):
         return checkpoint

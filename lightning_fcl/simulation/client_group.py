@@ -1,4 +1,4 @@
-"""The clients of a round that train side by side, often a single one, and the batches that they train on."""
+"""The clients of a round that train at the same time (a single client in sequential training), and their batches."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from lightning_fcl.methods.replay_samples import JoiningSamples, write_samples
 
 
 class ClientGroup:
-    """Some clients of a round that train side by side, and their batches, those with most batches first.
+    """Clients of a round that train at the same time, and their batches.
+
+    The clients are sorted by their number of batches, largest first. In sequential training a group has one client.
 
     Args:
         federation: The federation.
         local_trainer: Trains the clients.
         batches_per_step: Number of batches per optimizer step.
         clients: The clients.
-        replayed: Returns the replay samples that join the batches of a client. None: no method has any.
-        local_epochs: Each client's local epochs, shape (clients,).
-        batches_per_epoch: The batches of each of these, shape (clients,).
-        index: The samples in their batches, shape (clients, steps, batch), as `plan_group_batches` gives them.
-        sample_lengths: How many there are in each batch, shape (clients, steps).
+        replayed: Returns the replay samples that are added to a client's batches. None: no method has replay samples.
+        local_epochs: Each client's number of local epochs, shape (clients,).
+        batches_per_epoch: Each client's number of batches per local epoch, shape (clients,).
+        index: Positions of the samples of each batch, shape (clients, steps, batch), from `plan_group_batches`.
+        sample_lengths: Number of samples in each batch, shape (clients, steps).
     """
 
     def __init__(
@@ -58,47 +60,47 @@ class ClientGroup:
         self._stream = federation.stream
         self._seed = federation.seed
         self._every = batches_per_step
-        # Batches of modules' own steps are stacked and never padded: lists of `ShapeGroup`.
+        # `StepTrainer` gets unpadded batches as lists of `ShapeGroup`, each with the clients of one batch size.
         self._stacked, self._alike = local_trainer.is_stacked, isinstance(local_trainer, StepTrainer)
         self.clients = clients
-        self.received: Sequence[State] = ()  # what each has received at the start of the round
+        self.received: Sequence[State] = ()  # the state that each client downloaded at the start of the round
         self.kept: Sequence[ClientState] = ()  # each client's state before the round
         self.entered: Sequence[ClientState] = ()  # each client's state at the start of the round, see `enter_round`
-        self.step = 0  # of the batch at hand
-        self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
+        self.step = 0  # number of the current batch
+        self.weight: Tensor | None = None  # weight of each sample in its client's mean loss, shape (active, batch)
         self._rows = [self._stream.plan.train[clients.round_idx][client] for client in clients.client_ids]
         self._replayed, self._epochs, self._per_epoch = replayed, local_epochs, batches_per_epoch
         self._index, self._lengths = index, sample_lengths
         self._active: list[int] = np.count_nonzero(sample_lengths, axis=0).tolist()  # clients with a batch in each step
-        self._widths: list[int] = sample_lengths.max(axis=0).tolist()  # the samples in the largest
+        self._widths: list[int] = sample_lengths.max(axis=0).tolist()  # size of the largest batch in each step
         self._read: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        """The batches of the client that has most."""
+        """Number of batches of the client with most batches."""
         return int(self._index.shape[1])
 
     @property
     def client_round(self) -> ClientRound | None:
-        """The only client; None where several may train side by side."""
+        """The only client of the group. None: the batches are stacked for vectorized training."""
         return None if self._stacked else self.clients[0]
 
     @property
     def last_batch(self) -> bool:
-        """Whether the batch at hand is the last one."""
+        """Whether the current batch is the last one of the group."""
         return self.step == len(self) - 1
 
     @property
     def local_epoch(self) -> int:
-        """The local epoch, from 0, of the batch at hand; of several clients, that of the one with most batches."""
+        """Local epoch of the current batch, from 0, for the client with most batches."""
         return self._epoch(0, self.step)
 
     @property
     def active(self) -> int:
-        """How many clients, from the front, train on the batch at hand."""
+        """Number of clients that train on the current batch. They are the first clients of the group."""
         return self._active[self.step]
 
     def client_samples(self, row: int) -> Any:
-        """The samples of one of the clients, by its number, without the remembered ones."""
+        """Return the samples of the client with number ``row`` in the group, without replay samples."""
         if not self._stream.samples.is_random:
             return self._stream.get_samples(self._rows[row])
         if row not in self._read:
@@ -107,7 +109,7 @@ class ClientGroup:
         return self._read[row]
 
     def local_round(self, row: int, trained: LocalResult) -> LocalRound:
-        """Return what methods need of one of the clients after its local training."""
+        """Return the data that methods need about the client with number ``row`` after its local training."""
         return LocalRound(
             self.clients[row],
             self.received[row],
@@ -120,11 +122,11 @@ class ClientGroup:
         )
 
     def batches_of(self, row: int) -> int:
-        """Return the number of batches of one of the clients."""
+        """Return the number of batches of the client with number ``row``."""
         return int(np.count_nonzero(self._lengths[row]))
 
     def requests(self) -> Iterator[BatchRequest]:
-        """What is to be read for the batches, one client's after the other's."""
+        """Yield the requests for the samples of each batch: for each step, one request per client."""
         for step in range(len(self)):
             for row in range(self._active[step]):
                 sample_indices = self._chosen(row, step)
@@ -135,10 +137,10 @@ class ClientGroup:
                 )
 
     def batches(self, loaded_batches: Iterator[Any] | None) -> Iterator[Any]:
-        """The batches in order.
+        """Yield the batches of the group in order.
 
         Args:
-            loaded_batches: What comes for `requests`; None: samples are taken from memory, all at once.
+            loaded_batches: The batches that answer the `requests`. None: all samples are in memory.
         """
         empty_samples = [JoiningSamples()] * len(self._rows)
         extra = empty_samples if self._replayed is None else [self._replayed(part) for part in self.clients]
@@ -151,10 +153,12 @@ class ClientGroup:
             yield batch
 
     def _batches_in_memory(self, extra: Sequence[JoiningSamples]) -> Iterator[Any]:
-        """Batches of samples in memory."""
+        """Yield batches of samples that are in memory."""
         rows, places = np.concatenate(self._rows), self._places()
         rehearsed, pool = self.clients.num_replay_samples, None
-        seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None  # stored pixels take less room
+        # Samples that are used repeatedly are copied to one pool, unless they are stored as pixels, which need less
+        # memory than the copy.
+        seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None
         if seen_again or (rehearsed is not None and rehearsed.any()):
             pool = concat_nested([self._stream.get_samples(rows), *(own.samples for own in extra if len(own))])
 
@@ -179,7 +183,7 @@ class ClientGroup:
             yield batch
 
     def _each(self, batch: Any, step: int) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each client with its part of a batch. The tensors are views."""
+        """Yield the number of each client, and the client's part of a batch as views."""
         if self._alike:
             parts = ((row, one.batch, at) for one in batch for at, row in enumerate(one.rows.tolist()))
         elif self._stacked:
@@ -190,7 +194,7 @@ class ClientGroup:
         yield from ((row, apply_to_collection(stacked, Tensor, itemgetter(at))) for row, stacked, at in parts)
 
     def _arriving(self, loaded_batches: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
-        """Batches that are read one by one, perhaps by workers, some ahead."""
+        """Yield batches that are read during training, possibly in advance by worker processes."""
         for step in range(len(self)):
             client_batches = [
                 self._mixed(next(loaded_batches), extra[row], row, step) for row in range(self._active[step])
@@ -201,9 +205,9 @@ class ClientGroup:
             yield [pad_sequence(list(column), batch_first=True) for column in zip(*client_batches, strict=True)]
 
     def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
-        """Return a client's batch with the replay samples that join it.
+        """Return a client's batch with its replay samples.
 
-        If a method has replay samples, all batches are plain tensors, with and without replay samples.
+        If a method has replay samples, all batches are plain tensors, also batches without replay samples.
         """
         if self._replayed is not None:
             batch = plain_samples(batch)
@@ -211,7 +215,7 @@ class ClientGroup:
         return concat_nested([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
 
     def _joining(self, row: int, step: int) -> Tensor:
-        """Return the numbers of the replay samples in a client's batch. They come last in the batch."""
+        """Return the numbers of the replay samples in a client's batch. Replay samples are last in the batch."""
         sample_indices, num_own_samples = self._chosen(row, step), self.clients.num_samples[row]
         return torch.from_numpy(sample_indices[sample_indices >= num_own_samples] - num_own_samples)
 
@@ -219,7 +223,7 @@ class ClientGroup:
         return extra.take(joining, self._seed, self.clients.client_ids[row], self.clients.round_idx, step)
 
     def _transform(self, batch: Any, extra: JoiningSamples, row: int, step: int) -> None:
-        """Transform the replay samples in a client's batch in place."""
+        """Replace the replay samples in a client's batch, in place, by transformed replay samples."""
         if extra.is_transformed and len(joining := self._joining(row, step)):
             length = int(self._lengths[row, step])
             write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
@@ -232,7 +236,7 @@ class ClientGroup:
         return int(step // self._per_epoch[row])
 
     def _places(self) -> IntArray:
-        """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""
+        """Return the positions of the batches' samples in the pool: the samples of all clients, then replay samples."""
         if len(self.clients) == 1:
             return self._index
         sizes, counts = self.clients.num_samples, self.clients.num_trained_samples - self.clients.num_samples
@@ -241,6 +245,6 @@ class ClientGroup:
         return np.where(self._index < sizes[:, None, None], own_positions, self._index + replay_offsets[:, None, None])
 
     def _shares(self) -> NDArray[np.float32]:
-        """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""
+        """Return each sample's weight in its client's mean loss, shape (clients, steps, batch), 0 for padding."""
         real = np.arange(self._index.shape[2]) < self._lengths[:, :, None]
         return (real / np.maximum(self._lengths, 1)[:, :, None]).astype(np.float32)

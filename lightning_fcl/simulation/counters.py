@@ -1,4 +1,4 @@
-"""The Trainer's counters of batches and steps: those of the client that trains, and those of all clients."""
+"""The Trainer's counters of batches and steps: counters of the current client, and counters of all clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.multiprocess import RanksStrategy
 
 Users = Mapping[str, Set[int]]
-"""Whose hooks are a user's: the ids of modules and callbacks, by the name of the hook."""
+"""The ids of the modules and callbacks whose hooks are written by a user, by the name of the hook."""
 
 _SAME: AbstractContextManager[None] = nullcontext()
 
@@ -25,17 +25,18 @@ _SAME: AbstractContextManager[None] = nullcontext()
 class ClientCounters:
     """The counters that the module's hooks and users' callbacks see while a client trains.
 
-    The counters start at 0 with each client, as in a new Trainer that has only that client's data. Lightning's loops
-    and bookkeeping use the counters of all clients. This object switches between the two: the counters of all clients
-    stand in the Trainer, except within `client`. What is counted within `client` counts for all clients, too.
+    The client's counters start at 0, as in a new Trainer that has only the data of this client. Lightning's loops and
+    bookkeeping use the counters of all clients. This class switches the Trainer between the two. By default the Trainer
+    has the counters of all clients; within `client` it has the client's counters. Changes that are made within `client`
+    also change the counters of all clients.
 
     Clients of one vectorized step share their counters. The number of batches is that of the client with most batches.
 
     Attributes:
-        shown: Whether the client's counters stand in the Trainer.
-        batches: Number of the client's batches in the round, while they do.
-        users: Whose hooks see the client's counters in the current round.
-        schedules: The schedulers by step and by round, as the hooks of a client see them.
+        shown: Whether the Trainer currently has the client's counters.
+        batches: Number of the client's batches in the round, valid while ``shown``.
+        users: The modules and callbacks whose hooks see the client's counters in the current round.
+        schedules: The schedulers by step and by round, which hooks of a client see.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,8 @@ class ClientCounters:
         self._local_steps = GradientAccumulation()
         self._optimizers: Sequence[Optimizer] = ()
         self._every = 1  # batches per optimizer step
-        self._starts: list[tuple[Count, Count]] = []  # each counter, and its values when the clients began
-        self._offsets: list[tuple[Count, Count]] = []  # what was subtracted from each counter
+        self._starts: list[tuple[Count, Count]] = []  # each counter, and a copy of its values at the clients' start
+        self._offsets: list[tuple[Count, Count]] = []  # each counter, and the numbers that were subtracted from it
         self._before: tuple[Any, ...] = ()
         self._client, self._totals = _Switch(self.show, self.hide), _Switch(self.hide, self.show)
 
@@ -59,7 +60,7 @@ class ClientCounters:
 
     @property
     def steps(self) -> bool:
-        """Whether the optimizer steps after the current batch, and not only accumulates gradients."""
+        """Whether the optimizer steps after the current batch. Otherwise the batch only accumulates gradients."""
         return (
             self._client_group is None
             or self._client_group.last_batch
@@ -73,7 +74,7 @@ class ClientCounters:
         local_steps: GradientAccumulation,
         optimizers: Sequence[Optimizer],
     ) -> None:
-        """Start the counters of the clients that train from here on.
+        """Start the counters of the clients that train next.
 
         Args:
             trainer: The Trainer.
@@ -91,26 +92,26 @@ class ClientCounters:
         self._local_steps, self._optimizers, self._every = local_steps, optimizers, local_steps.accumulate_grad_batches
 
     def end(self) -> None:
-        """Leave the clients: only the counters of all clients exist from here on."""
+        """End the clients' counters, so that only the counters of all clients exist."""
         self.hide()
         self._client_group, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
-        """Temporarily show the client's counters, and one process, if a client trains."""
+        """Temporarily show the client's counters and a single process, if a client trains."""
         return _SAME if self.shown or self._client_group is None else self._client
 
     def totals(self) -> AbstractContextManager[None]:
-        """Temporarily show the counters of all clients, and all processes."""
+        """Temporarily show the counters of all clients and the real number of processes."""
         return self._totals if self.shown else _SAME
 
     def end_batch(self) -> None:
-        """Keep what the hooks at the end of a client's last batch may change, and no other client must see."""
+        """Save the learning rates before the hooks of a client's last batch: changes must not affect other clients."""
         if self._client_group is not None and self._client_group.last_batch:
             self._local_steps.end_batches(self._optimizers)
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Temporarily show the client's counters as they are after the optimizer step that is being taken."""
+        """Temporarily show the client's counters with the values that they have after the current optimizer step."""
         counts = step_counts(self._trainer)
         for count in counts:
             count["completed"] += 1
@@ -123,7 +124,7 @@ class ClientCounters:
 
     @contextmanager
     def after_client(self, batches: int) -> Iterator[None]:
-        """Temporarily show the counters of a client that has ended its training, after its number of batches."""
+        """Temporarily show the counters of a client that has finished its training on ``batches`` batches."""
         self.show(batches, one_process=False)
         try:
             yield
@@ -131,19 +132,19 @@ class ClientCounters:
             self.hide()
 
     def count_steps(self, trainer: L.Trainer, number: int) -> None:
-        """Count the optimizer steps of other processes, which are not the client's."""
+        """Count optimizer steps of other processes, which are not part of the client's counters."""
         count = step_counts(trainer)[0]
         for counter in (count, *(start for own, start in self._starts if own is count)):
             counter["ready"] += number
             counter["completed"] += number
 
     def step_together(self, trainer: L.Trainer, ranks: Ranks, previous_steps: int) -> None:
-        """Count the steps that all processes have taken since ``previous_steps``, the counter when the round began."""
+        """Count the steps of all processes since ``previous_steps``, the value of the counter at the round's start."""
         num_rank_steps = trainer.global_step - previous_steps
         self.count_steps(trainer, sum(ranks.all_gather_object(num_rank_steps)) - num_rank_steps)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
-        """Let the client's counters stand in the Trainer."""
+        """Show the client's counters in the Trainer."""
         if self.shown or self._client_group is None:
             return
         trainer, fit, batches_per_step = self._trainer, self._trainer.fit_loop, self._every
@@ -161,10 +162,11 @@ class ClientCounters:
             strategy.lr_scheduler_configs,
         )
         self.batches = number
+        # Lightning computes `estimated_stepping_batches` from `max_steps`.
         fit.max_batches, loop.max_steps = (
             number,
             -(-number // batches_per_step),
-        )  # of which `estimated_stepping_batches` is made
+        )
         progress.is_last_batch = self._client_group.step == max_batches - 1
         trainer.accumulate_grad_batches = batches_per_step
         strategy.lr_scheduler_configs = self.schedules
@@ -172,7 +174,7 @@ class ClientCounters:
         self.shown = True
 
     def hide(self) -> None:
-        """Let the counters of all clients stand in the Trainer."""
+        """Show the counters of all clients in the Trainer."""
         if not self.shown:
             return
         trainer, fit = self._trainer, self._trainer.fit_loop
@@ -190,9 +192,9 @@ class ClientCounters:
         strategy.shows_one_process = self.shown = False
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
-        """What to subtract from the counters so that they count this many batches, and the steps taken for them."""
+        """Return the numbers to subtract so that the counters show ``batches`` batches and the steps taken for them."""
         assert self._client_group is not None
-        client_offset = len(self._client_group) - batches  # batches of clients with more of them
+        client_offset = len(self._client_group) - batches  # batches that only clients with more batches have
         of_batches, of_steps = self._starts[:2], self._starts[2:]
         offsets = [
             (count, {name: number + client_offset for name, number in start.items()}) for count, start in of_batches
@@ -209,7 +211,7 @@ class ClientCounters:
 
 
 class _Switch:
-    """A context manager that calls one function on entry and another one on exit, and can be used again."""
+    """A reusable context manager that calls one function on entry and another one on exit."""
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave
@@ -228,7 +230,7 @@ def _subtract(offsets: list[tuple[Count, Count]]) -> None:
 
 
 def snapshot_progress(trainer: L.Trainer) -> Callable[[], None]:
-    """Note a Trainer's counters at the start of an epoch. The function that is returned restores them."""
+    """Save a Trainer's counters at the start of an epoch. Return a function that restores them."""
     epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
     optimizer = loop.automatic_optimization.optim_progress.optimizer
     counters = [epochs, loop.batch_progress, loop.scheduler_progress, optimizer.step, optimizer.zero_grad]

@@ -22,15 +22,15 @@ from lightning_fcl.validation import format_names
 
 log = logging.getLogger(__name__)
 
-_OTHERS = ("torch.", "torchmetrics.", "lightning.", "lightning_fcl.")  # modules without attributes of a user
+_OTHERS = ("torch.", "torchmetrics.", "lightning.", "lightning_fcl.")  # packages whose classes have no user attributes
 
 
 class EpochStates:
-    """Metrics, lists and counters of the module and of callbacks that all ranks merge when a round ends.
+    """Metrics, lists and counters of the module and of callbacks that all ranks merge at the end of a round.
 
-    Each rank trains other clients. During a round the class records what each group of clients contributes that trains
-    at the same time. When the round ends, every rank adds the groups of all ranks in the order in which one process
-    trains them. Between rounds all ranks have the same state, so that nothing counts twice.
+    Each rank trains different clients. During a round this class records the contribution of each group of clients
+    that train at the same time. At the end of the round, every rank adds the contributions of all ranks, in the order
+    in which a single process would train the groups. All ranks then have the same state, and nothing is counted twice.
 
     With one rank the class does nothing.
 
@@ -40,20 +40,20 @@ class EpochStates:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._named: set[str] = set()  # what a warning has named
+        self._named: set[str] = set()  # names that a warning has already listed
         self._ignored: set[Name] = set()  # attributes that cannot be merged
         self._mergeable: dict[str, bool] = {}  # by path of the metric
-        self._is_first = True  # whether no round has ended
-        self._last: int | None = None  # the group that has trained last
+        self._is_first = True  # whether no round has ended yet
+        self._last: int | None = None  # number of the group that trained last
         self._metrics: RoundMetrics | None = None
         self._attributes: RoundAttributes | None = None
 
     def begin(self, module: L.LightningModule, loose: ModuleSnapshot | None) -> None:
-        """Begin a round, after the hooks that start the epoch.
+        """Start recording a round, after the hooks at the start of the epoch.
 
         Args:
             module: The module.
-            loose: The state of the module that is set back for each client. None: there is none.
+            loose: The module state that is restored for each client. None: no such state.
         """
         if self._ranks.num_ranks == 1:
             return
@@ -66,7 +66,7 @@ class EpochStates:
         self._last = None
 
     def enter(self, group: int) -> None:
-        """Begin or continue the local training of a group of clients, by its number in the round."""
+        """Start or continue the local training of the group with number ``group`` in the round."""
         if self._metrics is not None:
             self.leave()
             self._last = group
@@ -75,35 +75,35 @@ class EpochStates:
             self._attributes.enter(group)
 
     def leave(self) -> None:
-        """End or interrupt the local training of the group of clients: hooks that follow run on every rank."""
+        """End or interrupt the local training of the current group. The hooks that follow run on every rank."""
         if self._metrics is not None:
             self._metrics.leave()
         if self._attributes is not None:
             self._attributes.leave()
 
     def resume(self) -> None:
-        """Continue with the last group, whose last batch has not ended, after hooks that run on every rank."""
+        """Continue with the last group after hooks that ran on every rank. Its last batch has not ended yet."""
         if self._last is not None:
             self.enter(self._last)
 
     def watch_metrics(self) -> None:
-        """Find out which metrics were reset since the last call. An update after the reset may hide it."""
+        """Record which metrics were reset since the last call. Call before an update, which may hide the reset."""
         if self._metrics is not None:
             self._metrics.watch()
 
     def watch(self, step: int) -> None:
-        """Look at the state before a batch, the number of which is ``step`` among the batches of the group."""
+        """Record the state before batch number ``step`` of the group."""
         self.watch_metrics()
         if self._attributes is not None and step == 1:
             self._attributes.watch()
 
     def undo(self) -> None:
-        """Forget the clients of a round that was interrupted."""
+        """Discard the contributions of a round that was interrupted."""
         self.leave()
         self._metrics = self._attributes = self._last = None
 
-    def meet(self) -> None:
-        """Merge the states of all ranks, once a round. All ranks call this at the same time."""
+    def merge_ranks(self) -> None:
+        """Merge the states of all ranks, once per round. All ranks must call this at the same time."""
         metrics, attributes = self._metrics, self._attributes
         if metrics is None or attributes is None:
             return
@@ -122,9 +122,9 @@ class EpochStates:
         self._named |= unmerged_names
         if new and self._ranks.rank == 0:
             log.warning(
-                "Did not merge `%s` over %d processes: at the end of an epoch each process has the values of its own "
-                "clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
-                "appends, or an integer that only grows, or gather values with "
+                "Did not merge `%s` over %d processes: at the end of an epoch each process has only the values of its "
+                "own clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
+                "appends, or an integer that only increases. You can also gather values with "
                 "`trainer.strategy.ranks.all_gather_object`.",
                 format_names(new).replace(", ", "`, `"),
                 self._ranks.num_ranks,
@@ -132,7 +132,7 @@ class EpochStates:
 
 
 def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[str, Any]]]:
-    """Return the metrics of a module and of its Trainer's callbacks by path, and the attributes of users' objects."""
+    """Return the metrics of a module and its callbacks by path, and the attributes of users' objects by path."""
     metrics: dict[str, Metric] = {}
     attributes: dict[str, dict[str, Any]] = {}
     callbacks = get_callbacks(module.trainer)
@@ -153,7 +153,7 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
         elif isinstance(value, nn.Module):
             todo += [(f"{path}.{name}", part) for name, part in value.named_children()]
             if isinstance(value, Metric):
-                if not set(value.metric_state) & set(value.state_dict()):  # Persistent states are the server's.
+                if not set(value.metric_state) & set(value.state_dict()):  # Persistent states belong to the server.
                     metrics[path] = value
             elif not type(value).__module__.startswith(_OTHERS):
                 user_attributes = {name: part for name, part in vars(value).items() if name not in INTERNAL}
@@ -167,6 +167,6 @@ def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[
 
 
 def _is_users(callback: Callback) -> bool:
-    """Whether all attributes of a callback are a user's: none of its classes but `Callback` is Lightning's or ours."""
+    """Return whether a callback is a user's: no class except `Callback` is from Lightning or lightning_fcl."""
     packages = ("lightning.", "lightning_fcl.")
     return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

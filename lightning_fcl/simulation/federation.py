@@ -1,4 +1,4 @@
-"""What a fit of a federation is made of, and the model that a client predicts with."""
+"""The state of a federation during a fit, and the model that a client predicts with."""
 
 from __future__ import annotations
 
@@ -44,44 +44,42 @@ log = logging.getLogger(__name__)
 
 
 def require_started(value: T | None, description: str) -> T:
-    """Return a value that exists after a start. Raise InvalidStateError if the value is None.
+    """Return a value that is set at a start. Raise InvalidStateError if the value is None.
 
     Args:
         value: The value.
-        description: What has to have begun, for the message.
+        description: The event that sets the value, such as "a fit", for the message.
     """
     if value is None:
-        raise InvalidStateError(
-            f"Expected {description} to have begun but none has: the federation has nothing to work on."
-        )
+        raise InvalidStateError(f"Expected {description} to have started, but none has. Call `trainer.fit` first.")
     return value
 
 
 @dataclass(eq=False)
 class Federation:
-    """What a fit of a federation is made of.
+    """The state of a federation during a fit.
 
     Args:
         settings: The settings.
-        server: The server: its state, the record of the round, and the store of what clients keep.
-        participation: Who takes part.
-        is_client_model: Whether the module is a client's model: see `client_model`.
+        server: The server: its state, the record of the round, and the store of client states.
+        participation: Samples the clients of each round.
+        is_client_model: Whether the module currently has a client's model, see `client_model`.
         methods: The methods among the Trainer's callbacks.
-        placement: Whose clients train where; None before a fit.
+        placement: The assignment of clients to processes. None before a fit.
         local_trainer: Trains the clients.
-        sequential_reason: The obstacle to vectorized training; None if clients train vectorized.
-        epoch_states: Metrics, lists and counters that processes merge when a round ends.
-        optimizers: The module's optimizers: several only where it optimises by hand.
+        sequential_reason: The obstacle to vectorized training. None if clients train vectorized.
+        epoch_states: Metrics, lists and counters that processes merge at the end of a round.
+        optimizers: The module's optimizers. Several optimizers require manual optimization.
         isolation: State outside the module that training reads. None before the first round and if clients train
             vectorized.
         ranks: The processes of the federation.
         limits: The Trainer's limits of batches and epochs.
         local_steps: The optimizer steps of the clients that train.
         counters: The Trainer's counters of batches and steps.
-        loose: State of the module beside its `state_dict` that starts anew with each client. None before a round, and
-            if clients train vectorized.
-        progress: The current round; None before a fit.
-        lightning_module: The module that the Trainer trains; None if this process runs no Trainer.
+        loose: State of the module that is not in its `state_dict` and is restored for each client. None before a round
+            and if clients train vectorized.
+        progress: The current round. None before a fit.
+        lightning_module: The module that the Trainer trains. None if this process runs no Trainer.
     """
 
     settings: FederationSettings
@@ -115,7 +113,7 @@ class Federation:
 
     @property
     def seed(self) -> int:
-        """The seed of participation and of every client's randomness."""
+        """The seed of client sampling and of each client's random numbers."""
         return self.settings.seed if self.settings.seed is not None else global_seed()
 
     @property
@@ -125,7 +123,7 @@ class Federation:
 
     @property
     def batches(self) -> int:
-        """The batches of the client that trains now, or of the one that has most; 0: none does."""
+        """Number of batches of the client with most batches in the current group, or 0 if no client trains."""
         progress = self.progress
         return len(progress.client_group) if progress is not None and progress.client_group is not None else 0
 
@@ -135,14 +133,14 @@ class Federation:
         return self.local_steps.scheduled
 
     def use_optimizer(self, trainer: L.Trainer) -> None:
-        """Let a Trainer step the optimizer of the clients that train, or else the module's optimizers."""
+        """Make the Trainer step the optimizer of the current clients. Between clients, use the module's optimizers."""
         client_optimizer = self.local_trainer.optimizer if self.current_round.client_group is not None else None
         active_optimizers = [client_optimizer] if client_optimizer is not None else self.optimizers
         if trainer.optimizers != active_optimizers:
             trainer.optimizers = active_optimizers
 
     def hosts(self, client: str) -> bool:
-        """Whether this process looks after a client: it alone knows what the client keeps; before a fit, each does."""
+        """Return whether this process stores the state of a client. Before a fit, every process does."""
         return self.placement is None or self.placement.hosts(client)
 
     def client_rounds(self, round_idx: int) -> list[ClientRound]:
@@ -151,24 +149,30 @@ class Federation:
         return [self.stream.client_round(c, round_idx) for c in self.stream.plan.train[round_idx] if c in present]
 
     def ending_clients(self, round_idx: int) -> list[ClientRound]:
-        """Return the clients whose experience ends with a round, with or without samples in it, in the plan's order."""
+        """Return the clients whose experience ends with a round, also those without samples, in the plan's order."""
         unavailable = self.participation.unavailable(round_idx)
         parts = [self.stream.client_round(c, round_idx) for c in self.stream.plan.clients if c not in unavailable]
         return [part for part in parts if part.is_last_round]
 
     def client_state_dict(self, client: str, server: State | None = None) -> State:
-        """The state that a client predicts with: the server's with its own entries, made personal by its methods.
+        """Return the state that a client predicts with.
+
+        This state is the server's state with the client-local parameters. The methods that override `personalize` can
+        change it.
 
         Args:
             client: The client.
-            server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
-                own.
+            server: The server's state. None: the current state of the module. If nothing is client-local, this object
+                is returned, not a copy.
+
+        Raises:
+            ValueError: If the stream has no such client.
         """
         stream = find_stream(self.module.trainer) if self.lightning_module is not None else None
         if stream is None or client not in stream.plan.experiences:
             client_names = format_names(stream.plan.clients) if stream is not None else "none before a fit"
             raise InvalidValueError(
-                f"Expected `client` to be one of the stream's ({client_names}) but got {client}.",
+                f"Expected `client` to be one of the stream's clients ({client_names}), but got {client}.",
                 argument="client",
                 value=client,
             )
@@ -182,13 +186,13 @@ class Federation:
 
 
 def warn_of_local_tensors(federation: Federation) -> None:
-    """Say whose model is tested, where each client has entries of its own."""
+    """Warn if the server's model is evaluated although some of its parameters are client-local."""
     rules = get_reductions(federation.module, federation.settings.rules)
     local_names = [name for name in trainable_parameters(federation.module) if rules[name].is_local]
     if local_names and not federation.is_client_model:
         log.warning(
-            "This is the server's model, whose %s%s no client has trained: each keeps its own. "
-            "`with client_model(trainer, client):` puts a client's model in its place.",
+            "The module is the server's model. Its %s%s was not trained, because it is client-local. To evaluate a "
+            "client's model, use `with client_model(trainer, client):`.",
             local_names[0],
             " (and more)" if len(local_names) > 1 else "",
         )
@@ -196,20 +200,21 @@ def warn_of_local_tensors(federation: Federation) -> None:
 
 @contextmanager
 def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
-    """Within this, after a fit, the module is the model that a client predicts with, in place of the server's.
+    """Temporarily replace the server's model in the module by the model that a client predicts with, after a fit.
 
     Args:
         trainer: The Trainer.
         client: The client.
 
     Raises:
-        ValueError: If there is no such client, the Trainer has none, or another client's model is there.
+        ValueError: If there is no such client, if the Trainer has no federation, or if the module already has a
+            client's model.
     """
     federation = require_federation(trainer, "client_model", "it has no clients")
     if federation.is_client_model:
         raise InvalidValueError(
-            f"Expected one `client_model` at a time but got that of {client} within another one's.",
-            hint="Leave that first.",
+            f"Expected one `client_model` at a time, but got {client} while another client's model is in use.",
+            hint="Exit the other `with` block first.",
             argument="client",
             value=client,
         )

@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
-    """Choose who trains the clients of a fit, when its loaders are made.
+    """Prepare a fit when its train loader is created: check the stream, and choose the local trainer of the clients.
 
     Args:
         federation: The federation.
         optimizers: The module's optimizers.
-        step: Lightning's own training step.
+        step: Lightning's `training_step` of a strategy.
     """
     trainer, stream, server, ranks = (
         federation.module.trainer,
@@ -64,16 +64,16 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
 
 
 def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
-    """Let batches have at least two samples if some have one and the module cannot train on one.
+    """Set the minimum batch size to 2 if some batches have one sample and the module cannot train on one sample.
 
-    A last batch of one sample then joins the batch before it, and a client with one sample in a round is skipped.
+    A last batch of one sample is then added to the batch before it. A client with one sample in a round is skipped.
 
     Args:
         federation: The federation.
-        optimizers: The module's optimizers; empty while they are made.
+        optimizers: The module's optimizers. Empty while `configure_optimizers` runs.
 
     Raises:
-        ValueError: If all batches have one sample.
+        ValueError: If the module cannot train on one sample and the stream's ``batch_size`` is 1.
     """
     module, stream = federation.module, federation.stream
     needs_check = has_single_samples(stream) and not isinstance(module, HasLocalTrainer)
@@ -83,8 +83,8 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
         return
     if stream.batch_size == 1:
         raise InvalidValueError(
-            f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
-            f"one sample ({reason}), but got 1.",
+            f"Expected `batch_size` to be at least 2, but got 1. `{type(module).__name__}` cannot train on a batch of "
+            f"one sample ({reason}).",
             hint="Use `batch_size=2` or more.",
             argument="batch_size",
         )
@@ -92,8 +92,8 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
     single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
     if single and federation.ranks.rank == 0:
         log.warning(
-            "`%s` cannot train on a batch of one sample (%s). Rounds in which a client has one sample are skipped for "
-            "this client: %s.",
+            "`%s` cannot train on a batch of one sample (%s). These clients skip every round in which they have only "
+            "one sample: %s.",
             type(module).__name__,
             reason,
             format_names(single),
@@ -101,7 +101,7 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
 
 
 def announce_participation(federation: Federation) -> None:
-    """Log how many clients train in a round. Warn if their number is the integer 1, which is not the share 1.0."""
+    """Log the number of clients per round. Warn if `participation` is the integer 1, which is not the share 1.0."""
     clients, participation = len(federation.stream.plan.clients), federation.participation
     description = participation.describe(clients)
     rank_zero_info(f"Federation: {description}")
@@ -110,7 +110,7 @@ def announce_participation(federation: Federation) -> None:
 
 
 def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
-    """Accumulate gradients, and step schedulers by step, within a client. Lightning would do so across clients."""
+    """Take over gradient accumulation and schedulers by step, so that they work within a client, not across clients."""
     schedules, module, counters = trainer.strategy.lr_scheduler_configs, federation.module, federation.counters
     by_step = [config for config in schedules if config.interval == "step"]
     by_round = [config for config in schedules if config.interval != "step"]
@@ -123,7 +123,7 @@ def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
     by_hand = None if module.automatic_optimization else by_round
     federation.local_steps = GradientAccumulation(trainer.accumulate_grad_batches, by_step, step, by_hand)
     trainer.accumulate_grad_batches = 1
-    # A loader is a round, and rounds may be short and of different lengths: no reason to warn.
+    # A train loader is one round. Rounds may be short and differ in length, so Lightning's warnings do not apply.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     for message in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
         warnings.filterwarnings("ignore", message)

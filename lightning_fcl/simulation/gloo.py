@@ -1,4 +1,4 @@
-"""Processes of one federation that reach each other by gloo, a backend of `torch.distributed`."""
+"""Communication between the processes of a federation with gloo, a backend of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RENDEZVOUS_VARIABLE = "LIGHTNING_FCL_RENDEZVOUS"  # where the processes of one machine find each other
-_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
-_SHORT = 4096  # bytes that ranks tell each other at once
-_START = timedelta(minutes=30)  # and for the others to start
-_meetings = itertools.count()  # of this process
+RENDEZVOUS_VARIABLE = "LIGHTNING_FCL_RENDEZVOUS"  # environment variable with the URL of the rendezvous file
+_TIMEOUT = timedelta(hours=12)  # Ranks wait for the slowest rank of a round.
+_SHORT = 4096  # size of the first message in bytes, including its length
+_START = timedelta(minutes=30)  # maximum time until all ranks have started
+_meetings = itertools.count()  # numbers the process groups of this process, so that their keys differ
 
 
 class GlooRanks:
-    """Processes that reach each other by gloo, in a group of their own.
+    """Processes that communicate with gloo, in a separate process group.
 
-    It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
-    a sign that each of its steps is one of all processes.
+    The group is not the default group of `torch.distributed`. With a default group, other libraries, such as
+    torchmetrics, would assume that all processes run every step together.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -46,12 +46,13 @@ class GlooRanks:
         self._group = ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
-        return self  # whoever is copied is in the same process
+        return self  # A copy belongs to the same process.
 
     def all_gather_object(self, value: T) -> Sequence[T]:
         content = pickle.dumps(value)
         local_content = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
-        rank_contents = self._gather(local_content, _SHORT)  # most of what is said is short: they meet once
+        # Most messages are short, so one gather is usually enough.
+        rank_contents = self._gather(local_content, _SHORT)
         ends = [8 + int.from_bytes(rows[:8].numpy().tobytes(), "little") for rows in rank_contents]
         if max(ends) > _SHORT:
             rank_contents = self._gather(local_content, max(ends))
@@ -72,7 +73,8 @@ class GlooRanks:
         self._group.abort()
 
     def _gather(self, content: Tensor, length: int) -> list[Tensor]:
-        padded_content = torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
+        # A negative padding cuts the content.
+        padded_content = torch.nn.functional.pad(content, (0, length - len(content)))
         rank_contents = [torch.empty_like(padded_content) for _ in range(self.num_ranks)]
         with _explained():
             self._group.allgather([rank_contents], [padded_content]).wait()  # type: ignore[attr-defined]
@@ -81,22 +83,22 @@ class GlooRanks:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say in one sentence that another rank has gone."""
+    """Raise ConnectionFailedError with an explanation if another rank has exited."""
     try:
         yield
     except RuntimeError as error:
         raise ConnectionFailedError(
-            "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
-            "said, if anything, stands above.",
-            hint="Resume from the newest checkpoint, with any number of `devices`.",
+            "Expected all processes of the federation to exchange data at the end of a round, but one process has "
+            "exited. Its error message, if any, is printed above.",
+            hint="Resume from the newest checkpoint. The number of `devices` may differ.",
         ) from error
 
 
 def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, num_nodes: int) -> Ranks:
-    """Find the other processes: those of this machine by a file, those of others by the environment's address."""
+    """Connect to the other processes: by a file on a single machine, or by the environment's address for several."""
     os.environ.setdefault("MASTER_ADDR", environment.main_address)
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-    if num_nodes == 1:  # nobody else is to hear them
+    if num_nodes == 1:  # Listen only on the loopback interface, so that other machines cannot connect.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     rendezvous_url = os.environ.get(RENDEZVOUS_VARIABLE, "env://") if num_nodes == 1 else "env://"
@@ -118,5 +120,5 @@ def connect_ranks(environment: ClusterEnvironment, rank: int, num_ranks: int, nu
         except BaseException as error:
             future_ranks.set_exception(error)
 
-    Thread(target=find, daemon=True).start()  # no signal would be heard here while it waits
+    Thread(target=find, daemon=True).start()  # In the main thread, the wait would block signals such as Ctrl+C.
     return future_ranks.result()

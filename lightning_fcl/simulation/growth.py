@@ -1,4 +1,4 @@
-"""Lists and counters that grow while clients train: what clients have added, and all of it put together."""
+"""Lists and counters that grow while clients train: the changes by each client, and the merged result."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from lightning_fcl.snapshot_values import find_kind
 
-_DEEPEST = 4  # dicts within dicts
-_NEW = (dict, Counter)  # types of dicts that can be made without their entries
+_DEEPEST = 4  # maximum depth of nested dicts
+_NEW = (dict, Counter)  # types of dicts that can be created empty
 _ABSENT = object()
 
 
 class Snapshot(NamedTuple):
-    """A value as it was: the object, and a copy of its content if the object can change."""
+    """A saved value: the object, and a copy of its content if the object can change."""
 
     value: Any
     content: Any = None
 
 
 class Count(int):
-    """The number by which a counter has grown."""
+    """The increase of a counter."""
 
 
 class Items(list[Any]):
@@ -32,20 +32,20 @@ class Items(list[Any]):
 
 
 class Entries(NamedTuple):
-    """The changes of the entries of a dict by key, and the type of the dict."""
+    """The changes of a dict's entries by key, and the type of the dict."""
 
     parts: dict[Hashable, Any]
     kind: type
 
 
 class Added(NamedTuple):
-    """A value under a key of a dict that was not there before."""
+    """The value of a new attribute or dict key."""
 
     value: Any
 
 
 class Changed:
-    """A change that cannot be merged: a value was replaced, or a counter has decreased."""
+    """A change that cannot be merged: a value was replaced, or a counter decreased."""
 
 
 Change = Count | Items | Entries | Added | Changed
@@ -56,8 +56,8 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
 
     Args:
         value: The value.
-        copies: Whether to copy tensors, arrays, sets and deques as well, to find out whether they change in place.
-        depth: The number of dicts that hold the value.
+        copies: Whether to also copy tensors, arrays, sets and deques, to detect changes in place.
+        depth: The number of dicts around the value.
     """
     if isinstance(value, list):
         return Snapshot(value, value.copy())
@@ -69,11 +69,11 @@ def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
 
 
 def change(previous_snapshot: Snapshot | None, current_value: Any) -> Change | None:
-    """Return how a value differs from its snapshot. None: it does not.
+    """Return how a value differs from its snapshot. None: the value is unchanged.
 
     Args:
-        previous_snapshot: The snapshot. None: there was no value.
-        current_value: The value.
+        previous_snapshot: The snapshot. None: the value did not exist.
+        current_value: The current value.
     """
     value, content = previous_snapshot if previous_snapshot is not None else Snapshot(_ABSENT)
     if isinstance(current_value, dict) and (
@@ -94,7 +94,7 @@ def change(previous_snapshot: Snapshot | None, current_value: Any) -> Change | N
 
 
 def joined(changes: Iterable[Change]) -> Change:
-    """Return one change for those of several clients, in their order."""
+    """Combine the changes of several clients, in their order, into one change."""
     first, *other_changes = changes
     for other in other_changes:
         if isinstance(first, Count) and isinstance(other, Count):
@@ -123,13 +123,13 @@ def is_merged(value_change: Change | None) -> bool:
 def apply(
     previous_snapshot: Snapshot | None, value_change: Change, extend: Callable[[list[Any], list[Any]], None]
 ) -> Any:
-    """Return a value as it was, with a change; containers are changed in place.
+    """Apply a change to the value of a snapshot, and return the result. Containers are changed in place.
 
     Args:
-        previous_snapshot: The snapshot of the value. None: there was no value.
+        previous_snapshot: The snapshot of the value. None: the value did not exist.
         value_change: The change.
-        extend: Sets the items of a list, of which the first argument is the list and the second the items that
-            clients have appended to the items of the snapshot.
+        extend: Appends items to a list. Arguments: the list with the items of the snapshot, and the items that
+            clients appended.
     """
     value, content = previous_snapshot if previous_snapshot is not None else Snapshot(_ABSENT)
     if isinstance(value_change, Count):
@@ -143,7 +143,7 @@ def apply(
     if isinstance(value_change, Entries):
         target = value_change.kind() if value is _ABSENT else value
         for key in value_change.parts.keys() - (content or {}).keys():
-            target.pop(key, None)  # The keys of all clients come in the clients' order.
+            target.pop(key, None)  # Removes new keys first, so that they are inserted in the order of the clients.
         for key, entry_change in value_change.parts.items():
             target[key] = apply((content or {}).get(key), entry_change, extend)
         return target
@@ -172,7 +172,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_equal(first_value: object, second_value: object) -> bool:
-    """Whether two values are equal numbers or strings: others are only equal if they are one object."""
+    """Return whether two values are equal numbers or strings. Other types count as equal only if identical."""
     return (
         type(first_value) is type(second_value)
         and isinstance(first_value, bool | float | str)

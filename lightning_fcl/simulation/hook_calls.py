@@ -1,7 +1,7 @@
-"""Calls of hooks within a client's round: a user's code sees the client's counters.
+"""Calls of hooks while a client trains: a user's code sees the client's counters.
 
-Lightning calls all hooks by three functions of one module. Those functions are replaced while clients train in whose
-rounds a user's hooks are called. For other Trainers the replacements do what Lightning's functions do.
+Lightning calls all hooks through three functions of one module. While clients train and a user's hooks are called,
+these functions are replaced. For other Trainers the replacements call Lightning's functions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_fcl.local_training.vmap_check import BATCH_HOOKS, STEP_HOOKS, is_
 from lightning_fcl.simulation.counters import ClientCounters, Users
 
 TRAINING: dict[L.Trainer, ClientCounters] = {}
-"""The Trainers in which clients train and call a user's hooks, and the clients' counters."""
+"""The Trainers that currently train clients and call a user's hooks, with the counters of their clients."""
 
 _BOOKKEEPING = (Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor)
 _HOOKS = (*STEP_HOOKS, *BATCH_HOOKS, *TRANSFER_HOOKS, "optimizer_zero_grad")
 _PLACES = {"on_train_batch_start": 1, "on_train_batch_end": 2, "optimizer_step": 1, "optimizer_zero_grad": 1}
-"""Places of ``batch_idx`` among the arguments of hooks."""
+"""Position of ``batch_idx`` among the arguments of each hook."""
 
 _NOBODY: Set[int] = frozenset()
 _lock = Lock()
@@ -35,7 +35,7 @@ _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 
 def find_users(trainer: L.Trainer) -> Users:
-    """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
+    """Return the objects whose hooks see the client's counters: users' hooks, without bookkeeping callbacks."""
     owners: list[object] = [one for one in get_callbacks(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     users_by_hook = {
@@ -46,7 +46,7 @@ def find_users(trainer: L.Trainer) -> Users:
 
 
 def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
-    """Let a user's hooks see a client's counters from here on."""
+    """Make a user's hooks see a client's counters until `leave`."""
     if not counters.users:
         return
     with _lock:
@@ -61,7 +61,7 @@ def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
 
 
 def leave(trainer: L.Trainer) -> None:
-    """Let a user's hooks see the Trainer's counters from here on."""
+    """Make a user's hooks see the Trainer's counters again."""
     with _lock:
         if TRAINING.pop(trainer, None) is not None and not TRAINING:
             call._call_callback_hooks, call._call_lightning_module_hook, call._call_lightning_datamodule_hook = (
@@ -78,20 +78,20 @@ def _call_callbacks(
     if counters is None or not users:
         original(trainer, hook_name, *args, **kwargs)
         return
-    module, of_client = trainer.lightning_module, _of_client(counters, hook_name, args)
+    module, client_args = trainer.lightning_module, _with_client_batch_idx(counters, hook_name, args)
     previous_name, module._current_fx_name = module._current_fx_name, hook_name
     callbacks, ends_batch = get_callbacks(trainer), hook_name == "on_train_batch_end"
-    if ends_batch:  # a client uploads after its last batch: the hooks of users come first, and may change its model
+    if ends_batch:  # Users' hooks run first: they may change the client's model before the client uploads it.
         callbacks = sorted(callbacks, key=lambda callback: id(callback) not in users)
         counters.end_batch()
     number_of_users = sum(id(callback) in users for callback in callbacks)
     for position, callback in enumerate(callbacks):
         is_user = id(callback) in users
-        if ends_batch and position == number_of_users:  # The module's hook follows those of users' callbacks.
+        if ends_batch and position == number_of_users:  # The module's hook runs after the users' callbacks.
             call._call_lightning_module_hook(trainer, hook_name, *args)
         profiled = trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook_name}")  # type: ignore[attr-defined]
         with profiled, counters.client() if is_user else counters.totals():
-            getattr(callback, hook_name)(trainer, module, *(of_client if is_user else args))
+            getattr(callback, hook_name)(trainer, module, *(client_args if is_user else args))
     module._current_fx_name = previous_name
     if ends_batch:
         skip_batch_end(module)
@@ -111,9 +111,9 @@ def skip_batch_end(module: L.LightningModule) -> None:
 
 @contextmanager
 def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
-    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
+    """Temporarily call no user's `on_train_batch_end`: a process without clients has no real batch in the round."""
     trainer, callbacks = module.trainer, get_callbacks(module.trainer)
-    trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # `FitHooks`, which continues the round
+    trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # Only `FitHooks`, which continues the round.
     skip_batch_end(module)
     try:
         yield
@@ -134,11 +134,11 @@ def _call_module(
         return original(trainer, hook_name, *args, **kwargs)
     if hook_name == "optimizer_step":
         _, _, optimizer, closure = args
-        if not counters.steps:  # Lightning calls the hook when the optimizer steps, not when gradients accumulate
+        if not counters.steps:  # While gradients accumulate, Lightning does not call the hook.
             return optimizer.step(closure=closure)
         args = (*args[:3], partial(_in_totals, counters, closure))
     with counters.client():
-        return original(trainer, hook_name, *_of_client(counters, hook_name, args), **kwargs)
+        return original(trainer, hook_name, *_with_client_batch_idx(counters, hook_name, args), **kwargs)
 
 
 def _in_totals(counters: ClientCounters, closure: Callable[[], Any]) -> Any:
@@ -146,7 +146,7 @@ def _in_totals(counters: ClientCounters, closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def _of_client(counters: ClientCounters, hook_name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a hook's arguments with the number of the client's batch in place of the Trainer's."""
+def _with_client_batch_idx(counters: ClientCounters, hook_name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a hook's arguments with the client's ``batch_idx`` instead of the Trainer's."""
     position = _PLACES.get(hook_name)
     return args if position is None else (*args[:position], counters.batch_idx, *args[position + 1 :])

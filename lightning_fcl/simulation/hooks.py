@@ -1,7 +1,7 @@
-"""What a federation does in the hooks of a Trainer: clients and rounds begin and end there.
+"""The callback that runs a federation within the hooks of a Trainer: clients and rounds start and end there.
 
-Meanwhile Lightning's own counters mean what they say: batches are counted for each client, epochs end with the stream,
-and what was counted in a round that is cut short is taken back.
+Lightning's own counters stay meaningful. Batches are counted for each client, epochs end with the stream, and the
+counters of an interrupted round are restored.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class RestoredNote(str):
     """A note on an error that was raised while a checkpoint was restored."""
 
 
-"""The end of the note on an error before training began; the start is the checkpoint's path."""
-
-
 def common_batches(federation: Federation) -> int:
-    """The batches of a client in a round where all clients have as many in all rounds."""
+    """Return the number of batches per client and round.
+
+    Raises:
+        ValueError: If the number differs between clients or rounds, or if a method changes it.
+    """
     stream = federation.stream
     choose_min_batch_size(federation, ())
     batching, min_batch_size = federation.limits.batch_plan(stream), stream.min_batch_size
@@ -57,43 +58,41 @@ def common_batches(federation: Federation) -> int:
     vary = [method for method in methods if overrides_hook(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
         return int(counts[0])
-    reason = (
-        f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
-    )
+    reason = f"`{type(vary[0]).__name__}` changes it" if vary else f"it is between {counts.min()} and {counts.max()}"
     raise InvalidValueError(
-        "Expected clients that have as many batches in every round where `configure_optimizers` asks for their "
-        f"number, as by `trainer.estimated_stepping_batches`, but {reason}.",
-        hint="Count rounds, `trainer.max_epochs`, in a schedule by epoch.",
+        "Expected the number of batches to be the same for all clients and rounds, because `configure_optimizers` uses "
+        f"this number (for example `trainer.estimated_stepping_batches`), but {reason}.",
+        hint='Use a scheduler with `interval="epoch"`, and compute its length from `trainer.max_epochs` (rounds).',
         argument="estimated_stepping_batches",
     )
 
 
 class FitHooks(Callback):
-    """First of a federation's callbacks: goes on with the round at hand, and keeps the clients' state in checkpoints.
+    """The first callback of a federation: continues the current round, and saves client states in checkpoints.
 
     Args:
         federation: The federation.
 
     Attributes:
-        round: The current round; None before the first one.
+        round: The current round. None before the first round.
     """
 
     def __init__(self, federation: Federation) -> None:
         self.federation = federation
         self.round: Round | None = None
-        self.has_started = False  # whether this fit has
+        self.has_started = False  # whether this fit has started to train
         self._logs: RoundLog | None = None
-        self._undo_progress: Callable[[], None] | None = None  # of the round at hand
-        self._left_out: list[str] = []  # of checkpoints
-        self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
+        self._undo_progress: Callable[[], None] | None = None  # restores the counters from before the current round
+        self._left_out: list[str] = []  # hyperparameters that the last warning listed
+        self.settings: dict[str, list[dict[str, Any]]] = {}  # initial settings of optimizers and schedulers
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Before all others, who may ask for the number of rounds."""
+        """Apply the limits before other callbacks run, because they may read the number of rounds."""
         if stage == "fit":
             self.federation.limits.apply(trainer, find_stream(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the module's state as the server's."""
+        """Start the server from the module's state."""
         self.has_started = True
         federation = self.federation
         if trainer.checkpoint_callbacks:
@@ -117,13 +116,14 @@ class FitHooks(Callback):
         return {**federation_state, **federation.server.state_dict(client_states)}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let a checkpoint be one that can be read."""
+        """Remove hyperparameters with which the checkpoint could not be read."""
         dropped_names = drop_objects(checkpoint)
         if dropped_names and dropped_names != self._left_out:
             self._left_out = dropped_names
             log.warning(
-                "Checkpoints leave out the hyperparameters %s, which are objects: nothing could be read of a file with "
-                "them. Give them again when you load it, or leave them out by `save_hyperparameters(ignore=...)`.",
+                "Checkpoints do not contain the hyperparameters %s, because a checkpoint with these objects could not "
+                "be read. Pass them to `load_from_checkpoint`, or exclude them with "
+                "`save_hyperparameters(ignore=...)`.",
                 format_code_names(dropped_names),
             )
 
@@ -132,7 +132,7 @@ class FitHooks(Callback):
         self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
+        """Start a round. Its train loader exists already; the user's reload setting applies to the other loaders."""
         self._hide_left()
         self._undo_progress = snapshot_progress(trainer)
         self.federation.limits.finish_current_round(trainer)
@@ -143,11 +143,12 @@ class FitHooks(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps other clients have begun; only before the first batch of a group does Lightning zero gradients."""
+        """Use the optimizer of the current clients, and keep the gradients of earlier batches of the same step."""
         federation = self.federation
         federation.use_optimizer(trainer)
         if not federation.local_steps.is_first_batch:
-            trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
+            # Lightning zeroes gradients if this value divides `batch_idx`. `training_step` sets it back to 1.
+            trainer.accumulate_grad_batches = batch_idx + 1
         require_started(self._logs, "a fit").start_batch(batch)
         client_group = federation.current_round.client_group
         if client_group is not None:
@@ -167,21 +168,21 @@ class FitHooks(Callback):
             federation.use_optimizer(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure the server's model."""
+        """End the round, so that the server's model is validated."""
         self._end_round(trainer)
         if self._logs is not None:
             self._logs.start_batch(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round, and have a loader made for the next; other hooks see what its last client has left."""
+        """End the round, and show the attributes of the last client to the hooks that follow."""
         self._end_round(trainer)
-        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # Creates the next round's loader.
         require_started(self._logs, "a fit").reduce_and_log()
         if self.federation.loose is not None:
             self.federation.loose.expose_last_client()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let every process know what all clients keep."""
+        """Finish the experiences if the fit was stopped early, and give every process the states of all clients."""
         self._undo_progress = None
         self._forget_logs()
         self._hide_left()
@@ -192,7 +193,7 @@ class FitHooks(Callback):
             self.federation.placement.sync_all()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forget the round that was cut short: a checkpoint that is written now is one of the rounds before."""
+        """Discard an interrupted round, so that a checkpoint that is saved now contains only complete rounds."""
         if trainer.state.fn == "fit" and trainer.ckpt_path and self.round is None:
             exception.add_note(RestoredNote(f"{trainer.ckpt_path} was being restored"))
         self._settle()
@@ -205,15 +206,15 @@ class FitHooks(Callback):
         self._settle()
         if trainer.state.stage != "sanity_check" and self.round is not None and not self.round.progress.done:
             raise InvalidValueError(
-                f"Expected `on_train_batch_start` to return None but it has ended round {trainer.current_epoch} by "
-                "-1, before its last client.",
-                hint="To leave out a client's batches, set `limit_train_batches`, or return a loss of zero from "
+                f"Expected `on_train_batch_start` to return None, but it returned -1 and ended round "
+                f"{trainer.current_epoch} before its last client.",
+                hint="To skip batches of a client, set `limit_train_batches`, or return a loss of zero from "
                 "`training_step`.",
                 argument="on_train_batch_start",
                 value=-1,
             )
         if self.round is not None:
-            self.federation.epoch_states.meet()
+            self.federation.epoch_states.merge_ranks()
 
     def _forget_logs(self) -> None:
         if self._logs is not None:

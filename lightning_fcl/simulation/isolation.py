@@ -1,4 +1,4 @@
-"""State outside the module that starts anew with each client."""
+"""State outside the module that is reset for each client."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lightning_fcl.validation import format_code_names
 log = logging.getLogger(__name__)
 
 _REMEDY = (
-    'In `training_step`, add the values to a registered buffer of the module, whose reduction is "sum", and compute '
-    "the state from this buffer."
+    'In `training_step`, add the values to a registered buffer of the module with the reduction "sum". Compute the '
+    "state from this buffer."
 )
 
 
 @dataclass
 class Isolation:
-    """The result of the trial.
+    """The result of the trial before the first round.
 
     Args:
         module: The module's name.
-        carried: The state outside the module that starts anew with each client; None if there is none.
-        gathered: The attributes of the module that training fills, and from which hooks at the end of a round compute
+        carried: The state outside the module that is reset for each client. None: no such state.
+        gathered: The attributes that training fills and from which the module's hooks at the end of a round compute
             the module's state.
     """
 
@@ -39,37 +39,38 @@ class Isolation:
     _warned: bool = False
 
     def warn(self) -> None:
-        """Warn once of attributes that carry values of the clients' samples to the server."""
+        """Warn once about attributes that pass values of the clients' samples to the server."""
         if self.gathered and not self._warned:
             log.warning("%s %s", self._what(), _REMEDY)
         self._warned = True
 
     def refuse_gathered(self) -> None:
-        """Raise ValueError if the server's model needs attributes that are filled in training, which nodes do."""
+        """Raise ValueError if the server's model depends on attributes that are filled only where clients train."""
         if self.gathered:
             raise InvalidValueError(
-                f"Expected hooks at the end of a round to use aggregated state only in a deployment. {self._what()} "
-                f"On the server, where no client trains, they stay empty. {_REMEDY}"
+                "Expected hooks at the end of a round to use only aggregated state in a deployment, but got other "
+                f"state. {self._what()} No client trains on the server, so these attributes stay empty there. "
+                f"{_REMEDY}"
             )
 
     def loose_state(
         self, module: L.LightningModule, optimizers: Sequence[Optimizer], previous_snapshot: ModuleSnapshot | None
     ) -> ModuleSnapshot:
-        """Return the state beside the module's `state_dict` with which each client of a round starts.
+        """Return the state outside the module's `state_dict` with which each client of a round starts.
 
-        Warn before the first round of attributes that cannot be restored.
+        Before the first round, warn about attributes that cannot be restored.
 
         Args:
             module: The module.
             optimizers: The module's optimizers.
-            previous_snapshot: The state of the round before; None before the first round.
+            previous_snapshot: The state of the previous round. None before the first round.
         """
         schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
         loose = ModuleSnapshot(module, optimizers, schedulers, previous_snapshot, self.carried)
         if previous_snapshot is None and loose.unknown_attributes:
             log.warning(
-                "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked "
-                "into.",
+                "Cannot restore %s of `%s` for each client. If training changes these attributes, the next client sees "
+                "the changes.",
                 format_code_names(loose.unknown_attributes),
                 type(module).__name__,
             )
@@ -77,8 +78,7 @@ class Isolation:
 
     def _what(self) -> str:
         return (
-            f"Hooks of `{self.module}` at the end of a round compute its state from "
-            f"{format_code_names(self.gathered)}, which the "
-            "training of all clients fills: values of their samples reach the server's model and are not counted as "
-            "uploads."
+            f"Hooks of `{self.module}` at the end of a round compute the module's state from "
+            f"{format_code_names(self.gathered)}, which clients fill in training. Values of the clients' samples "
+            "therefore reach the server's model, and they are not counted as uploads."
         )

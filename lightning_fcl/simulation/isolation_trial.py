@@ -1,4 +1,4 @@
-"""A trial before the first round: whether state outside the module changes what the next client uploads."""
+"""A trial before the first round: does state outside the module change the upload of the next client?"""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from lightning_fcl.validation import format_code_names
 log = logging.getLogger(__name__)
 
 _MOST = 16
-"""The number of changed names up to which each is tried alone."""
+"""Maximum number of changed names that are tested one by one."""
 _LATER = 3333
-"""Counters are also tried with so many times their increase: as in the 10,000th step."""
+"""Factor for the increase of counters in a second test, so that they look like after about 10,000 steps."""
 
 
 def isolation_of(federation: Federation) -> Isolation:
-    """Find the state outside the module that has to start anew with each client.
+    """Return the state outside the module that must be reset for each client.
 
-    Two clients train for a few steps on a few samples. State that the first one changes, and that changes what the
-    second one uploads, starts anew. Everything that the trial changes is undone.
+    Two clients train for a few steps on a few samples. State is reset for each client if the first client changes it
+    and if this changes the upload of the second client. All effects of the trial are undone.
     """
     name = type(federation.module).__name__
     trainer, module = federation.module.trainer, federation.module
@@ -60,10 +60,10 @@ def isolation_of(federation: Federation) -> Isolation:
         try:
             carried = _Finding(outside_state, start, steps).carried(untried_prefixes)
             return Isolation(name, carried, steps.gathered)
-        except Exception as error:  # whatever a user's own code has to say
+        except Exception as error:  # The user's code may raise any error.
             start.restore()
             reason = f"`{type(error).__name__}: {error}`"
-    log.info("State outside `%s` starts anew with each client without a trial: %s.", name, reason)
+    log.info("State outside `%s` is reset for each client without a trial: %s.", name, reason)
     changing = [
         p for p, holder in outside_state.names.items() if isinstance(holder, Callback) and _changes_steps(holder)
     ]
@@ -75,7 +75,7 @@ def _changes_steps(callback: Callback) -> bool:
 
 
 def _sorted_out(outside_state: Outside, start: Search, users: Sequence[Callback]) -> tuple[list[Callback], list[str]]:
-    """Return the callbacks whose hooks can be tried, and the prefixes of others that can change a step."""
+    """Return the callbacks whose hooks can be tested, and the prefixes of other callbacks that can change a step."""
     trial_callbacks: list[Callback] = []
     untried_prefixes: list[str] = []
     for prefix, holder in outside_state.names.items():
@@ -98,7 +98,7 @@ def _sorted_out(outside_state: Outside, start: Search, users: Sequence[Callback]
 
 
 class _Finding:
-    """Finds the state that changes what the second client uploads.
+    """Finds the state that changes the upload of the second client.
 
     Args:
         outside_state: All state outside the module.
@@ -110,10 +110,10 @@ class _Finding:
         self._outside, self._start, self._steps = outside_state, start, steps
 
     def carried(self, untried_prefixes: Sequence[str]) -> Carried | None:
-        """Return the state that starts anew."""
+        """Return the state that must be reset for each client. None: no such state."""
         with self._steps.apart():
             try:
-                influential_names = self._found()
+                influential_names = self._influential_names()
             finally:
                 self._start.restore()
         if not (influential_names or untried_prefixes):
@@ -122,19 +122,20 @@ class _Finding:
         for name in metrics:
             if not can_merge(self._metrics[name]):
                 log.warning(
-                    "The metric `%s` starts anew with each client, because training reads it. At the end of a round it "
-                    "has the last client's values only: torchmetrics cannot merge a `%s`. Use a second metric for the "
-                    "values of the round.",
+                    "The metric `%s` is reset for each client, because training reads it. At the end of a round it has "
+                    "only the values of the last client, because torchmetrics cannot merge a `%s`. Use a second metric "
+                    "for the values of the round.",
                     name,
                     type(self._metrics[name]).__name__,
                 )
         if influential_names:
             log.info(
-                "Training reads %s, which starts anew with each client.", format_code_names(sorted(influential_names))
+                "Training reads %s. This state is reset for each client.",
+                format_code_names(sorted(influential_names)),
             )
         return Carried(self._outside, influential_names - {*metrics}, metrics, untried_prefixes)
 
-    def _found(self) -> set[str]:
+    def _influential_names(self) -> set[str]:
         steps, start = self._steps, self._start
         steps.train(0)
         changed_names = {change.name for change in start.changes()}
@@ -161,7 +162,7 @@ class _Finding:
         return {*units} if not influential_names or (rest and self._influences(rest)) else influential_names
 
     def _advance(self, advanced_state: Search) -> None:
-        """Let counters be as after many more steps."""
+        """Advance counters as if many more steps had been taken."""
         initial_by_prefix: dict[str, dict[str, Any]] = {}
         for record in self._start.parts:
             if isinstance(record, NamedValues):
@@ -177,28 +178,28 @@ class _Finding:
             record.saved = advanced_values
 
     def _influences(self, names: Collection[str]) -> bool:
-        """Return whether state as the first client leaves it changes what the second client uploads."""
+        """Return whether the state after the first client's training changes the upload of the second client."""
         for state in self._states:
             state.restore(names)
             try:
                 if _distance(self._base, self._upload()) > 10 * self._noise:
                     return True
-            except Exception:  # advanced counters may be beyond the end of a list
+            except Exception:  # Advanced counters may exceed the length of a list.
                 log.debug(
-                    "The trial with %s of another client failed.", format_code_names(sorted(names)), exc_info=True
+                    "The trial with %s from the first client failed.", format_code_names(sorted(names)), exc_info=True
                 )
                 self._start.restore()
         return False
 
     def _upload(self) -> State:
-        """Return what the second client uploads, and restore the state."""
+        """Return the upload of the second client, and restore the state."""
         state = self._steps.train(1)
         self._start.restore()
         return state
 
 
 def _distance(first_state: State, second_state: State) -> float:
-    """Return the largest difference of two states; infinite if their names or shapes differ."""
+    """Return the largest difference between two states. Return infinity if their names or shapes differ."""
     if first_state.keys() != second_state.keys() or any(
         first_state[name].shape != second_state[name].shape for name in first_state
     ):

@@ -1,4 +1,4 @@
-"""States of torchmetrics metrics: read, replaced, and merged over clients of several processes."""
+"""States of torchmetrics metrics: reading, replacing, and merging over the clients of several processes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def set_state(metric: Metric, state: MetricState) -> None:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Return whether states of clients that trained apart can be merged to the state of all of them.
+    """Return whether the states of clients that trained separately can be merged into one state.
 
-    Tensors whose ``dist_reduce_fx`` is None are stacked, as torchmetrics stacks those of several processes. The metric
-    has to reduce the stack in `compute`, which is tried on three default states.
+    A tensor whose ``dist_reduce_fx`` is None is stacked over clients, as torchmetrics does for several processes. The
+    metric then has to reduce the stack in `compute`. This is tested with three default states.
     """
-    if isinstance(metric, Running):  # The window holds the last updates of one process.
+    if isinstance(metric, Running):  # The window contains the last updates of only one process.
         return False
     stacked = [name for name, default in metric._defaults.items() if _is_stacked(metric._reductions[name], default)]
     if not stacked:
@@ -77,11 +77,11 @@ def is_mergeable(metric: Metric) -> bool:
 
 
 def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
-    """Return the state of a metric that has seen all updates of some states, in their order.
+    """Return the state of a metric after the updates of several states, in their order.
 
     Args:
-        metric: The metric, which says how each state is reduced. It does not change.
-        states: The states, each since the default state.
+        metric: The metric, which defines the reduction of each state. The metric does not change.
+        states: The states, each accumulated from the default state.
     """
     last_reset = max((place for place, state in enumerate(states) if state.is_reset), default=0)
     used_states = [state for state in states[last_reset:] if state.updates]
@@ -96,9 +96,10 @@ def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
 
 
 class RoundMetrics:
-    """Metrics in a round: each group of clients that trains at the same time has states of its own.
+    """Metrics in a round: each group of clients that trains at the same time has separate metric states.
 
-    A metric starts anew for each group. Between groups the metric has the state from before the round.
+    For each group a metric starts with its default state. Between groups the metric has the state from before the
+    round.
 
     Args:
         metrics: The metrics by path.
@@ -106,14 +107,14 @@ class RoundMetrics:
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = metrics
-        self._group: int | None = None  # the group that trains
-        self._shared: dict[str, MetricState] = {}  # without the clients of this round
-        self._states: dict[int, dict[str, MetricState]] = {}  # by group
-        self._updates: dict[str, int] = {}  # when they were last looked at
+        self._group: int | None = None  # the current group
+        self._shared: dict[str, MetricState] = {}  # states from before the round
+        self._states: dict[int, dict[str, MetricState]] = {}  # states of each group
+        self._updates: dict[str, int] = {}  # number of updates at the last check
         self._reset: set[str] = set()  # metrics that the group has reset
 
     def enter(self, group: int) -> None:
-        """Begin or continue with a group."""
+        """Start or continue a group."""
         states = self._states.get(group, {})
         self._group = group
         self._reset = {name for name, state in states.items() if state.is_reset}
@@ -123,7 +124,7 @@ class RoundMetrics:
             self._updates[name] = metric.update_count
 
     def watch(self) -> None:
-        """Find out which metrics the group has reset since the last call."""
+        """Record which metrics the group has reset since the last call."""
         if self._group is not None:
             for name, metric in self._metrics.items():
                 if metric.update_count < self._updates[name]:
@@ -145,7 +146,7 @@ class RoundMetrics:
         self._group = None
 
     def contributions(self) -> dict[int, dict[str, MetricState]]:
-        """Return the states of the groups of this process, for other processes."""
+        """Return the states of this process's groups, to send them to other processes."""
         return {group: {name: state.on_cpu() for name, state in own.items()} for group, own in self._states.items()}
 
     def merge(self, groups: Mapping[int, Mapping[str, MetricState]]) -> None:
@@ -169,7 +170,7 @@ def _reduced(reduction: Any, default: Value, values: Sequence[Value], updates: S
     if reduction is dim_zero_sum:
         start = default.to(first.device)
         for value in other_tensors:
-            first = first + (value - start if bool(start.any()) else value)  # The default counts once.
+            first = first + (value - start if bool(start.any()) else value)  # Add a nonzero default only once.
         return first
     if reduction is dim_zero_mean:
         return _mean(tensors, updates)
@@ -177,7 +178,7 @@ def _reduced(reduction: Any, default: Value, values: Sequence[Value], updates: S
 
 
 def _mean(values: Sequence[Tensor], updates: Sequence[int]) -> Tensor:
-    """The mean over updates. Values that are equal, such as a constant, keep every bit."""
+    """Return the mean weighted by updates. Return equal values unchanged, so that constants are not rounded."""
     if all(torch.equal(value, values[0]) for value in values):
         return values[0]
     total = sum(value.double() * number for value, number in zip(values, updates, strict=True))

@@ -1,7 +1,7 @@
-"""Several processes for one federation: launched as Lightning's DDP is, in touch by gloo, of `torch.distributed`.
+"""Training of one federation in several processes: launched like Lightning's DDP, connected with gloo.
 
-Each rank runs the whole Trainer, with the same stream, methods and server; what differs is whose clients it trains.
-They meet when a round begins or ends, never within: the Trainer of each goes through its own clients' batches.
+Each rank runs the whole Trainer with the same stream, methods and server, but trains different clients. Ranks
+communicate only at the start and at the end of a round. Within a round, each rank trains on its own clients' batches.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from lightning_fcl.validation import one_of
 
 T = TypeVar("T")
 
-_MOST = max(64, 4 * (os.cpu_count() or 1))  # processes of one machine
+_MOST = max(64, 4 * (os.cpu_count() or 1))  # maximum number of processes on one machine
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
-    """Refuse more processes than a machine can start, and machines that could not find each other."""
+    """Raise ValueError if there are too many processes for a machine, or if machines cannot find each other."""
     if processes > _MOST:
         raise InvalidValueError(
-            f"Expected at most {_MOST} `devices`, a process each, on this machine but got {processes}.",
-            hint="Set as many as it has cores, or fewer.",
+            f"Expected at most {_MOST} `devices` on this machine, because each one is a process, but got {processes}.",
+            hint="Set `devices` to the number of CPU cores or less.",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if nodes > 1 and missing and isinstance(environment, LightningEnvironment):
         raise InvalidValueError(
-            f"Expected each of `num_nodes={nodes}` machines to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its "
-            f"environment but {', '.join(missing)} is not set: they would wait for each other.",
-            hint="Set them as docs/scale.md tells, or leave `num_nodes` out.",
+            f"Expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of each of `num_nodes={nodes}` "
+            f"machines, but {', '.join(missing)} is not set. Without these variables the machines cannot connect.",
+            hint="Set these variables as described in docs/scale.md, or remove `num_nodes`.",
         )
 
 
 class _Meets:
-    """A launcher that tells the processes of this machine where they find each other: in a file."""
+    """A launcher that sets the rendezvous file with which the processes of this machine find each other."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if "LOCAL_RANK" not in os.environ:
@@ -69,7 +69,7 @@ class _Scripts(_Meets, _SubprocessScriptLauncher):
 
 
 class _Processes(_Meets, _MultiProcessingLauncher):
-    """Brings home what the first process's callbacks have found, beside what Lightning brings."""
+    """A launcher that also returns the states of the first process's callbacks to the main process."""
 
     def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
         extra_results = super().get_extra_results(trainer)
@@ -88,16 +88,16 @@ class _Processes(_Meets, _MultiProcessingLauncher):
 
 
 class RanksStrategy(ParallelStrategy):
-    """What a Trainer wants to know of its processes; with one device there is one, and nothing to say.
+    """The part of a strategy that starts and connects processes. With a single device there is only one process.
 
-    To the Trainer's loops each process is alone (`world_size`): they would otherwise meet at every batch. To hooks of a
-    client's batches each process is the only one, so that a client's upload does not depend on the number of processes.
+    The Trainer's loops see a `world_size` of 1, so that they do not synchronize at every batch. Hooks of a client's
+    batches also see a single process, so that a client's upload does not depend on the number of processes.
 
     Args:
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
-        start_method: How further processes start where there are several devices, as in Lightning's `DDPStrategy`.
+        start_method: How further processes are started if there are several devices, as in Lightning's `DDPStrategy`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RanksStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
         start_method: StartMethod,
     ) -> None:
-        self.shows_one_process = False  # whether the properties below are those of a single process
+        self.shows_one_process = False  # whether the properties below describe a single process
         super().__init__(accelerator, None, None, checkpoint_io, precision_plugin)
         one_of(("popen", "spawn", "fork", "forkserver"), start_method=start_method)
         self.num_nodes = 1
@@ -116,7 +116,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """As in Lightning's strategies; unless one is given, checkpoints come to the disk whole, or not at all."""
+        """As in Lightning's strategies. By default, checkpoints are written atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         return super().checkpoint_io
@@ -148,7 +148,7 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def expected(self) -> int:
-        """How many ranks there are to be."""
+        """Number of ranks in the whole federation."""
         return self.num_nodes * self.num_processes
 
     @property
@@ -195,7 +195,7 @@ class RanksStrategy(ParallelStrategy):
             return
         self.set_world_ranks()
         if self.root_device.type == "cpu":
-            torch.set_num_threads(1)  # small models: threads of several processes get in each other's way
+            torch.set_num_threads(1)  # With small models, the threads of several processes slow each other down.
         if self.ranks.num_ranks == 1:
             self.ranks = connect_ranks(environment, self.global_rank, self.expected, self.num_nodes)
 
@@ -204,7 +204,7 @@ class RanksStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What is logged with ``sync_dist=True``: the mean over all processes, or another ``reduce_op``."""
+        """Reduce a value over all processes, for logging with ``sync_dist=True``. The default is the mean."""
         if self.ranks.num_ranks == 1 or not isinstance(tensor, Tensor):
             return tensor
         values = torch.stack([value.to(tensor.device) for value in self.ranks.all_gather_object(tensor.detach().cpu())])
@@ -214,7 +214,7 @@ class RanksStrategy(ParallelStrategy):
         return by_name[_name(reduce_op)](0).to(tensor.dtype)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - the name of the argument in Lightning
-        """Whether all processes, or any of them, say so."""
+        """Return whether the decision is true in all processes, or in any process if ``all`` is False."""
         decisions = self.ranks.all_gather_object(bool(decision))
         return False not in decisions if all else True in decisions
 
@@ -225,13 +225,13 @@ class RanksStrategy(ParallelStrategy):
         return self.ranks.all_gather_object(obj if self.ranks.rank == src else None)[src]  # type: ignore[return-value]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What each process has, shape (processes, ...); of a single one, the tensor itself."""
+        """Return the tensors of all processes, shape (processes, ...). With one process, return the tensor itself."""
         if self.ranks.num_ranks == 1:
             return tensor
         return torch.stack([value.to(tensor.device) for value in self.ranks.all_gather_object(tensor.detach().cpu())])
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other processes know that this one is not to be waited for."""
+        """Close the connection, so that the other processes stop waiting for this process."""
         super().on_exception(exception)
         if isinstance(self.ranks, GlooRanks):
             self.ranks.close()
@@ -243,11 +243,11 @@ def _name(reduce_op: Any) -> str:
 
 
 def check_same_federation(ranks: Ranks, fingerprint: Mapping[str, object]) -> None:
-    """Refuse processes that are not of one federation: of another version, recipe or data.
+    """Raise ValueError if processes have different package versions, settings or data.
 
     Args:
         ranks: The processes.
-        fingerprint: What should be the same for all, by name.
+        fingerprint: The values that must be equal in all processes, by name.
     """
     local_fingerprint = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **fingerprint}
     first, *other_fingerprints = ranks.all_gather_object(local_fingerprint)
@@ -255,7 +255,7 @@ def check_same_federation(ranks: Ranks, fingerprint: Mapping[str, object]) -> No
         for name in first.keys() | other.keys():
             if first.get(name) != other.get(name):
                 raise InvalidValueError(
-                    f"Expected all processes of a federation to be alike but process {rank} has another `{name}`: "
-                    f"{other.get(name)}, where the first has {first.get(name)}.",
-                    hint="Start all processes with the same recipe, data and versions of the packages.",
+                    f"Expected all processes of a federation to have the same `{name}`, but process {rank} has "
+                    f"{other.get(name)} and the first process has {first.get(name)}.",
+                    hint="Start all processes with the same recipe, data and package versions.",
                 )

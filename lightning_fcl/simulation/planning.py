@@ -1,4 +1,4 @@
-"""The batches of the clients of a round, planned before the round."""
+"""Planning of the batches of all clients before a round."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from lightning_fcl.simulation.client_group import ClientGroup
 from lightning_fcl.simulation.federation import Federation
 
 _PLANNED = 100_000
-"""Number of samples, with padding, of sequentially trained clients whose batches are planned at once."""
+"""Number of samples, including padding, whose batches are planned together in sequential training."""
 
 
 def plan_client_groups(
     federation: Federation, client_groups: Sequence[Sequence[str]], round_idx: int
 ) -> list[ClientGroup]:
-    """Return the groups of clients of a round, given by their names, with the batches of each client."""
+    """Return the groups of clients of a round with the batches of each client.
+
+    Args:
+        federation: The federation.
+        client_groups: The names of the clients of each group.
+        round_idx: Number of the round, from 0.
+
+    Returns:
+        One group per sequence of names. Within a group the clients are sorted by their number of batches.
+    """
     stream, part_of = federation.stream, partial(federation.stream.client_round, round_idx=round_idx)
     rows_of = stream.plan.train[round_idx]
     batching = federation.limits.batch_plan(stream)
@@ -30,7 +39,7 @@ def plan_client_groups(
     replayed = joining_samples(federation.methods, client_factory)
     epochs_in = local_epochs_fn(federation.methods, client_factory, federation.settings.local_epochs)
     is_sequential = all(len(names) == 1 for names in client_groups)
-    if is_sequential:  # several are planned at once all the same
+    if is_sequential:  # Planning several clients together is faster.
         client_names = [name for (name,) in client_groups]
         step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in client_names)]))
         client_groups = [client_names[start : start + step] for start in range(0, len(client_names), step)]

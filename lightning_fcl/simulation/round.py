@@ -1,4 +1,4 @@
-"""A round: the train loader of one epoch, and the steps of the server and the clients."""
+"""A round: the train loader of one epoch, and the steps of the server and of the clients."""
 
 from __future__ import annotations
 
@@ -45,27 +45,29 @@ log = logging.getLogger(__name__)
 
 
 class Round:
-    """The batches of a round, which is one epoch of the Trainer. `run` is the round from top to bottom.
+    """The batches of a round, which is one epoch of the Trainer. `run` contains all steps of the round.
 
-    The length is known, so Lightning asks for a batch when the batch before is done. After the last batch of a group of
-    clients `FitHooks` continues the round, which uploads, before other hooks see the end of the batch.
+    The length of the loader is known, so Lightning requests a batch only after the previous batch is done. After the
+    last batch of a group of clients, `FitHooks` continues the round. The clients then upload before other hooks run at
+    the end of the batch.
 
-    `run` yields one iterator of batches per group. The next step of that iterator after its last batch uploads.
+    `run` yields one iterator of batches per group. If the iterator is advanced after its last batch, the group uploads.
 
     This class is the round of a simulation. The server and the nodes of a deployment replace some of its steps.
 
     Args:
         federation: The federation.
-        looks_ahead: Whether a result for an experience is left to the client's next round if that is sure to come.
+        looks_ahead: Whether the result of an experience may be computed in a later round. This is only done if the
+            client is certain to train in a later round of the experience.
     """
 
     def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
-        self.sampled: list[str] = []  # the clients that train in the round, also in other processes
+        self.sampled: list[str] = []  # the clients that train in the round, including those of other processes
         self.no_data: list[str] = []  # sampled clients without data, or with too few samples to train on
         self.progress = federation.progress = RoundProgress(self.number)
-        self._steps_before = 0  # the Trainer's, when the round began
+        self._steps_before = 0  # the Trainer's number of steps at the start of the round
         self.method_round = MethodRound(
             self.number,
             federation.module,
@@ -77,22 +79,22 @@ class Round:
             looks_ahead,
         )
         self._listeners: list[ClientEndListener] = []
-        self._watched = False  # whether one of them looks at clients' states
-        # Batches for the requests of the client groups. None: samples are in memory.
+        self._watched = False  # whether a listener reads client states
+        # Yields the batches for the requests of the client groups. None: all samples are in memory.
         self._read: Generator[Any, None, None] | None = None
         groups = self.plan_groups()
         self._batches = max(1, sum(map(len, groups)))
         self.progress.client_groups = deque(groups or (None,))
         self.steps: Generator[Iterator[Any], None, None] = self.run()
-        self.training: Generator[Any, None, None] = self.train_clients(None)  # the current group
+        self.training: Generator[Any, None, None] = self.train_clients(None)  # batches of the current group
 
     @property
     def placement(self) -> Placement:
-        """Whose clients train where."""
+        """The assignment of clients to processes."""
         return require_started(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """Number of batches of this process's clients; 1 if it has none. For the hooks of a client, its batches."""
+        """Number of batches of this process's clients, at least 1. In hooks of a client, its number of batches."""
         counters = self.federation.counters
         return counters.batches if counters.shown else self._batches
 
@@ -101,7 +103,7 @@ class Round:
         return itertools.chain.from_iterable(self.steps)
 
     def run(self) -> Generator[Iterator[Any], None, None]:
-        """Run the round. Yield the batches of each group of clients that trains at the same time, as an iterator."""
+        """Run the round. Yield an iterator of batches for each group of clients that trains at the same time."""
         self.start()
         try:
             while self.progress.client_groups:
@@ -110,18 +112,18 @@ class Round:
                 yield self.training
             self.aggregate()
             self.finish()
-        except BaseException:  # also if the generator is closed: a hook has failed, or stopped the fit
+        except BaseException:  # A hook has failed, or has stopped the fit, which closes the generator.
             if not self.progress.done:
                 self.roll_back()
             raise
         finally:
             self.training.close()
             if self._read is not None:
-                self._read.close()  # torch waits seconds for workers that the garbage collector ends
+                self._read.close()  # Otherwise the garbage collector ends the workers, which takes seconds.
                 self._read = None
 
     def finalize(self) -> None:
-        """End the round after the last hook of its last batch, or roll it back if it was interrupted."""
+        """Finish the round after the last hook of its last batch. Roll the round back if it was interrupted."""
         federation, trainer = self.federation, self.federation.module.trainer
         if not self.progress.settled:
             if federation.loose is not None:
@@ -132,18 +134,18 @@ class Round:
             federation.use_optimizer(trainer)
             self.progress.settled = True
 
-    # The steps of a round.
+    # Steps of a round.
 
     def plan_groups(self) -> Sequence[ClientGroup]:
         """Sample the clients of the round, and plan the batches of those that train in this process."""
         federation, number, plan = self.federation, self.number, self.federation.stream.plan
-        if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
+        if number >= (federation.module.trainer.max_epochs or 0):  # A finished fit was resumed: no round is left.
             return []
         names, self.no_data = federation.participation.sample_on_time_clients(plan, number)
         self.sampled = [*names]
         samples = {client: len(plan.train[number][client]) for client in names}
         size = federation.local_trainer.num_vectorized_clients
-        if size > 1:  # like lengths together, so that little is padded and few wait for others
+        if size > 1:  # Group clients with similar numbers of samples, which reduces padding and waiting.
             names = sorted(names, key=lambda client: -samples[client])
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         if federation.placement is not None and federation.ranks.num_ranks > 1:
@@ -151,7 +153,7 @@ class Round:
         return plan_client_groups(federation, groups, number)
 
     def start(self) -> None:
-        """Take the module's state as the server's, with what hooks have changed since the last round."""
+        """Start the round from the module's state, which includes changes by hooks since the last round."""
         federation = self.federation
         check_optimizers(federation)
         self._steps_before = federation.module.trainer.global_step
@@ -185,7 +187,7 @@ class Round:
         self.progress.done = self.progress.settled = False
 
     def exchange(self, clients: Sequence[str], is_after_upload: bool = False) -> None:
-        """Let the transforms of uploads exchange messages with clients, before or after the uploads."""
+        """Let the upload transforms exchange messages with clients, before or after the uploads."""
         server, placement = self.federation.server, self.placement
         if server.pipeline.exchanges:
             server.exchange(clients, placement.ranks, placement.hosts, is_after_upload)
@@ -207,7 +209,7 @@ class Round:
         self.upload(client_group)
 
     def aggregate(self) -> None:
-        """Aggregate the uploads, and put the server's new state into the module."""
+        """Aggregate the uploads, and load the server's new state into the module."""
         federation, server = self.federation, self.federation.server
         self.progress.client_group = None
         federation.local_steps.end_round(federation.optimizers, ranks=self.placement.ranks)
@@ -230,7 +232,7 @@ class Round:
         self.progress.done = True
 
     def finish(self) -> None:
-        """Complete the round's record, and call the callbacks that follow rounds."""
+        """Complete the record of the round, and call `on_round_end` of the callbacks."""
         federation, record = self.federation, self.federation.server.record
         record.no_data = [client for client in federation.stream.plan.clients if client in self.no_data]
         federation.participation.elect_master(record, federation.stream.plan.clients)
@@ -242,10 +244,10 @@ class Round:
         federation.epoch_states.resume()
 
     def roll_back(self) -> None:
-        """Restore the states of the server and the clients from before the round, which is cut short."""
+        """Restore the states of the server and of the clients from before the interrupted round."""
         federation = self.federation
-        if self.progress.has_trained or self.number:  # otherwise the fit has changed nothing yet
-            log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
+        if self.progress.has_trained or self.number:  # Otherwise the fit has not changed anything yet.
+            log.warning("Rolled back an interrupted round: restored the server state and the client states.")
         self.progress.client_group = None
         federation.counters.end()
         leave(federation.module.trainer)
@@ -256,10 +258,10 @@ class Round:
         load_state_tensors(federation.module, federation.server.state)
         federation.server.undo_round()
 
-    # The steps of a group of clients.
+    # Steps of a group of clients.
 
     def download(self, client_group: ClientGroup) -> None:
-        """Give the clients the server's state, and the states that they have kept."""
+        """Load the server's state and the saved client states into the clients."""
         federation, clients = self.federation, client_group.clients
         trainer, local_steps = federation.module.trainer, federation.local_steps
         federation.counters.begin(trainer, client_group, local_steps, federation.optimizers)
@@ -284,7 +286,7 @@ class Round:
         federation.local_trainer.start(clients, states, memories, [own.get("optimizer", {}) for own in entered_states])
 
     def upload(self, client_group: ClientGroup) -> None:
-        """Send the clients' uploads, and keep what stays with the clients."""
+        """Upload the results of the clients, and save their client states."""
         federation, clients, participation = self.federation, client_group.clients, self.federation.participation
         trained = federation.local_trainer.finish()
         self.placement.record_time(clients)
@@ -309,7 +311,7 @@ class Round:
         personal = server.has_local_state or participation.swarm is not None
         keeping = bool(federation.methods) or federation.settings.keep_optimizer_state or personal
         if not (keeping or self._listeners):
-            return  # nothing stays with the clients, and nobody listens
+            return  # No state is saved, and no callback needs the clients.
         for row, client in enumerate(clients):
             if not arrived[row]:
                 if local_rounds:
@@ -330,7 +332,7 @@ class Round:
 
 
 def methods_first(federation: Federation) -> list[Callback]:
-    """The Trainer's, methods first: what they do is measured."""
+    """Return the Trainer's callbacks, methods first, so that other callbacks see the effects of methods."""
     callbacks = get_callbacks(federation.module.trainer)
     return sorted(callbacks, key=lambda callback: not isinstance(callback, MethodBase))
 
@@ -338,10 +340,10 @@ def methods_first(federation: Federation) -> list[Callback]:
 def _upload_reachable(
     server: FederatedServer, clients: ClientRounds, states: State, messages: Messages, missed: Sequence[bool]
 ) -> list[bool]:
-    """Send the uploads of clients of which some miss the synchronization.
+    """Upload the results of clients of which some miss the synchronization.
 
     Returns:
-        Whether each client continues with its state. A client whose upload the server drops does not.
+        Whether each client keeps its new state. A client whose upload is dropped by the server does not.
     """
     server.record.missed_sync += itertools.compress(clients.client_ids, missed)
     upload_results = [True] * len(clients)
@@ -358,12 +360,12 @@ def _upload_reachable(
 
 
 def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: LocalResult, arrived: Sequence[bool]) -> None:
-    """Name the clients whose loss was not finite and who send finite numbers all the same."""
+    """Record, and warn about, clients that had a non-finite loss but uploaded only finite values."""
     if trained.has_finite_loss is None or bool(trained.has_finite_loss.all()):
         return
     finite = trained.has_finite_loss.tolist()
     names = [c for c, sound, came in zip(clients.client_ids, finite, arrived, strict=True) if came and not sound]
     record.diverged += names
     for name in names:
-        message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
+        message = "Round %d: the loss of client %s was non-finite, but its upload is finite. %s"
         log.warning(message, clients.round_idx, name, DIVERGENCE_HINT)

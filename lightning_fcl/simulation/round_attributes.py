@@ -1,4 +1,4 @@
-"""Lists and counters of a round: the growth by each client, packed for other processes, and all of it merged."""
+"""Lists and counters in a round: changes by each group of clients, serialized for other processes, and merged."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Name = tuple[str, str]
 MODULE = "module"
 """The path of the module."""
 
-_COMMON = -1  # stands for hooks that run on every rank, beside the numbers of groups
+_COMMON = -1  # used as the group number of hooks that run on every rank
 
 
 class RoundAttributes:
     """Attributes in a round: how each group of clients that trains at the same time changes lists and counters.
 
-    Attributes of the module that are set back for each client do not add up. Only lists to which clients append do.
+    Attributes of the module that are restored for each client are not merged, except for items appended to lists.
 
     Args:
         attributes: The attributes of objects, by path.
-        ignored: Names that cannot be merged. Those that are found in this round are added.
-        copies: Whether to copy tensors and arrays, to find out whether they change in place.
-        loose: The state of the module that is set back for each client. None: there is none.
+        ignored: Names of attributes that cannot be merged. More names are added during the round.
+        copies: Whether to copy tensors and arrays, to detect changes in place.
+        loose: The module state that is restored for each client. None: no such state.
         device: The device of this process, for tensors from the devices of other processes.
     """
 
@@ -55,17 +55,17 @@ class RoundAttributes:
     ) -> None:
         self._device = str(device)
         self._attributes, self._ignored, self._copies, self._loose = attributes, ignored, copies, loose
-        self._group: int | None = None  # the group that trains
-        self._grown: dict[int, dict[Name, Change]] = {_COMMON: {}}  # by group
+        self._group: int | None = None  # the current group
+        self._grown: dict[int, dict[Name, Change]] = {_COMMON: {}}  # changes by each group
         self._before = self._now = self._snapshots()
 
     def enter(self, group: int) -> None:
-        """Begin or continue with a group."""
+        """Start or continue a group."""
         self._group = group
         self._now = self._snapshots()
 
     def watch(self) -> None:
-        """Find out which attributes the group has set anew: they are no counters."""
+        """Record the attributes that the group has replaced. They are not counters and cannot be merged."""
         if self._group is not None:
             self._ignored |= {name for name, part in self._changes().items() if not is_merged(part)}
 
@@ -85,11 +85,11 @@ class RoundAttributes:
         self._now = self._snapshots()
 
     def contributions(self) -> dict[int, dict[Name, bytes]]:
-        """Return the growth by the groups of this process, for other processes."""
+        """Return the changes by this process's groups, serialized for other processes."""
         return {group: self._packed(own) for group, own in self._grown.items() if group != _COMMON}
 
     def merge(self, groups: Mapping[int, Mapping[Name, bytes]]) -> None:
-        """Add the growth by the groups of all processes, in the order of the groups."""
+        """Apply the changes by the groups of all processes, in the order of the groups."""
         for name in sorted({name for found in groups.values() for name in found} - self._ignored):
             parts = [self._part(group, name, found[name]) for group, found in groups.items() if name in found]
             common = self._grown[_COMMON].get(name)
@@ -115,8 +115,8 @@ class RoundAttributes:
     def _changes(self) -> dict[Name, Change]:
         """Return the changes since the last snapshots.
 
-        Attributes of the module that are set back for each client do not count, but for items that a client appends.
-        Between clients the lists show items of other clients.
+        Attributes of the module that are restored for each client are left out, except for items appended to lists.
+        Between groups these are left out, too, because the lists then contain items of other clients.
         """
         changes: dict[Name, Change] = {}
         for name, value in self._values().items():
@@ -129,7 +129,7 @@ class RoundAttributes:
         return changes
 
     def _start_anew(self, name: Name) -> None:
-        """Hooks that run on every rank have set an attribute anew: the clients so far do not count."""
+        """Discard the clients' changes of an attribute that hooks on every rank have replaced."""
         for group_changes in self._grown.values():
             group_changes.pop(name, None)
         path, attribute = name
@@ -148,7 +148,7 @@ class RoundAttributes:
         return packed
 
     def _part(self, group: int, name: Name, content: bytes) -> Change:
-        """Return the growth of an attribute by a group: that of this process, or an unpacked one."""
+        """Return the change of an attribute by a group, deserialized if it comes from another process."""
         if group in self._grown:
             return self._grown[group][name]
 

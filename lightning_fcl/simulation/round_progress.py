@@ -11,15 +11,16 @@ from lightning_fcl.simulation.client_group import ClientGroup
 
 @dataclass(eq=False)
 class RoundProgress:
-    """The progress of a round: the clients that train, and those that are yet to train.
+    """The progress of a round: the current clients, and the clients that have not trained yet.
 
     Args:
         round_idx: Number of the round, from 0.
-        client_groups: The groups of clients that are yet to train; a single None if no client trains in this process.
-        client_group: The clients that train now, or have trained last.
+        client_groups: The groups of clients that have not trained yet. A single None if no client trains in this
+            process.
+        client_group: The clients that currently train, or that trained last.
         has_trained: Whether clients have trained on a batch of the round.
         done: Whether the server's new state is in the module.
-        settled: Whether no hook of the round's last batch is left to run.
+        settled: Whether all hooks of the round's last batch have run.
     """
 
     round_idx: int
@@ -31,7 +32,7 @@ class RoundProgress:
 
     @property
     def client_round(self) -> ClientRound | None:
-        """The client that trains now. None between rounds and in vectorized training."""
+        """The client that currently trains. None between rounds and in vectorized training."""
         return self.client_group.client_round if self.client_group is not None else None
 
     @property

@@ -1,4 +1,4 @@
-"""Parts of a round at the server: the simulated clock, and the check for usable uploads."""
+"""Steps of a round at the server: the simulated clock, and the check for usable uploads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_fcl.validation import format_names
 
 
 def start_synchronization(federation: Federation) -> None:
-    """Start the schedule, if there is one, with the stream and the sizes of messages.
+    """Start the simulated clock, if there is one, with the stream and the sizes of messages.
 
     Raises:
-        ValueError: If sums of experiences need other clients.
+        ValueError: If a method sums over an experience and participation does not allow it, see `check_sums`.
     """
     check_sums(federation)
     schedule, server = federation.participation.synchronization, federation.server
@@ -43,15 +43,15 @@ def start_synchronization(federation: Federation) -> None:
 
 
 def check_sums(federation: Federation) -> None:
-    """Raise ValueError if a method's sums of an experience would mix those of clients in different experiences."""
+    """Raise ValueError if a method's sums over an experience would mix clients in different experiences."""
     plan, full = federation.stream.plan, federation.participation.is_full
     methods = [method for method in federation.methods if overrides_hook(method, "contribute_experience")]
     if methods and not full and len({*plan.experiences.values()}) > 1:
         name = type(methods[0]).__name__
         raise InvalidValueError(
-            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
-            f"rounds but got {federation.participation.fraction_or_count}.",
-            hint="Use `participation=1.0`, or a scenario whose clients enter each experience together.",
+            f"Expected `participation=1.0` for `{name}`, because the clients of the stream enter experiences in "
+            f"different rounds, but got {federation.participation.fraction_or_count}.",
+            hint="Use `participation=1.0`, or a scenario in which all clients enter each experience in the same round.",
             argument="participation",
             value=federation.participation.fraction_or_count,
         )
@@ -60,14 +60,14 @@ def check_sums(federation: Federation) -> None:
 def message_nbytes(
     state: State, reductions: Mapping[str, Reduction], codec: UpdateCodec | None, trainable: Collection[str]
 ) -> tuple[int, int]:
-    """Bytes that a client receives and sends in a round, as far as they are known beforehand.
+    """Return the number of bytes that a client downloads and uploads in a round, as far as known in advance.
 
-    Entries of which a part travels (``sparse_mean``) count as a whole, so that the sizes are the same after a resume.
+    Tensors of which only a part is sent (``sparse_mean``) count in full, so that the sizes are the same after a resume.
 
     Args:
-        state: The entries.
-        reductions: The reduction of each.
-        codec: Encodes updates of the ``trainable`` entries.
+        state: The tensors by name.
+        reductions: The reduction of each tensor.
+        codec: Encodes the updates of the ``trainable`` tensors.
         trainable: Names of the trainable parameters.
 
     Example:
@@ -86,19 +86,19 @@ def message_nbytes(
 
 
 def record_time(federation: Federation, number: int) -> None:
-    """Record the simulated time of a round: late clients, staleness, and the duration."""
+    """Record the simulated time of a round: late clients, staleness and duration."""
     schedule, record = federation.participation.synchronization, federation.server.record
     if schedule is None:
         return
     timed = schedule.round_timing(number)
     record.staleness, record.simulated_seconds = dict(timed.staleness), timed.duration_s
     record.late_clients = list(timed.late_clients)
-    for client in timed.late_clients:  # which had received the server's state all the same
+    for client in timed.late_clients:  # Late clients downloaded the server's state, but their upload is too late.
         record.add_download_bytes(client, schedule.context.download_bytes)
 
 
 def check_usable(federation: Federation, number: int) -> None:
-    """Raise ValueError if all uploads of a round were dropped and the strategy stops a fit then."""
+    """Raise ValueError if all uploads of a round were dropped and ``on_empty_round`` is "stop"."""
     record = federation.server.record
     dropped = record.dropped
     if (
@@ -108,8 +108,8 @@ def check_usable(federation: Federation, number: int) -> None:
     ):
         description = format_names((f"client {client} ({why})" for client, why in dropped.items()), max_names=3)
         raise InvalidValueError(
-            f"Expected uploads of round {number} that are of use but all were dropped: {description}.",
-            hint=f'{DIVERGENCE_HINT} To go on with the server as it was, give the strategy `on_empty_round="warn"`.',
+            f"Expected at least one usable upload in round {number}, but all uploads were dropped: {description}.",
+            hint=f'{DIVERGENCE_HINT} To continue with the unchanged server state, set `on_empty_round="warn"`.',
             argument="on_empty_round",
             value=dropped,
         )

@@ -1,4 +1,4 @@
-"""Checks that raise an error for what a federation does not support."""
+"""Checks that raise an error for settings that a federation does not support."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ from lightning_fcl.federation.synchronization import Synchronization
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.validation import at_least, check_lightning_namespace, did_you_mean, format_code_names, warn_of_one
 
-_MIXES_CLIENTS = "it would average the models of different clients, step by step"
+_MIXES_CLIENTS = "it would average the models of different clients after every step"
 
 
 def _average(extra_arguments: str = "") -> str:
     return (
-        "Average the server's model after each round: in `on_train_epoch_end` of your own callback, call "
+        "Average the server's model after each round. In `on_train_epoch_end` of your own callback, call "
         f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{extra_arguments})` from "
         "`torch.optim.swa_utils`."
     )
 
 
-# Callbacks that mix clients or end within a round: why, and the fix. A class stands before its base class.
+# Callbacks that mix clients or stop within a round, with the reason and the fix. Subclasses come before base classes.
 _REFUSED: dict[type[L.Callback], tuple[str, str]] = {
     GradientAccumulationScheduler: (
         "it would accumulate gradients of different clients",
-        "Set `accumulate_grad_batches` of the Trainer, which holds for every client and round.",
+        "Set `accumulate_grad_batches` of the Trainer, which applies to each client in each round.",
     ),
     StochasticWeightAveraging: (
         _MIXES_CLIENTS,
-        f"{_average()} Its learning rate is that of the scheduler `SWALR`, which `configure_optimizers` can return.",
+        f"{_average()} For its learning rates, return the scheduler `SWALR` from `configure_optimizers`.",
     ),
     EMAWeightAveraging: (_MIXES_CLIENTS, _average(", multi_avg_fn=get_ema_multi_avg_fn(0.9)")),
     WeightAveraging: (_MIXES_CLIENTS, _average()),
     LearningRateFinder: (
-        "it would end within a round",
+        "it would stop within a round",
         "Compare learning rates over whole rounds, with `lightning-fcl tune`.",
     ),
     BatchSizeFinder: (
-        "it would end within a round, and results depend on the size of the clients' batches",
+        "it would stop within a round, and results depend on the batch size of the clients",
         "Set `batch_size` of the stream.",
     ),
     ModelPruning: (
-        "its masks would be averaged as weights are",
-        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+        "its masks would be averaged like weights",
+        "Prune the model after the fit, with `torch.nn.utils.prune`.",
     ),
     SpikeDetection: (
-        "it would compare a client's loss with the losses of other clients",
-        "Leave it out: uploads with non-finite values are dropped anyway. To limit the effect of other outliers, use "
+        "it would compare the loss of a client with the losses of other clients",
+        "Remove the callback: uploads with non-finite values are dropped anyway. To limit the effect of outliers, use "
         '`FederatedStrategy(reductions={"*": "median"})`.',
     ),
 }
@@ -86,22 +86,21 @@ def check_settings(
     synchronization: Synchronization | None,
     pipeline: Pipeline,
 ) -> None:
-    """Refuse settings of a strategy that are out of range, or do not go together."""
+    """Raise ValueError if settings of a strategy are out of range or cannot be combined."""
     at_least(1, local_epochs=local_epochs)
     if max_vectorized_clients != "auto" and max_vectorized_clients < 1:
         raise InvalidValueError(
-            f'Expected `max_vectorized_clients` to be "auto" or at least 1 but got {max_vectorized_clients}.',
+            f'Expected `max_vectorized_clients` to be "auto" or at least 1, but got {max_vectorized_clients}.',
             argument="max_vectorized_clients",
             value=max_vectorized_clients,
         )
     if pipeline.transforms and swarm is not None and (swarm.missed_sync_prob or swarm.missed_rounds):
         names = ", ".join(type(transform).__name__ for transform in pipeline.transforms)
         raise InvalidValueError(
-            f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` beside {names} but got "
-            f"{swarm.fingerprint()}: a "
-            "client "
-            "that missed a synchronization did not start with a state of the server, so that its update is unknown.",
-            hint=f"Leave `missed_sync_prob` and `missed_rounds` of the swarm out, or {names}.",
+            f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` together with {names}, but got "
+            f"{swarm.fingerprint()}. A client that missed a synchronization does not start from a server state, so its "
+            "update is undefined.",
+            hint=f"Remove `missed_sync_prob` and `missed_rounds` from the swarm, or remove {names}.",
             argument="swarm",
             value=swarm,
         )
@@ -127,8 +126,8 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
         if isinstance(callback, ModelCheckpoint) and any(save_intervals.values()):
             settings = " and ".join(f"`{name}={value}`" for name, value in save_intervals.items() if value)
             raise InvalidValueError(
-                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
-                "save the model of whichever client trains then.",
+                f"Expected a `ModelCheckpoint` with `every_n_epochs` (rounds), but got {settings}, which would save "
+                "the model of a single client within a round.",
                 hint="Set `every_n_epochs=1`.",
                 argument=next(name for name, value in save_intervals.items() if value),
             )
@@ -139,12 +138,12 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
             raise InvalidValueError(
                 f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
                 "stream has none.",
-                hint="Give it `split=Split(validation=0.1)`, or monitor what is logged in training.",
+                hint="Pass `split=Split(validation=0.1)` to the stream, or monitor a metric logged in training.",
                 argument="validation",
             )
     if not trainer.optimizers:
         raise InvalidValueError(
-            "Expected an optimizer but `configure_optimizers` returned none.",
+            "Expected an optimizer, but `configure_optimizers` returned none.",
             hint="Return an optimizer of the trainable parameters.",
         )
     for optimizer in trainer.optimizers:
@@ -153,26 +152,25 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if any(config.reduce_on_plateau for config in by_step):
         raise InvalidValueError(
-            'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
-            "a client's step.",
+            'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round), but got "step". No metric is available '
+            "after a single step of a client.",
             hint='Set `"interval": "epoch"` in `configure_optimizers`.',
             argument="interval",
             value="step",
         )
     if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
         raise InvalidValueError(
-            f"Expected `accumulate_grad_batches=1` for `LBFGS` but got {trainer.accumulate_grad_batches}: it asks for "
-            "gradients again within a step, when the batches before are gone.",
-            hint="Raise `batch_size` instead.",
+            f"Expected `accumulate_grad_batches=1` for `LBFGS`, but got {trainer.accumulate_grad_batches}. `LBFGS` "
+            "computes gradients several times per step, when earlier batches are no longer available.",
+            hint="Increase `batch_size` instead.",
             argument="accumulate_grad_batches",
             value=trainer.accumulate_grad_batches,
         )
     if by_step and not trainer.lightning_module.automatic_optimization:
         raise InvalidValueError(
-            'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
-            '"step": the federation does not see its steps.',
-            hint="Return the schedulers without an interval, and call `self.lr_schedulers().step()` in "
-            "`training_step`.",
+            'Expected schedulers with `interval="epoch"` (a round) for a module with manual optimization, but got '
+            '"step". The federation does not control the optimizer steps of such a module.',
+            hint="Return the schedulers without `interval`, and call `self.lr_schedulers().step()` in `training_step`.",
             argument="interval",
             value="step",
         )
@@ -185,23 +183,22 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
     scheduled = federation.participation.synchronization is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
     if scheduled and repr(limit) != "1.0":
         raise InvalidValueError(
-            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `synchronization` but got {limit}: "
-            "its "
-            "clock counts all of a client's samples.",
-            hint="Leave the limit out, or leave `synchronization` out.",
+            f"Expected `limit_train_batches=1.0` and no `overfit_batches` together with `synchronization`, but got "
+            f"{limit}. The simulated clock counts all samples of a client.",
+            hint="Remove the limit, or remove `synchronization`.",
         )
     if (trainer.max_steps, trainer.min_steps) != (-1, None):
         raise InvalidValueError(
-            f"Expected `max_steps=-1` and `min_steps=None` but got {trainer.max_steps} and {trainer.min_steps}: a "
-            "federation counts rounds, whatever steps they have.",
+            f"Expected `max_steps=-1` and `min_steps=None`, but got {trainer.max_steps} and {trainer.min_steps}. A "
+            "federation counts rounds, not steps.",
             hint="Use `max_epochs` and `min_epochs`.",
             argument="max_steps" if trainer.max_steps != -1 else "min_steps",
         )
     every_n_epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
     if every_n_epochs is None or interval not in (1.0, None) or type(interval) is int:
         raise InvalidValueError(
-            "Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got "
-            f"{interval} and {every_n_epochs}: within a round there is no server state to validate.",
+            "Expected `val_check_interval=1.0` and an integer `check_val_every_n_epoch` (rounds), but got "
+            f"{interval} and {every_n_epochs}. Within a round there is no server state to validate.",
             hint="Use `check_val_every_n_epoch`.",
             argument="check_val_every_n_epoch" if every_n_epochs is None else "val_check_interval",
             value=every_n_epochs if every_n_epochs is None else interval,
@@ -210,14 +207,14 @@ def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
 
 
 def check_reloads(trainer: L.Trainer) -> None:
-    """Raise ValueError if loaders of a data module are to be made again: clients' samples are planned once."""
+    """Raise ValueError if loaders of a data module should be reloaded: all rounds are planned before the first one."""
     stream, every_n_epochs = find_stream(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     modules = client_modules(stream.data) if stream is not None and every_n_epochs else []
     if modules:
         raise InvalidValueError(
             f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(modules[0]).__name__}`, but got "
-            f"{every_n_epochs}: its loaders are made once, because all rounds are planned before the first one.",
-            hint="Leave the argument out. If samples change between rounds, pass their `group` to "
+            f"{every_n_epochs}. The loaders are created once, because all rounds are planned before the first round.",
+            hint="Remove the argument. If samples change between rounds, pass their `group` to "
             "`FederatedStream.from_arrays`, with `scenario=DomainIncremental()`.",
             argument="reload_dataloaders_every_n_epochs",
             value=every_n_epochs,
@@ -225,11 +222,11 @@ def check_reloads(trainer: L.Trainer) -> None:
 
 
 def check_parts(trainer: L.Trainer) -> None:
-    """Raise TypeError if a callback or the data module is a class, or is of the package `pytorch_lightning`."""
+    """Raise TypeError if a callback or the data module is a class, or comes from the package `pytorch_lightning`."""
     callbacks, data = get_callbacks(trainer), trainer.datamodule  # type: ignore[attr-defined]
     for name, component in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
         if isinstance(component, type):
-            # Lightning calls `on_exception` of all parts, which a class raises another error from.
+            # Lightning calls `on_exception` of all callbacks. Remove classes, for which this call would fail, too.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
             trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
             raise InvalidTypeError(
@@ -242,46 +239,47 @@ def check_parts(trainer: L.Trainer) -> None:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Refuse a module whose state cannot go to the clients and come back."""
+    """Raise ValueError if the state of a module cannot be sent to clients and back."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise InvalidValueError(
-            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients.",
-            hint="Take `batch` and `batch_idx`.",
+            "Expected a `training_step` that takes a batch, but it takes `dataloader_iter`, which would read batches "
+            "of several clients.",
+            hint="Use the arguments `batch` and `batch_idx`.",
             argument="dataloader_iter",
         )
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
         raise InvalidValueError(
-            f"Expected a module whose layers are made but {format_code_names(lazy)} has no shape yet.",
-            hint="Give its layer the number of inputs, or call the module on a batch in `configure_model`.",
+            f"Expected a module with initialized layers, but {format_code_names(lazy)} has no shape yet.",
+            hint="Set the number of inputs of the layer, or run the module on a batch in `configure_model`.",
             argument=lazy[0],
         )
     try:
         state, live_ids = state_tensors(module), set(map(id, live.values()))
     except TypeError as error:
         raise InvalidValueError(
-            f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}.",
-            hint="Give it `*args, **kwargs`.",
+            f"Expected `state_dict` to accept `keep_vars`, as in PyTorch, but got: {error}.",
+            hint="Accept `*args, **kwargs`, and pass them to `super().state_dict`.",
             argument="keep_vars",
         ) from error
     copied_names = [name for name, value in state.items() if id(value) not in live_ids]
     trainable_names = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
     if copied_names or trainable_names:
         expected_content = (
-            f"not to hold {format_code_names(copied_names)}, a copy,"
+            f"the module's own tensors, but {format_code_names(copied_names)} is a copy"
             if copied_names
-            else f"to hold {format_code_names(trainable_names)}, which learns,"
+            else f"all trainable parameters, but {format_code_names(trainable_names)} is missing"
         )
         raise InvalidValueError(
-            f"Expected `state_dict(keep_vars=True)` {expected_content} as clients send what it holds.",
-            hint="Let it give the module's own tensors, by their names, and freeze the others.",
+            f"Expected `state_dict(keep_vars=True)` to contain {expected_content}. Clients upload the `state_dict`.",
+            hint="Return the module's own tensors by their names, and freeze parameters that are not returned.",
             argument=(copied_names or trainable_names)[0],
         )
 
 
 def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
-    """Refuse a stream that does not fit the Trainer or its module."""
+    """Raise ValueError if the module has fewer classes than the stream."""
     module = trainer.lightning_module
     if (
         isinstance(module, HasSampleLoss)
@@ -289,27 +287,27 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         and module.num_classes < stream.num_classes
     ):
         raise InvalidValueError(
-            f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but got "
-            f"{module.num_classes}: some have no output.",
-            hint="Raise it, and the network's.",
+            f"Expected the task's `num_classes` to be at least {stream.num_classes}, the number of classes of the "
+            f"stream, but got {module.num_classes}. Some classes have no output.",
+            hint="Increase `num_classes` of the task and of the network.",
             argument="num_classes",
             value=module.num_classes,
         )
 
 
 def check_optimizers(federation: Federation) -> None:
-    """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
+    """Raise ValueError before a round if a hook has replaced the optimizers of `configure_optimizers`."""
     if federation.module.trainer.optimizers != federation.optimizers:
         raise InvalidValueError(
-            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others.",
-            hint='Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = '
+            "Expected the optimizers of `configure_optimizers` during the whole fit, but a hook has replaced them.",
+            hint='Assign the new parameters to the existing optimizer: `self.optimizers().param_groups[0]["params"] = '
             "[*self.parameters()]`.",
             argument="optimizers",
         )
 
 
 def check_ranks(federation: Federation, ranks: int) -> None:
-    """Refuse more processes than a round ever has client groups: some would never have anything to do."""
+    """Raise ValueError if there are more processes than client groups in any round: some would never train."""
     size, plan = federation.local_trainer.num_vectorized_clients, federation.stream.plan
     if ranks == 1:
         return
@@ -320,12 +318,11 @@ def check_ranks(federation: Federation, ranks: int) -> None:
     )
     if ranks > max_client_groups:
         raise InvalidValueError(
-            "Expected at most as many processes (`devices` times `num_nodes`) as a round has client groups, "
-            f"{max_client_groups} "
-            f"of up to {size} clients, but got {ranks}.",
-            hint="Set fewer devices"
+            "Expected the number of processes (`devices` times `num_nodes`) to be at most the number of client groups "
+            f"in a round, {max_client_groups} (of up to {size} clients), but got {ranks}.",
+            hint="Set fewer `devices`"
             + (
-                f", or a `max_vectorized_clients` below {size}, which changes results by rounding alone."
+                f", or set `max_vectorized_clients` below {size}, which changes results only by rounding."
                 if size > 1
                 else "."
             ),
@@ -335,14 +332,17 @@ def check_ranks(federation: Federation, ranks: int) -> None:
 
 
 def check_monitors(trainer: L.Trainer) -> None:
-    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none."""
+    """Raise ValueError after the first round if a checkpoint monitors a metric that is not logged.
+
+    Lightning would only warn, and save no checkpoint.
+    """
     logged = trainer.callback_metrics
     for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
         monitor = getattr(callback, "monitor", None)
         if monitor and monitor not in logged:
             hint = did_you_mean(monitor, logged) or f"Use one of {', '.join(logged)}."
             raise UnknownNameError(
-                f"Expected `monitor` to be a metric that is logged but got {monitor}.",
+                f"Expected `monitor` to be a logged metric, but got {monitor}.",
                 hint=hint,
                 argument="monitor",
                 value=monitor,

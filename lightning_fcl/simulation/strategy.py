@@ -1,4 +1,4 @@
-"""FederatedStrategy: a Lightning Trainer whose epochs are rounds of many clients."""
+"""The strategy "federated" of a Lightning Trainer: an epoch is a round with many clients."""
 
 from __future__ import annotations
 
@@ -62,51 +62,59 @@ from lightning_fcl.validation import check_arguments, one_of, warn_other_lightni
 
 
 class FederatedStrategy(RanksStrategy):
-    """Trains a federation: one epoch is one round, one `trainer.fit` the whole stream.
+    """A strategy that trains a federation: one epoch is one round, and one `trainer.fit` is the whole stream.
 
-    In a round the participating clients download the server state, train on their own data for some local epochs, and
-    upload; the uploads are brought together as each entry's reduction says. The server state stands in the
-    LightningModule after the last client, before validation and every epoch-end hook. What is not in the module's
-    `state_dict`, such as other buffers and attributes, is for each client as it was when the round began.
+    In a round, the participating clients download the server state, train on their own data for ``local_epochs``
+    epochs, and upload. The server aggregates each tensor by its reduction. The LightningModule has the server state
+    after the last client, before validation and before every epoch-end hook. State that is not in the module's
+    `state_dict`, such as non-persistent buffers and attributes, is restored for each client to its value at the start
+    of the round.
 
     Args:
-        participation: Clients per round, sampled anew each round: a float is a share, an int a number, at least one.
-            1.0 is all clients and 1 is one client. In asynchronous rounds, clients at any time.
+        participation: Clients per round, sampled for each round. A float is a share of all clients, an int a number of
+            clients. At least one client is sampled. 1.0 is all clients and 1 is one client. In asynchronous rounds, the
+            share or number of clients that train at the same time.
         local_epochs: Passes over a client's data per round.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained_samples"`` (these
-            and the remembered ones), ``"uniform"``, or a number each. What `drop_last` or `limit_train_batches`
-            leaves out counts as well.
-        reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
-            ``{"head.*": "local"}``. It goes over the module's own ``reductions`` attribute, if it has one.
-        server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
-        max_vectorized_clients: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
-        client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
-        keep_optimizer_state: Whether a client's optimizer state lasts from round to round.
-        swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
-        synchronization: The clock of a rehearsed deployment: a `lightning_fcl.federation.synchronization.Deadline` a
-            round, or asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their
-            clients.
+        client_weights: Weight of a client in means: ``"samples"`` is its number of samples in the round,
+            ``"trained_samples"`` also counts its replay samples, ``"uniform"`` is 1, and a dict has a number for each
+            client. Samples that are left out by `drop_last` or `limit_train_batches` count as well.
+        reductions: Reductions by pattern of state names, such as ``{"head.*": "local"}``, see
+            `lightning_fcl.federation.reductions`. They override the module's ``reductions`` attribute.
+        server_optimizer: Creates a `torch.optim` optimizer that updates the server state with the pseudo-gradient.
+        max_vectorized_clients: Maximum number of clients per vectorized step. ``"auto"`` chooses a number, 1 trains
+            clients sequentially.
+        client_store: Where client states are stored between rounds: ``"memory"`` or ``"disk"``.
+        keep_optimizer_state: Whether a client's optimizer state is kept between rounds.
+        swarm: Settings of swarm learning: one of the clients acts as the server, and clients may miss a
+            synchronization. None: a central server.
+        synchronization: Simulated clock: `lightning_fcl.federation.synchronization.Deadline` sets a deadline for each
+            round, and `lightning_fcl.federation.fedbuff.FedBuff` makes rounds asynchronous. None: each round waits for
+            all of its clients.
         compression: Compression of uploads with error feedback: `lightning_fcl.federation.compression.TopK` or
             `Quantize`. It applies to trainable parameters, whose reductions have to be ``compressible``, such as
-        ``mean``. upload_transforms: What else is done with everything that clients upload, in the order of
-            `lightning_fcl.federation.uploads.Stage`: see `lightning_fcl.federation.uploads.UploadTransform`.
-        on_empty_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
-            numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
-        seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
-        start_method: How further processes start where the Trainer has several ``devices``, as in Lightning's
-            `DDPStrategy`: each trains whole client groups of its own, and the result is the same on any number.
+            ``mean``.
+        upload_transforms: Other transforms of uploads, see `lightning_fcl.federation.uploads.UploadTransform`. They
+            run in the order of `lightning_fcl.federation.uploads.Stage`.
+        on_empty_round: Action if all uploads of a round are dropped because of non-finite values. ``"stop"`` ends the
+            fit with an error, ``"warn"`` continues with the unchanged server state.
+        seed: Seed of client sampling and of each client's random numbers. None: the seed of
+            `lightning.seed_everything`, or 0.
+        start_method: How further processes are started if the Trainer has several ``devices``, as in Lightning's
+            `DDPStrategy`. Each process trains whole client groups. The result does not depend on the number of
+            processes.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
 
     Attributes:
-        num_vectorized_clients: How many clients train side by side in the fit that has begun; 1 where one at a time.
+        num_vectorized_clients: Maximum number of clients per vectorized step in the current fit. 1: clients train
+            sequentially.
         sequential_reason: The obstacle to vectorized training, with its `lightning_fcl.federation.obstacles.Reason`;
-            ``str`` gives its text. None if clients train vectorized.
+            ``str`` returns its text. None if clients train vectorized.
 
     Raises:
-        ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
-        TypeError: If an argument is not of its type.
+        ValueError: If an argument is out of range, or if a federation does not support a setting of the Trainer.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> import lightning as L
@@ -120,7 +128,7 @@ class FederatedStrategy(RanksStrategy):
     @check_arguments
     def __init__(
         self,
-        participation: int | float = 1.0,  # jsonargparse takes the first type that fits: 3 is a number, 0.3 a share
+        participation: int | float = 1.0,  # jsonargparse uses the first type that matches: 3 is an int, 0.3 a float
         local_epochs: int = 1,
         client_weights: ClientWeights = "samples",
         reductions: dict[str, str | Reduction] | None = None,
@@ -161,24 +169,25 @@ class FederatedStrategy(RanksStrategy):
         self.sequential_reason: Obstacle | None = None
         self.is_new_round: Callable[[Federation], Round] = Round
         self._hooks = FitHooks(self.federation)
-        self._fits: list[Optimizer] = []  # those of the fit which has begun
-        self._flushes = False  # whether numbers near 0 are 0 until the fit ends
-        self._has_read_back = False  # whether the first checkpoint of the fit was read
-        warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
+        self._fits: list[Optimizer] = []  # the optimizers of the current fit
+        self._flushes = False  # whether denormal numbers are set to 0 until the end of the fit
+        self._has_read_back = False  # whether the first checkpoint of the fit was read back
+        # Lightning warns that it trains for 1000 epochs, but a fit ends with the stream.
+        warnings.filterwarnings("ignore", "`max_epochs` was not set")
 
     @property
     def seed(self) -> int:
-        """The seed of participation and of every client's randomness."""
+        """The seed of client sampling and of each client's random numbers."""
         return self.federation.seed
 
     @property
     def settings(self) -> FederationSettings:
-        """The settings."""
+        """The settings that are read during a fit."""
         return self.federation.settings
 
     @property
     def current_round(self) -> RoundProgress | None:
-        """The current round; None before a fit."""
+        """The current round. None before a fit."""
         return self.federation.progress
 
     @property
@@ -188,19 +197,19 @@ class FederatedStrategy(RanksStrategy):
 
     @property
     def participation(self) -> int | float:
-        """Clients per round: a share, or a number."""
+        """Clients per round: a share (float) or a number (int)."""
         return self.federation.participation.fraction_or_count
 
     @property
     def current_client_round(self) -> ClientRound | None:
-        """The client that trains now; None between rounds, and where several train side by side."""
+        """The client that currently trains. None between rounds and in vectorized training."""
         return self.current_round.client_round if self.current_round is not None else None
 
     def client_state_dict(self, client: str, server: State | None = None) -> State:
-        """The state that a client predicts with: see `Federation.client_state_dict`."""
+        """Return the state that a client predicts with, see `Federation.client_state_dict`."""
         return self.federation.client_state_dict(client, server)
 
-    # The fit.
+    # Fit.
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -208,7 +217,7 @@ class FederatedStrategy(RanksStrategy):
         self.server.client_store.share_folder(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
-        """Add the callback that begins and ends clients and rounds, before any state is restored."""
+        """Add the callback that starts and ends clients and rounds, before any state is restored."""
         super().connect(model)
         check_parts(model.trainer)
         self.federation.lightning_module = model
@@ -232,22 +241,22 @@ class FederatedStrategy(RanksStrategy):
             warn_of_local_tensors(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
+        """Create the optimizers. During this, the Trainer's number of steps is that of one client in one round."""
         stream, max_steps = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)
         super().setup_optimizers(trainer)
         trainer.fit_loop.epoch_loop.max_steps = max_steps
         if isinstance(trainer.train_dataloader, ClientLoader):
-            trainer.fit_loop._combined_loader = None  # which has no rounds yet
+            trainer.fit_loop._combined_loader = None  # It was created without rounds.
 
     def teardown(self) -> None:
-        """Before all is put away: a fit that was continued with nothing left to train begins and ends as any other.
+        """Run the start and end of a fit that was resumed after its last round, and then tear down.
 
-        Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
-        cut short behind its last checkpoint.
+        Lightning skips both in this case. The results that callbacks compute in ``on_train_end`` would then be missing
+        if a run was interrupted after its last checkpoint.
         """
-        if self.federation.lightning_module is None:  # in the process that has launched others, which did the work
+        if self.federation.lightning_module is None:  # This process only launched the processes that trained.
             super().teardown()
             return
         trainer = self.federation.module.trainer
@@ -267,9 +276,10 @@ class FederatedStrategy(RanksStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, ClientLoader):
-            if not self.optimizers:  # `configure_optimizers` asks for their number
+            if not self.optimizers:  # `configure_optimizers` asks for the number of steps
                 steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
-                self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps  # that of all rounds is more
+                # Lightning uses the minimum of this number and the number of steps of all rounds, which is larger.
+                self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps
                 return dataloader
             federation = self.federation
             if self._fits != self.optimizers:
@@ -277,7 +287,7 @@ class FederatedStrategy(RanksStrategy):
                 self._fits = self.optimizers
                 self.num_vectorized_clients = federation.local_trainer.num_vectorized_clients
                 self.sequential_reason = federation.sequential_reason
-                if self.is_new_round is Round:  # nodes of a deployment report in each round whether they can train
+                if self.is_new_round is Round:  # Nodes of a deployment report in each round whether they can train.
                     rounds = federation.module.trainer.max_epochs or 0
                     federation.participation.check_samples(federation.stream.plan, rounds)
                 start_synchronization(federation)
@@ -287,15 +297,15 @@ class FederatedStrategy(RanksStrategy):
             return self._hooks.round
         if self.federation.module.trainer.training:
             raise InvalidValueError(
-                f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}.",
-                hint="`FederatedStream.from_arrays(x, y, client_ids=...)` makes one of your own data.",
+                f"Expected a `FederatedStream` as the Trainer's `datamodule`, but got a {type(dataloader).__name__}.",
+                hint="Create one from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
                 argument="datamodule",
                 value=type(dataloader).__name__,
             )
         return dataloader
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
-        """Train a client, or several in one vectorized step, on a batch. The number of the batch is the client's."""
+        """Train one client, or several in one vectorized step, on a batch. The step gets the client's ``batch_idx``."""
         federation = self.federation
         client_group = require_started(federation.current_round.client_group, "a batch")
         weight = client_group.weight.to(self.root_device) if client_group.weight is not None else None
@@ -313,7 +323,7 @@ class FederatedStrategy(RanksStrategy):
         drawing = local_trainer.keyed_rng() if isinstance(local_trainer, SequentialTrainer) else nullcontext()
         with drawing, counters.totals():
             loss = plugin.pre_backward(closure_loss, module)
-            with counters.client():  # `backward` may be the module's own, and activations may be computed once more
+            with counters.client():  # The module may override `backward`, and checkpointing recomputes activations.
                 plugin.backward(loss, module, optimizer, *args, **kwargs)
             return plugin.post_backward(loss, module)
 
@@ -334,11 +344,10 @@ class FederatedStrategy(RanksStrategy):
             result = federation.local_trainer.optimizer_step(step, active)
             if local_steps.is_manual is not None:
                 return result
-            (module_optimizer,) = federation.optimizers  # of a module that leaves its steps to Lightning
+            (module_optimizer,) = federation.optimizers  # Automatic optimization has exactly one optimizer.
             local_steps.record_step(module_optimizer, optimizer)
-            if (
-                client_group.last_batch and not progress.client_groups
-            ):  # schedules by round step before the batch has ended
+            # Schedulers by round step before the batch ends.
+            if client_group.last_batch and not progress.client_groups:
                 local_steps.end_schedules(module_optimizer)
             return result
 
@@ -351,9 +360,9 @@ class FederatedStrategy(RanksStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint of plain tensors and values, and read the first one of a fit back.
+        """Save a checkpoint of plain tensors and values. Read the first checkpoint of a fit back to check it.
 
-        A hook that saves one within a client's round saves the counters of all clients, too.
+        If a hook saves a checkpoint while a client trains, the checkpoint still contains the counters of all clients.
         """
         with self.federation.counters.totals():
             trainer = self.federation.module.trainer
@@ -367,8 +376,8 @@ class FederatedStrategy(RanksStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:
             raise InvalidValueError(
-                "Expected `weights_only` to be True but got False: a federation's checkpoints are tensors and plain "
-                "values, and nothing else is read from them.",
+                "Expected `weights_only` to be True, but got False. The checkpoints of a federation contain only "
+                "tensors and plain values, so they can always be read with `weights_only=True`.",
                 hint="Leave it out.",
                 argument="weights_only",
             )
@@ -391,7 +400,8 @@ class FederatedStrategy(RanksStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.precision_plugin.convert_module(self.federation.module)  # as `setup` will do: no digit is lost
+        # `setup` converts the module only after loading, which would round values to the old precision.
+        self.precision_plugin.convert_module(self.federation.module)
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)

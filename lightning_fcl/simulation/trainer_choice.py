@@ -1,4 +1,4 @@
-"""The choice of the local trainer: vectorized or sequential training of clients."""
+"""Choice of the local trainer: vectorized or sequential training of clients."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from lightning_fcl.methods.replay import Replay
 from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
-_LARGEST = 200_000  # parameters of a module whose clients train side by side
-_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
+_LARGEST = 200_000  # maximum number of parameters of a module for vectorized training
+_NUMBERS = 4_000_000  # maximum number of parameters or batch values per vectorized step: more is slower per client
 
 
 def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:
     """Return the local trainer of a federation's clients, and the obstacle to vectorized training, if there is one.
 
-    The module's own trainer comes first. Otherwise the choice is: vectorized training on padded batches, if the module
-    defines the loss of single samples and neither the module nor a method mixes samples; vectorized training with the
-    module's own step, without padding; sequential training.
+    The module's own local trainer comes first. Otherwise the first possible choice is used:
+
+    1. Vectorized training on padded batches. The module must define the loss of single samples, and neither the module
+       nor a method may mix samples.
+    2. Vectorized training with the module's `training_step`, without padding.
+    3. Sequential training.
 
     Args:
         federation: The federation.
-        step: Lightning's own training step.
+        step: Lightning's `training_step` of a strategy.
     """
     module, stream, settings = federation.module, federation.stream, federation.settings
     methods, optimizers, keep_optimizer_state = federation.methods, federation.optimizers, settings.keep_optimizer_state
@@ -55,16 +58,16 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         for method in methods:
             if changes_loss(method, Client()) or not method.vectorizable:
                 raise InvalidValueError(
-                    f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
-                    "`configure_optimizers` returned several.",
-                    hint=f"Leave `{type(method).__name__}` out.",
+                    f"Expected `configure_optimizers` to return one optimizer, because `{type(method).__name__}` "
+                    "supports only one, but got several.",
+                    hint=f"Remove `{type(method).__name__}`.",
                     argument="configure_optimizers",
                     value=type(method).__name__,
                 )
     if keep_optimizer_state and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InvalidValueError(
-            "Expected `keep_optimizer_state=False` for `LBFGS`, whose state is lists of steps, but got True.",
-            hint="Leave it out.",
+            "Expected `keep_optimizer_state=False` for `LBFGS`, whose state contains lists, but got True.",
+            hint="Remove `keep_optimizer_state`.",
             argument="keep_optimizer_state",
             value=keep_optimizer_state,
         )
@@ -81,13 +84,13 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     padded = reason or find_padding_obstacle(module, methods, optimizers[0], stream)
     by_step = padded and (reason or find_step_obstacle(module, methods, optimizers[0], stream))
     if requested_size is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
-        log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
+        log.warning("Random layers draw different numbers in vectorized training than in sequential training.")
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
         if size > 1 and requested_size is not None:
             raise InvalidValueError(
-                f'Expected `max_vectorized_clients=1` or "auto" but got {requested_size}: {by_step}.',
-                hint="Leave `max_vectorized_clients` out.",
+                f'Expected `max_vectorized_clients` to be 1 or "auto", but got {requested_size}: {by_step}.',
+                hint="Remove `max_vectorized_clients`.",
                 argument="max_vectorized_clients",
                 value=requested_size,
             )
@@ -95,8 +98,9 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer_state, federation.seed, step), by_step
     if requested_size is None:
-        samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
-        with isolate_rng():  # a data set may draw a transform
+        # Estimate of the batch size, from the mean number of samples per client.
+        samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))
+        with isolate_rng():  # Reading a sample may apply a random transform.
             batch = stream.samples.get(np.arange(1), "test")
         numbers = samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
         size = min(size, max(2, _NUMBERS // numbers))
@@ -105,13 +109,13 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
 
 
 def choose_group_size(module: L.LightningModule) -> int:
-    """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
+    """Return the number of clients per vectorized step: many for small modules, 1 above `_LARGEST` parameters."""
     parameters = sum(p.numel() for p in module.parameters())
     return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
 
 
 def _numbers(batch: Any) -> int:
-    """How many numbers there are in any nest of tensors."""
+    """Return the number of values in nested tensors."""
     if isinstance(batch, Tensor):
         return batch.numel()
     return sum(map(_numbers, batch.values() if isinstance(batch, Mapping) else batch))

@@ -1,4 +1,4 @@
-"""The limits of batches and epochs of a Trainer, within a federation."""
+"""A Trainer's limits of batches and epochs in a federation."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from lightning_fcl.data.batching import BatchPlan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
 
-_UNSET = 1000  # Lightning's `max_epochs` if none was given
+_UNSET = 1000  # the value of Lightning's `max_epochs` if it is not set
 
 
 class TrainerLimits:
-    """What a Trainer says of batches and epochs: taken over when a fit begins, and given back when it ends.
+    """A Trainer's limits of batches and epochs, which the federation replaces at the start of a fit and restores.
 
-    A loader is a round, of which Lightning would cut off the last clients: `limit_train_batches`, `overfit_batches` and
-    `fast_dev_run` hold for the batches of each client instead.
+    A train loader is one round, and Lightning's limits would skip the last clients of a round. The federation therefore
+    applies `limit_train_batches`, `overfit_batches` and `fast_dev_run` to the batches of each client.
     """
 
     def __init__(self) -> None:
         self.batches: int | float = 1.0
-        self.in_order = False  # whether samples stay unshuffled, as under `overfit_batches`
-        self.reloads = 0  # `reload_dataloaders_every_n_epochs`, which holds for other loaders than a round
+        self.in_order = False  # whether samples are not shuffled, because of `overfit_batches`
+        self.reloads = 0  # the user's `reload_dataloaders_every_n_epochs`, which applies to validation loaders
         self._trainer: L.Trainer | None = None
 
     def apply(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
-        """Take the limits from a Trainer whose data are set up; a fit without a number of rounds has the stream's.
+        """Replace the limits of a Trainer whose data is set up. An unset `max_epochs` becomes the number of rounds.
 
         Raises:
-            ValueError: If there are more epochs than rounds.
+            ValueError: If `max_epochs` is larger than the number of rounds.
         """
         loop = trainer.fit_loop
         self._trainer = trainer
@@ -48,18 +48,18 @@ class TrainerLimits:
             loop.max_epochs = rounds
         elif epochs > rounds:
             raise InvalidValueError(
-                f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {epochs}.",
-                hint=f"Set `max_epochs={rounds}`, or leave it out.",
+                f"Expected `max_epochs` to be at most {rounds}, the number of rounds of the stream, but got {epochs}.",
+                hint=f"Set `max_epochs={rounds}`, or remove it.",
                 argument="max_epochs",
                 value=epochs,
             )
 
     def finish_current_round(self, trainer: L.Trainer) -> None:
-        """Let the round that starts be a whole one: whoever stops the fit within it stops it after it."""
+        """Make the Trainer complete the current round before a fit stops."""
         trainer.fit_loop.min_epochs = max(self._least or 0, trainer.current_epoch + 1)
 
     def restore(self) -> None:
-        """Let the Trainer be as it was."""
+        """Restore the Trainer's limits."""
         if self._trainer is not None:
             loop = self._trainer.fit_loop
             loop.min_epochs = self._least
@@ -69,5 +69,5 @@ class TrainerLimits:
         self._trainer, self.batches, self.in_order = None, 1.0, False
 
     def batch_plan(self, stream: FederatedStream) -> BatchPlan:
-        """Return how a client's samples become batches."""
+        """Return the settings for the batches of a client's samples, with the limit of batches."""
         return replace(stream.batch_plan, shuffle=stream.shuffle and not self.in_order, limit_batches=self.batches)

@@ -1,4 +1,4 @@
-"""A few training steps of two clients before the first round, which leave no trace."""
+"""Trial training steps of two clients before the first round. All effects are undone."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation
 
 
 class TrialSteps:
-    """Trains two clients for a few steps on a few of their samples, by the steps of Lightning and the strategy.
+    """Trains two clients for a few steps on a few of their samples, with the steps of Lightning and the strategy.
 
-    The steps run on the module itself, because a copy of a large one may not fit into memory. Methods of this library
-    do not take part.
+    The steps train the module itself, because a copy of a large module may not fit into memory. Methods of this
+    library are left out.
 
     Args:
-        federation: The federation, whose round begins.
+        federation: The federation, at the start of a round.
         callbacks: The users' callbacks whose hooks run.
     """
 
@@ -72,18 +72,18 @@ class TrialSteps:
         self.gathered: list[str] = []
 
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
-        """Return two clients with their samples, and the part that these are of."""
+        """Return two clients with their samples and the split of these samples."""
         plan = self._federation.stream.plan
         rows = {client: own for client, own in plan.train[self._progress.round_idx].items() if len(own)}
         largest_clients = sorted(rows, key=lambda client: -len(rows[client]))[:2]
         trial_clients = [(client, rows[client], "train") for client in largest_clients]
-        if not trial_clients and len(plan.test):  # the server of a deployment has no other samples
+        if not trial_clients and len(plan.test):  # The server of a deployment has only test samples.
             trial_clients = [(client, plan.test, "test") for client in plan.clients[:2]]
-        # A single client stands for both, with its samples in another order.
+        # If there is a single client, it is used twice, with its samples in reverse order the second time.
         return [*trial_clients[:1], *((client, own[::-1], part) for client, own, part in trial_clients[-1:])]
 
     def why_not(self) -> str | None:
-        """Return the reason why the module cannot train in a trial; None if it can."""
+        """Return the reason why the module cannot train in a trial. None: it can."""
         if not self._clients:
             return "no client has samples"
         for kind in {type(part): None for part in self._module.modules()}:
@@ -96,7 +96,7 @@ class TrialSteps:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let steps neither log, nor print, nor count, nor draw random numbers, and restore the module afterwards."""
+        """Temporarily isolate steps from logs, counters and random numbers, and restore the module at the end."""
         federation, plugin = self._federation, self._trainer.precision_plugin
         self._batches = self._read()
         with isolate_rng(), torch.enable_grad(), silent([self._module, *self._callbacks]):
@@ -119,7 +119,7 @@ class TrialSteps:
 
     @contextmanager
     def _in_trial(self) -> Iterator[None]:
-        """Let the Trainer and the federation have the parts of the trial."""
+        """Temporarily replace the Trainer's and the federation's components by those of the trial."""
         trainer: Any = self._trainer
         federation, progress = self._federation, self._progress
         assert isinstance(federation.local_trainer, SequentialTrainer)
@@ -154,7 +154,7 @@ class TrialSteps:
             return client_batches
 
     def _note_counts(self) -> Callable[[], None]:
-        """Note Lightning's counters of steps; the function that is returned restores them."""
+        """Save Lightning's counters of steps. Return a function that restores them."""
         loop = self._trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         counters = (optimizer.step, optimizer.zero_grad, loop.manual_optimization.optim_step_progress)
@@ -168,7 +168,7 @@ class TrialSteps:
         return restore
 
     def train(self, row: int) -> State:
-        """Train a client as the first one of a round, and return its state of the module."""
+        """Train a client as the first client of a round, and return the module's state."""
         federation, module, number = self._federation, self._module, self._progress.round_idx
         restore = self._note_counts()
         name = self._clients[row][0]
@@ -207,7 +207,7 @@ class TrialSteps:
         return {name: value.detach().clone() for name, value in state_tensors(module).items()}
 
     def _step(self, samples: Batch, number: int) -> None:
-        """One step, with its hooks, as Lightning takes it."""
+        """Take one training step and call its hooks, as Lightning does."""
         trainer, module, loop = self._trainer, self._module, self._trainer.fit_loop.epoch_loop
         batch = trainer.precision_plugin.convert_input(copy.deepcopy(samples))
         batch = move_batch(trainer, batch, RunningStage.TRAINING)
@@ -230,10 +230,10 @@ class TrialSteps:
                 getattr(callback, hook)(self._trainer, self._module, *args)
             getattr(self._module, hook)(*args)
 
-    # Attributes that reach the server.
+    # Attributes that the server's model depends on.
 
     def name_gathered(self) -> None:
-        """Note which attributes, as training leaves them, hooks at the end of a round write to the module's state."""
+        """Find the attributes that training fills and that hooks at the end of a round write to the module's state."""
         self.gathered = self._gathered()
 
     def _gathered(self) -> list[str]:
@@ -247,7 +247,7 @@ class TrialSteps:
         second = self._loose_state().search
 
         def ended(names: Collection[str] | None) -> State | None:
-            """Return the state from the attributes of the second client, of which some are as the first leaves them."""
+            """Return the state that hooks compute from the second client's attributes, with ``names`` of the first."""
             second.restore()
             first.restore(names)
             return self._ended(hooks)
@@ -267,7 +267,7 @@ class TrialSteps:
         return ModuleSnapshot(self._module, self._federation.optimizers, schedulers)
 
     def _ended(self, hooks: Sequence[str]) -> State | None:
-        """Return the module's state after hooks at the end of a round, which it is restored from; None if they fail."""
+        """Return the module's state after hooks at the end of a round, then restore the module. None: a hook failed."""
         places = [values for part in self._module.modules() for values in _tensors_of(part)]
         previous_dicts = [dict(values) for values in places]
         load_state_tensors(self._module, self._state)
@@ -275,7 +275,7 @@ class TrialSteps:
             for hook in hooks:
                 getattr(self._module, hook)()
             return {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
-        except Exception:  # whatever a user's own code has to say
+        except Exception:  # The user's code may raise any error.
             return None
         finally:
             for values, previous_values in zip(places, previous_dicts, strict=True):
@@ -289,5 +289,5 @@ def _tensors_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _same(first_state: State, second_state: State) -> bool:
-    """Return whether the tensors of the first state are equal in the second, which may have more."""
+    """Return whether the second state contains all tensors of the first state with equal values."""
     return all(name in second_state and torch.equal(value, second_state[name]) for name, value in first_state.items())

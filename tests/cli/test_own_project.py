@@ -49,7 +49,7 @@ def test_the_commands_of_the_page(project, tmp_path, capsys):
     ("words", "message"),
     [
         ("--model.widht 3", "Expected arguments of `model` but got `model.widht`."),
-        ("--trainer.max_epochs 9", "at most the stream's 5 rounds but got 9. Set `max_epochs=5`"),
+        ("--trainer.max_epochs 9", "at most 5, the number of rounds of the stream, but got 9. Set `max_epochs=5`"),
     ],
 )
 def test_mistakes_on_the_page_s_command_line(project, capsys, words, message):

@@ -132,7 +132,7 @@ def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, 
 def test_going_on_with_another_optimizer_is_refused_by_name(begun, error_of, change, message):
     before = contents(begun)
     error = error_of(["fit", str(begun), "--trainer.max_epochs", "4", *change])
-    assert "Expected a checkpoint of this recipe but" in error and message in error
+    assert "Expected a checkpoint with the settings of this run, but" in error and message in error
     assert contents(begun) == before
 
 
@@ -207,8 +207,8 @@ def test_a_checkpoint_of_no_epoch_or_version_is_refused(begun, error_of, change,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--trainer.devices", "1000000"], "`devices`, a process each, on this machine but got 1000000"),
-        (["--trainer.num_nodes", "5"], "to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its environment"),
+        (["--trainer.devices", "1000000"], "`devices` on this machine, because each one is a process, but got 1000000"),
+        (["--trainer.num_nodes", "5"], "Expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment"),
         (["--data.scenario.rounds_per_experience", "1000000000"],
          "Expected `rounds_per_experience` to be between 1 and 1000000 but got 1000000000"),
     ],

@@ -166,9 +166,9 @@ REFUSED = [
         "data: {data: {class_path: own_parts.Floats}, scenario: Stationary, partition: Shards}",
         "Expected targets that are classes for `Shards`, but got targets of type float64. Use another `partition`",
     ),
-    (trainer("max_steps: 5"), "Expected `max_steps=-1` and `min_steps=None` but got 5 and None"),
-    (trainer("val_check_interval: '00:00:00:01'"), "but got a time and 1: within a round"),
-    (trainer("check_val_every_n_epoch: null"), "but got 1.0 and None: within a round"),
+    (trainer("max_steps: 5"), "Expected `max_steps=-1` and `min_steps=None`, but got 5 and None"),
+    (trainer("val_check_interval: '00:00:00:01'"), "but got a time and 1. Within a round"),
+    (trainer("check_val_every_n_epoch: null"), "but got 1.0 and None. Within a round"),
     (trainer("accumulate_grad_batches: 0"), "Expected `accumulate_grad_batches` to be at least 1 but got 0"),
     (trainer("max_epochs: 0"), "Expected the fit to train for at least one round but `max_epochs=0`"),
     (trainer("max_time: '00:00:00:00'"), "Expected the fit to train for at least one round"),
@@ -177,15 +177,15 @@ REFUSED = [
     (trainer("strategy: auto"), 'Expected a Trainer with `strategy="federated"` for a stream of 3 clients'),
     (
         trainer(f"callbacks: [], limit_train_batches: 1, strategy: {{init_args: {{synchronization: {DEADLINE}}}}}"),
-        "Expected `limit_train_batches=1.0` and no `overfit_batches` beside `synchronization` but got 1",
+        "Expected `limit_train_batches=1.0` and no `overfit_batches` together with `synchronization`, but got 1",
     ),
     (callback("BatchSizeFinder"), "Expected no `BatchSizeFinder` among"),
     (callback("LearningRateFinder"), "Expected no `LearningRateFinder` among"),
     (callback("StochasticWeightAveraging", "swa_lrs: 0.1"), "Expected no `StochasticWeightAveraging` among"),
-    (callback("ModelCheckpoint", "every_n_train_steps: 5"), "but got `every_n_train_steps=5`: it would save"),
+    (callback("ModelCheckpoint", "every_n_train_steps: 5"), "but got `every_n_train_steps=5`, which would save"),
     (
         callback("ModelCheckpoint", "train_time_interval: '0:00:05'"),
-        "but got `train_time_interval=0:00:05`: it would save",
+        "but got `train_time_interval=0:00:05`, which would save",
     ),
     (
         trainer("enable_checkpointing: false, callbacks: [{class_path: ModelCheckpoint}]"),
@@ -201,7 +201,7 @@ REFUSED = [
     (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `FedWEITNet` network for `FedWEIT`"),
     (
         callback("own_parts.Keeps"),
-        "Expected checkpoints to contain tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",
+        "to contain only tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",
     ),
     (
         "data: {data: {class_path: own_parts.Texts}, split: {test: 0.5}}\n" + callback("lightning_fcl.callbacks.GEM"),
@@ -317,6 +317,6 @@ def test_it_starts_no_processes(error_of, monkeypatch, capsys):
     assert capsys.readouterr().out.count("All of it fits.") == 1
     told = error_of(["validate", *words, "8"])
     assert (
-        "Expected at most as many processes (`devices` times `num_nodes`) as a round has client groups, "
-        "3 of up to 1" in told
+        "Expected the number of processes (`devices` times `num_nodes`) to be at most the number of client groups "
+        "in a round, 3 (of up to 1" in told
     )

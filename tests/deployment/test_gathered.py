@@ -35,7 +35,7 @@ def test_server_rejects_state_of_gathered_values(rehearsal, wire, monkeypatch, t
     deployed.simulate()
     link = wire(deployed.nodes())
     if gathers:
-        with pytest.raises(ValueError, match="Expected hooks at the end of a round to use aggregated state only"):
+        with pytest.raises(ValueError, match="Expected hooks at the end of a round to use only aggregated state"):
             deployed.serve(link)
         assert not link.asked
     else:

@@ -232,7 +232,7 @@ class Own(Classifier):
 def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, make_task):
     obstacle = Obstacle(Reason.STATE, ("`model.last`",))
     with pytest.raises(
-        ValueError, match=re.escape(f'Expected `max_vectorized_clients=1` or "auto" but got 4: {obstacle}')
+        ValueError, match=re.escape(f'Expected `max_vectorized_clients` to be 1 or "auto", but got 4: {obstacle}')
     ):
         fit(make_task(model=Caching(6, 4)), make_stream(), max_vectorized_clients=4)
     with pytest.raises(ValueError, match=str(Obstacle(Reason.KEEP_OPTIMIZER))):
@@ -471,7 +471,7 @@ def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, m
 
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
     fit(make_task(model=Noisy(6, 4)), make_stream(), max_vectorized_clients=3, max_epochs=1)
-    assert "Random layers draw other numbers in vectorized training" in caplog.text
+    assert "Random layers draw different numbers in vectorized training" in caplog.text
 
 
 class Contrasting(Classifier):

@@ -116,7 +116,7 @@ def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, nam
     task = kind()
     fit(task, stream_of(), max_vectorized_clients=1)
     assert caplog.text.count(MESSAGE.format(name)) == 1
-    assert 'whose reduction is "sum"' in caplog.text
+    assert 'with the reduction "sum"' in caplog.text
     assert len(task.embeddings) == 12 if kind is Gaussian else task.memory.shape == (2, 5)
 
 

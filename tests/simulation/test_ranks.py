@@ -384,7 +384,7 @@ def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_
     with pytest.raises(Exception, match=r"Expected the reduction `stays` .* on one device but got 2"):
         ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, max_vectorized_clients=1)
     with pytest.raises(
-        Exception, match=r"as a round has client groups, 2 of up to 2 clients, but got 3. Set fewer devices"
+        Exception, match=r"client groups in a round, 2 \(of up to 2 clients\), but got 3. Set fewer `devices`"
     ):
         ranks(3, make_task(), make_stream(), max_vectorized_clients=2)
 
@@ -400,7 +400,7 @@ def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monk
             stream.plan.train[0]["0"] = stream.plan.train[0]["0"][1:]
 
     monkeypatch.setattr(stream, "setup", other)
-    with pytest.raises(Exception, match="alike but process 1 has another `data`"):
+    with pytest.raises(Exception, match="to have the same `data`, but process 1 has"):
         ranks(2, make_task(), stream, max_vectorized_clients=1)
 
 

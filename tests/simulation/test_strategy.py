@@ -201,7 +201,7 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
         return trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"]
 
     assert accuracy() == pytest.approx(sum(correct["server"]) / len(stream.plan.test))
-    assert ("This is the server's model" in caplog.text) == bool(rules)
+    assert ("The module is the server's model" in caplog.text) == bool(rules)
     caplog.clear()
     loaded = []
     for client in "01230":  # one after the other, as from the server's each time
@@ -213,7 +213,7 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
             assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
     assert equal(task.state_dict(), server)
     assert equal(loaded[0], loaded[4]) and not equal(loaded[0], loaded[1])
-    assert "This is the server's model" not in caplog.text
+    assert "The module is the server's model" not in caplog.text
     assert len({tuple(correct[client]) for client in "0123"}) > 2
 
 

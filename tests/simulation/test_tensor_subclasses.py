@@ -240,10 +240,10 @@ def test_readable_other_values_are_rejected_by_path(leaf):
     with pytest.raises(ValueError) as caught:
         readable({"state_dict": {}, **nested(leaf)})
     assert str(caught.value) == (
-        "Expected checkpoints to contain tensors and plain values, but "
-        f"`checkpoint['callbacks']['Mine'][0]['kept'][1]` is a `{type(leaf).__name__}`, and no checkpoint with it "
-        "could be read. In `state_dict` of the callback `Mine`, convert it to numbers, text, tensors, or lists and "
-        "dicts of these."
+        "Expected checkpoints to contain only tensors and plain values, but "
+        f"`checkpoint['callbacks']['Mine'][0]['kept'][1]` is a `{type(leaf).__name__}`. A checkpoint with "
+        "this value could not be read. In `state_dict` of the callback `Mine`, convert it to numbers, text, tensors, "
+        "or lists and dicts of them."
     )
 
 

@@ -181,7 +181,7 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
     [
         (LearningRateFinder(), "lightning-fcl tune"),
         (BatchSizeFinder(), "Set `batch_size`"),
-        (ModelPruning("l1_unstructured", amount=0.5), "Prune the model when the fit is done"),
+        (ModelPruning("l1_unstructured", amount=0.5), "Prune the model after the fit"),
         (GradientAccumulationScheduler({0: 4}), "Set `accumulate_grad_batches`"),
         (StochasticWeightAveraging(0.1), "an `AveragedModel(pl_module)` .*`SWALR`"),
         (WeightAveraging(), "an `AveragedModel(pl_module)`"),

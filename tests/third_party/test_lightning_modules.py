@@ -296,5 +296,5 @@ def test_a_schedule_that_asks_for_the_number_of_steps_has_a_client_s(federated):
     federated(task, stranger.stream(clients=2))  # five samples each
     assert any(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
     stranger.tests += 1  # five samples and four
-    with pytest.raises(ValueError, match=r"^Expected clients that have as many batches in every round"):
+    with pytest.raises(ValueError, match=r"^Expected the number of batches to be the same for all clients and rounds"):
         federated(make(), stranger.stream(clients=2))
