@@ -1,4 +1,4 @@
-"""A client begins as if it were alone: what another has left in the module or its optimizer does not reach it."""
+"""Isolation of clients: state that one client leaves in the module or optimizer does not reach the next client."""
 
 import collections
 import copy
@@ -25,7 +25,7 @@ OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
 
 
 def stream_of(clients, rounds=1, validation=0.0):
-    """Four batches of eight samples for each of some clients, the same whoever else there is."""
+    """Return a stream with four batches of eight samples per client, independent of the other clients."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
@@ -39,7 +39,7 @@ def stream_of(clients, rounds=1, validation=0.0):
 
 
 class Uploads(Callback):
-    """What each client sends in the first round."""
+    """Stores the state that each client uploads in the first round."""
 
     def __init__(self):
         self.of = {}
@@ -52,7 +52,7 @@ class Uploads(Callback):
 
 @pytest.fixture
 def uploads(fit):
-    """What each of some clients sends, from a module that is made for it."""
+    """Return the uploads of some clients from a fit with a new module."""
 
     def run(make, clients, **kwargs):
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ def uploads(fit):
 
 
 class Base(L.LightningModule):
-    """A network of two layers, whose subclasses add what a step keeps."""
+    """A network of two layers. Subclasses add state that a step changes."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Base(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Make what a step keeps."""
+        """Create the state of a subclass."""
 
     def forward(self, x):
         return self.model(x)
@@ -121,7 +121,7 @@ class SchedulesByHand(Base):
 
 
 class WarmsUp(Base):
-    """Sets the optimizer's rate in its step."""
+    """Sets the learning rate in the training step."""
 
     def training_step(self, batch, batch_idx):
         for group in self.optimizers().param_groups:
@@ -130,7 +130,7 @@ class WarmsUp(Base):
 
 
 class CountsInGroups(torch.optim.SGD):
-    """Keeps numbers in its groups, as Adan and Prodigy do, and in an attribute."""
+    """Stores numbers in its parameter groups, as Adan and Prodigy do, and in an attribute."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -153,7 +153,7 @@ class KeepsInGroups(Base):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps another optimizer, which has a state of its own."""
+    """Steps an inner optimizer with separate state."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -170,7 +170,7 @@ class Wraps(Base):
 
 
 class MemoryBank(Base):
-    """A buffer that is not kept, written in place and made anew."""
+    """Non-persistent buffers, one changed in place and one replaced."""
 
     def prepare(self):
         self.register_buffer("bank", torch.zeros(16, 8), persistent=False)
@@ -187,7 +187,7 @@ class MemoryBank(Base):
 
 
 class Attributes(Base):
-    """Numbers, lists, arrays and others, nested, some made in the first step."""
+    """Numbers, lists, arrays and other attributes, nested, some created in the first step."""
 
     def prepare(self):
         self.average, self.losses, self.kinds = 0.0, [], {"seen": set(), "nested": [[1.0]]}
@@ -219,7 +219,7 @@ class Holder:
 
 
 class Objects(Base):
-    """Objects of a user's own, generators, a teacher that is no part of the module, with its optimizer."""
+    """User-defined objects, generators, and a teacher outside the module with an optimizer."""
 
     def prepare(self):
         self.holder = Holder()
@@ -243,7 +243,7 @@ class Objects(Base):
 
 
 class Freezes(Base):
-    """Freezes layers and puts them into evaluation as it goes."""
+    """Freezes layers and sets them to evaluation mode during training."""
 
     def prepare(self):
         self.drop = nn.Dropout(0.5)
@@ -281,13 +281,13 @@ def same(left, right):
     "[Reset for each client](trainer.md#state-that-is-reset-for-each-client).",
 )
 @pytest.mark.parametrize("make", MODULES)
-def test_a_client_sends_the_same_alone_and_after_others(uploads, make):
+def test_upload_alone_and_after_other_clients_is_equal(uploads, make):
     alone, after, last = (uploads(make, clients)["b"] for clients in ("b", "ab", "abc"))
     assert same(alone, after) and same(alone, last)
     assert not same(alone, uploads(make, "b", local_epochs=1)["b"])
 
 
-def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
+def test_upload_with_lbfgs_alone_and_after_others_is_equal(uploads):
     class Lbfgs(Base):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), lr=0.1)
@@ -297,13 +297,13 @@ def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
         uploads(Lbfgs, "b", keep_optimizer_state=True)
 
 
-# The optimizer's groups.
+# Parameter groups of the optimizer.
 
 
 @pytest.mark.may(
     "`keep_optimizer_state=True`", "Each client keeps its optimizer state and parameter groups, except learning rates."
 )
-def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
+def test_keep_optimizer_state_saves_values_in_parameter_groups(fit):
     def kept(keep):
         stream = stream_of("ab", rounds=2)
         trainer = fit(KeepsInGroups(), stream, keep_optimizer_state=keep, max_vectorized_clients=1, seed=0)
@@ -312,7 +312,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     for memory in kept(True).values():
         assert memory["0.number.0.step"].item() == 8  # four batches in each of two rounds
         assert memory["0.group.0.estimate"].item() == pytest.approx(1.1**8)
-        assert not [name for name in memory if name.endswith(".lr")]  # which schedules may set
+        assert not [name for name in memory if name.endswith(".lr")]  # Schedulers may set the learning rate.
     assert kept(False) == {"a": {}, "b": {}}
 
 
@@ -320,7 +320,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     "`keep_optimizer_state=True` with an optimizer that stores lists, such as LBFGS",
     "Not supported. Only tensors and numbers can be kept.",
 )
-def test_an_optimizer_that_keeps_something_else_is_named(fit):
+def test_keep_optimizer_state_list_in_state_raises(fit):
     class Lists(torch.optim.SGD):
         def step(self, closure=None):
             loss = super().step(closure)
@@ -341,7 +341,7 @@ def test_an_optimizer_that_keeps_something_else_is_named(fit):
     "The change applies to all clients of the round. Schedules by round continue.",
 )
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_schedules_by_round_stay(fit, by_hand):
+def test_schedules_by_round_continue_between_rounds(fit, by_hand):
     class Scheduled(SchedulesByHand):
         def prepare(self):
             self.automatic_optimization = not by_hand
@@ -364,7 +364,7 @@ def test_schedules_by_round_stay(fit, by_hand):
 
 
 class Gathers(Base):
-    """Logs what its steps have kept, as Lightning's guide has it, and goes by a schedule."""
+    """Logs values that its steps have stored, as in Lightning's guide, and changes a scale by round."""
 
     def prepare(self):
         self.outputs, self.history, self.ends, self.seen = [], [], [], []
@@ -393,11 +393,13 @@ class Gathers(Base):
         assert self.ended == self.number
 
     def validation_step(self, batch, batch_idx):
-        assert self.number == self.ended == 0 and self.mean == 0 and not self.teacher[0].any()  # the server's
+        assert (
+            self.number == self.ended == 0 and self.mean == 0 and not self.teacher[0].any()
+        )  # Validation sees the server's values.
         self.validated = self.trainer.current_epoch
 
     def on_train_epoch_end(self):
-        number = self.history[-1] + 1  # of the last client's steps
+        number = self.history[-1] + 1  # number of steps of the last client
         assert self.number == self.ended == number and torch.isclose(
             self.total, torch.stack(self.outputs)[-number:].sum()
         )
@@ -411,7 +413,7 @@ class Gathers(Base):
     "Lists that steps append to",
     "A client does not see items of other clients. After the round the list contains the items of all clients.",
 )
-def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
+def test_epoch_end_hooks_see_last_client_and_all_appended_items(fit):
     class Counts(Callback):
         def on_round_end(self, trainer, pl_module):
             assert pl_module.number == 0 and not pl_module.teacher[0].any()
@@ -429,7 +431,7 @@ def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathere
 
 
 class EndsRounds(Base):
-    """Changes at each round's end what its clients change as well."""
+    """At the end of a round, changes the attributes that clients change in training."""
 
     def prepare(self):
         self.rate, self.counts, self.total = 1.0, {"steps": 0}, torch.zeros(())
@@ -456,7 +458,7 @@ class EndsRounds(Base):
 @pytest.mark.may(
     "Attributes changed in `on_train_epoch_end`", "The clients of the next round start with the changed values."
 )
-def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
+def test_attributes_changed_at_epoch_end_start_the_next_round(fit):
     task = EndsRounds()
     fit(
         task,
@@ -472,7 +474,7 @@ def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
     assert (task.rate, task.counts, float(task.total), float(task.mean)) == (0.125, {"steps": -3}, 30.0, 300.0)
 
 
-def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp_path):
+def test_checkpoints_within_and_after_rounds_do_not_change_training(fit, tmp_path):
     def trained(*callbacks):
         torch.manual_seed(0)
         task, by_hand = Gathers(), AccumulatesByHand()
@@ -489,7 +491,7 @@ def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp
     assert same(plain[0], saving[0]) and same(plain[1], saving[1])
 
 
-def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
+def test_interrupted_round_restores_attributes(fit):
     class Stop(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if (trainer.strategy.current_client_round.client_id, batch_idx) == ("b", 2):
@@ -499,10 +501,10 @@ def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
     with pytest.raises(ValueError, match="enough"):
         fit(task, stream_of("abc"), [Stop()], max_vectorized_clients=1)
     assert task.average == 0.0 and not hasattr(task, "first") and not task.kinds["seen"] and not task.recent
-    assert len(task.losses) == 6  # a record
+    assert len(task.losses) == 6  # Lists keep the items of all clients.
 
 
-def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
+def test_resumed_fit_starts_clients_with_equal_attributes(fit, tmp_path):
     def tasks():
         torch.manual_seed(0)
         return Attributes()
@@ -520,7 +522,7 @@ def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
     "Attributes that cannot be copied, such as an iterator",
     "Changes by one client are visible to the next client. A warning names the attribute once.",
 )
-def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
+def test_attribute_that_cannot_be_restored_warns_once(fit, caplog):
     class Iterates(Base):
         def prepare(self):
             self.values = iter([1.0] * 100)
@@ -529,7 +531,7 @@ def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
             return super().loss(x, y) * next(self.values)
 
     fit(Iterates(), stream_of("ab", rounds=2), max_vectorized_clients=1)
-    message = "Clients find `values` of `Iterates` as those before have left it, if training changes it"
+    message = "Cannot restore `values` of `Iterates` for each client. If training changes these attributes"
     assert caplog.text.count(message) == 1
 
 
@@ -540,7 +542,7 @@ def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
     "`batch_idx` or `self.global_step` in the step or in hooks",
     "[The counters](trainer.md#local-training) count the client's batches and steps in the round.",
 )
-def test_steps_and_hooks_count_the_client_s_batches(fit):
+def test_batch_idx_and_global_step_count_the_clients_batches(fit):
     steps, hooks = [], []
 
     class Counts(Base):
@@ -556,7 +558,7 @@ def test_steps_and_hooks_count_the_client_s_batches(fit):
 
 
 class Checkpoints(Base):
-    """Dropout in layers whose activations are computed once more in the backward pass."""
+    """Dropout in layers whose activations are recomputed in the backward pass."""
 
     reentrant = None
 
@@ -571,7 +573,7 @@ class Checkpoints(Base):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_recomputed_activations_draw_what_they_drew(uploads, by_hand):
+def test_recomputed_activations_draw_the_same_dropout(uploads, by_hand):
     def make(way):
         class Task(Checkpoints):
             reentrant = way
@@ -589,14 +591,14 @@ def test_recomputed_activations_draw_what_they_drew(uploads, by_hand):
 
     plain, one, other = (uploads(lambda way=way: make(way), "ab") for way in (None, False, True))
     assert all(same(plain[client], one[client]) and same(plain[client], other[client]) for client in "ab")
-    assert torch.get_rng_state.__module__ == "torch.random"  # what noted the draws is gone
+    assert torch.get_rng_state.__module__ == "torch.random"  # The temporary replacement was removed.
 
 
-# Side by side.
+# Vectorized training.
 
 
 class Averages(nn.Linear):
-    """Keeps an average that its output depends on: an attribute, or a buffer that is not kept."""
+    """Stores an average that the output depends on, in an attribute or a non-persistent buffer."""
 
     def __init__(self, buffer):
         super().__init__(6, 4)
@@ -619,7 +621,7 @@ class Recomputes(nn.Sequential):
 
 
 class Positions(nn.Linear):
-    """A buffer that is not kept, and that nobody changes."""
+    """A non-persistent buffer that never changes."""
 
     def __init__(self):
         super().__init__(6, 4)
@@ -638,7 +640,7 @@ class Positions(nn.Linear):
     ("model", "side_by_side"),
     [(lambda: Averages(True), False), (lambda: Averages(False), False), (Recomputes, False), (Positions, True)],
 )
-def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_side):
+def test_vectorized_upload_equals_upload_alone(fit, model, side_by_side):
     def uploads(clients, max_vectorized_clients):
         torch.manual_seed(0)
         watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))

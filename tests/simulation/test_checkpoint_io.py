@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all."""
+"""Atomic writing of checkpoints."""
 
 import os
 import signal
@@ -43,14 +43,14 @@ def is_as_before(path):
     return torch.equal(loaded["state_dict"]["weight"], BEFORE["state_dict"]["weight"])
 
 
-def test_a_federation_writes_so_and_another_can_be_asked_for(fit, make_stream, make_task, tmp_path):
+def test_strategy_default_checkpoint_io_writes_atomically(fit, make_stream, make_task, tmp_path):
     trainer = fit(make_task(), make_stream())
     assert isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO)
     trainer.save_checkpoint(tmp_path / "deep" / "er" / "a.ckpt")
     assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["a.ckpt"]
 
 
-def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
+def test_save_checkpoint_full_disk_keeps_previous_file_and_raises(path, full_disk):
     message = f"bytes for {path} but the disk is full.*Make room, then go on from the"
     with full_disk(8192), pytest.raises(OSError, match=message):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
@@ -61,7 +61,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
 @pytest.mark.parametrize(
     "moment", ["while it is written", pytest.param("before it is renamed", marks=pytest.mark.long)]
 )
-def test_a_kill_leaves_the_last_one_and_what_is_half_written_goes_with_the_next(path, moment):
+def test_save_checkpoint_killed_keeps_previous_file_until_next_save(path, moment):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run([sys.executable, "-c", KILLED, path, moment], env=environment)
     assert process.returncode == -signal.SIGKILL

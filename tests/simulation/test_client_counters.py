@@ -1,4 +1,4 @@
-"""Counters of batches and steps: hooks in a client's round see those of a Trainer that has the client's data alone."""
+"""Counters of batches and steps: a client's hooks see the counters of a Trainer with only the client's data."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -15,11 +15,11 @@ from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.simulation.hook_calls import TRAINING
 
-SAMPLES = {"a": 56, "b": 40, "c": 8}  # in batches of eight
+SAMPLES = {"a": 56, "b": 40, "c": 8}  # The batch size is 8.
 
 
 def stream_of(clients, rounds=1):
-    """Clients' samples, the same ones whoever else there is."""
+    """Return a stream of some clients. The samples of a client do not depend on the other clients."""
     rng = np.random.default_rng(0)
     data = {client: rng.normal(size=(number, 6)).astype(np.float32) for client, number in SAMPLES.items()}
     x = np.concatenate([data[client] for client in clients])
@@ -90,7 +90,7 @@ class Base(L.LightningModule):
 
 
 def hooked(base, hooks, act):
-    """A subclass that calls ``act(trainer, hook, batch_idx)`` before each of these hooks."""
+    """Return a subclass that calls ``act(trainer, hook, batch_idx)`` before each of the hooks."""
 
     def before(hook, plain):
         def called(self, *args, **kwargs):
@@ -106,7 +106,7 @@ def hooked(base, hooks, act):
 
 
 def plain_fit(module, client, callbacks, accumulate):
-    """Fits in a plain Trainer that has the client's data alone."""
+    """Fit in a plain Trainer that has only the client's data."""
     data = TensorDataset(torch.randn(SAMPLES[client], 6), torch.arange(SAMPLES[client]) % 4)
     trainer = L.Trainer(
         max_epochs=1,
@@ -122,7 +122,7 @@ def plain_fit(module, client, callbacks, accumulate):
 
 
 @pytest.mark.parametrize(("automatic", "accumulate"), [(True, 1), (True, 2), (True, 3), (False, 1)])
-def test_hooks_count_as_in_a_plain_trainer_with_the_client_s_data(fit, automatic, accumulate):
+def test_hooks_see_counters_of_a_plain_trainer_with_the_clients_data(fit, automatic, accumulate):
     seen = []
 
     def note(trainer, hook, batch_idx):
@@ -136,7 +136,7 @@ def test_hooks_count_as_in_a_plain_trainer_with_the_client_s_data(fit, automatic
         plain_fit(kind(automatic), client, [callback()], accumulate)
         expected += seen
         seen.clear()
-    # The plain Trainer steps the schedule a little later: after `processed`, which is not compared, has been counted.
+    # The plain Trainer steps the schedule after it has counted `processed`, which is therefore not compared.
     options = {"accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0}
     trainer = fit(
         kind(automatic), stream_of("abc"), [callback()], trainer_args=options, max_vectorized_clients=1, max_epochs=1
@@ -147,7 +147,7 @@ def test_hooks_count_as_in_a_plain_trainer_with_the_client_s_data(fit, automatic
 
 
 class Uploads(Callback):
-    """What each client sends in the first round, and the counters that it sees then."""
+    """Stores the upload of each client in the first round, and the counters at that time."""
 
     def __init__(self):
         self.of, self.counters = {}, {}
@@ -162,7 +162,7 @@ class Uploads(Callback):
 
 @pytest.fixture
 def uploads(fit):
-    """What each of some clients sends, from a module that is made for it."""
+    """Return the uploads of some clients from a fit with a new module."""
 
     def run(make, clients, callbacks=(), **kwargs):
         watch = Uploads()
@@ -200,15 +200,15 @@ CASES = [
     "on other clients.",
 )
 @pytest.mark.parametrize(("base", "hooks", "of_callback", "automatic"), CASES)
-def test_a_client_sends_the_same_whatever_hook_reads_the_counters(uploads, base, hooks, of_callback, automatic):
+def test_upload_hook_that_reads_counters_is_independent_of_others(uploads, base, hooks, of_callback, automatic):
     kind, callback = hooked(base, hooks, scaled_by_counters), hooked(Callback, of_callback, scaled_by_counters)
     alone, after = (uploads(lambda: kind(automatic), clients, [callback()])["b"] for clients in ("b", "ab"))
     assert same(alone, after)
-    assert not same(alone, uploads(lambda: base(automatic), "b")["b"])  # the hook takes part
+    assert not same(alone, uploads(lambda: base(automatic), "b")["b"])  # The hook changes the upload.
 
 
 class WarmsUp(Base):
-    """Warms up by the global step, as Lightning's guide has it."""
+    """Increases the learning rate with the global step, as in Lightning's guide."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(closure=optimizer_closure)
@@ -222,7 +222,7 @@ class ClipsByStep(Base):
 
 
 class Averages(Base):
-    """An average of the weights that warms up, which the loss is drawn to."""
+    """A regularizer towards an average of the weights, whose decay depends on the global step."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)
@@ -238,7 +238,7 @@ class Averages(Base):
 
 
 class Scheduler:
-    """Sets rates by the number of an update, as those of timm do."""
+    """Sets learning rates by the number of updates, as timm's schedulers do."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -298,7 +298,7 @@ class EndsGently(Callback):
         (Base, [lambda: LambdaCallback(on_after_backward=EndsGently().on_after_backward)]),
     ],
 )
-def test_so_it_does_in_what_modules_do_by_counters(uploads, make, callbacks, accumulate):
+def test_upload_module_that_uses_counters_is_independent_of_others(uploads, make, callbacks, accumulate):
     options = {
         "trainer_args": {"accumulate_grad_batches": accumulate},
         "max_vectorized_clients": "auto" if callbacks else 1,
@@ -308,11 +308,11 @@ def test_so_it_does_in_what_modules_do_by_counters(uploads, make, callbacks, acc
     assert same(found[1]["a"], found[2]["a"]) and not same(found[1]["a"], found[1]["b"])
 
 
-# Several clients in one step.
+# Vectorized training.
 
 
 class CountsInStep(L.LightningModule):
-    """Its own step goes by the global step, which all clients of a vectorized step share."""
+    """A `training_step` that uses the global step, which all clients of a vectorized step share."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ class CountsInStep(L.LightningModule):
 
 
 class CountsInLoss(Classifier):
-    """A loss of samples that goes by the global step, and trains on padded batches."""
+    """A loss of single samples that uses the global step. It is trained on padded batches."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -341,7 +341,7 @@ class CountsInLoss(Classifier):
 @pytest.mark.seconds
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("make", [CountsInStep, CountsInLoss])
-def test_clients_of_one_step_share_the_counters_of_each(fit, uploads, make, accumulate):
+def test_vectorized_clients_see_the_counters_of_sequential_clients(fit, uploads, make, accumulate):
     options = {"trainer_args": {"accumulate_grad_batches": accumulate}}
     alone = {client: uploads(make, client, **options)[client] for client in "abc"}
     together = uploads(make, "abc", max_vectorized_clients=3, **options)
@@ -356,7 +356,7 @@ def test_clients_of_one_step_share_the_counters_of_each(fit, uploads, make, accu
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["num_training_batches", "is_last_batch", "estimated_stepping_batches"])
 @pytest.mark.parametrize("base", [CountsInStep, CountsInLoss])
-def test_clients_whose_training_depends_on_their_number_of_batches_train_one_at_a_time(uploads, fit, base, name):
+def test_training_that_reads_number_of_batches_is_sequential(uploads, fit, base, name):
     def factor(module):
         return 1 + float(COUNTERS[name](module.trainer)) if torch.is_grad_enabled() else 1
 
@@ -374,8 +374,8 @@ def test_clients_whose_training_depends_on_their_number_of_batches_train_one_at_
     assert same(alone, after)
 
 
-def test_a_lambda_callback_trains_like_a_callback(fit, uploads):
-    """Its hooks are a user's, which in a vectorized step would see several clients' gradients."""
+def test_lambda_callback_with_step_hook_makes_training_sequential(fit, uploads):
+    """Its hooks are user code, which would see the gradients of several clients in a vectorized step."""
     made = LambdaCallback(on_after_backward=EndsGently().on_after_backward)
     assert fit(CountsInStep(), stream_of("ab"), [made]).strategy.num_vectorized_clients == 1
     assert (
@@ -386,7 +386,7 @@ def test_a_lambda_callback_trains_like_a_callback(fit, uploads):
     )
 
 
-# What counts over all clients.
+# Counters of all clients.
 
 
 class Bar(ProgressBar):
@@ -399,7 +399,7 @@ class Bar(ProgressBar):
 
 
 class Saves(Callback):
-    """Saves a checkpoint in each client's last batch, and notes what hooks outside of clients' rounds see."""
+    """Saves a checkpoint in each client's last batch, and stores the counters that hooks between clients see."""
 
     def __init__(self, folder):
         self.folder, self.outside = folder, []
@@ -415,7 +415,7 @@ class Saves(Callback):
     on_train_epoch_end = on_validation_start = on_train_epoch_start
 
 
-def test_lightning_counts_over_all_clients(fit, tmp_path):
+def test_lightning_counters_include_all_clients(fit, tmp_path):
     bar, saves = Bar(), Saves(tmp_path)
     arguments = {"enable_checkpointing": True, "enable_progress_bar": True}
     callbacks = [bar, saves, ModelCheckpoint(tmp_path, "{step}")]
@@ -430,7 +430,7 @@ def test_lightning_counts_over_all_clients(fit, tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_client_end"])
-def test_an_error_in_a_client_s_hook_leaves_the_counters_of_the_round_before(fit, quiet, hook):
+def test_error_in_client_hook_restores_counters_of_previous_round(fit, quiet, hook):
     def fail(self, trainer, *_):
         if trainer.current_epoch == 1 and trainer.strategy.current_round.client_group.clients.client_ids[0] == "b":
             raise RuntimeError("enough")
@@ -449,7 +449,7 @@ def test_an_error_in_a_client_s_hook_leaves_the_counters_of_the_round_before(fit
     assert not (trainer.strategy.shows_one_process or trainer.strategy.federation.counters.shown)
 
 
-def test_another_trainer_in_a_client_s_hook_has_counters_of_its_own(fit):
+def test_trainer_inside_client_hook_has_separate_counters(fit):
     found = []
 
     class Inner(Base):
@@ -466,11 +466,11 @@ def test_another_trainer_in_a_client_s_hook_has_counters_of_its_own(fit):
     assert found == 2 * [(n, n) for n in range(5)]
 
 
-# Schedules that modules step by hand.
+# Schedulers of modules with manual optimization.
 
 
 class ByHand(Base):
-    """Steps a schedule with some of its batches."""
+    """Steps a scheduler after some of the batches."""
 
     def __init__(self, when):
         super().__init__(automatic=False)
@@ -489,20 +489,20 @@ class ByHand(Base):
 @pytest.mark.parametrize(
     ("when", "rate"),
     [
-        (lambda trainer, batch_idx: trainer.is_last_batch, 0.1 * 0.5**3),  # by round
-        (lambda trainer, batch_idx: True, 0.1),  # by step: begins anew with each client
+        (lambda trainer, batch_idx: trainer.is_last_batch, 0.1 * 0.5**3),  # a schedule by round
+        (lambda trainer, batch_idx: True, 0.1),  # a schedule by step, which restarts with each client
         (lambda trainer, batch_idx: batch_idx % 2 == 1, 0.1),
         (lambda trainer, batch_idx: False, 0.1),
     ],
 )
 @pytest.mark.parametrize("clients", ["abc", "cba"])
-def test_a_schedule_that_steps_with_last_batches_alone_is_by_round(fit, when, rate, clients):
+def test_manual_schedule_stepped_only_in_last_batches_is_by_round(fit, when, rate, clients):
     trainer = fit(ByHand(when), stream_of(clients, rounds=3), max_vectorized_clients=1)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
 
 
 class SetsRates(Base):
-    """Sets the rate of the next batch after each batch, and notes the rate of its first batch."""
+    """Sets the learning rate of the next batch after each batch, and stores the rate of each first batch."""
 
     def __init__(self, automatic=True):
         super().__init__(automatic)
@@ -521,14 +521,14 @@ class SetsRates(Base):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_rate_that_a_client_s_last_hook_sets_is_no_other_client_s(fit, automatic):
+def test_rate_set_after_last_batch_does_not_reach_other_clients(fit, automatic):
     task = SetsRates(automatic)
     fit(task, stream_of("abc", rounds=3), max_vectorized_clients=1)
     assert task.begins == pytest.approx([0.1] * 3 + [0.2] * 3 + [0.4] * 3)
 
 
 @pytest.mark.parametrize("hook", ["training_step", "on_train_batch_end"])
-def test_a_schedule_may_step_with_the_last_batch_in_a_hook(fit, hook):
+def test_manual_schedule_stepped_in_last_batch_hook_is_by_round(fit, hook):
     class InAHook(ByHand):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if hook == "on_train_batch_end" and self.trainer.is_last_batch:

@@ -1,4 +1,4 @@
-"""A round is whole or has not been: who stops a fit stops it after a round, and an error undoes the one it is in."""
+"""Atomic rounds: a stopped fit ends after a round, and an error rolls back the current round."""
 
 from datetime import timedelta
 
@@ -17,12 +17,12 @@ from lightning_fcl.federation.compression import TopK
 STREAM = {"num_clients": 4, "rounds_per_experience": 2}
 OPTIONS = {
     "plain": ({}, list),
-    "a method's memory": ({}, lambda: [EWC(5.0)]),
-    "remembered samples": ({}, lambda: [Replay(9)]),
-    "on disk": ({"client_store": "disk", "keep_optimizer_state": True}, lambda: [Replay(9)]),
-    "optimizers": ({"keep_optimizer_state": True}, list),
-    "own entries": ({"reductions": {"model.3.*": "local"}}, list),
-    "what compression leaves over": ({"compression": TopK(0.2)}, list),
+    "state of a method": ({}, lambda: [EWC(5.0)]),
+    "replay buffer": ({}, lambda: [Replay(9)]),
+    "client store on disk": ({"client_store": "disk", "keep_optimizer_state": True}, lambda: [Replay(9)]),
+    "optimizer states": ({"keep_optimizer_state": True}, list),
+    "client-local parameters": ({"reductions": {"model.3.*": "local"}}, list),
+    "residuals of compression": ({"compression": TopK(0.2)}, list),
 }
 
 
@@ -31,11 +31,11 @@ def equal(left, right):
 
 
 class Stop(Callback):
-    """Does something at a batch of the second round, once."""
+    """Calls a function at a batch of the second round, once."""
 
     def __init__(self, act, batch=5):
         self.act, self.batch = act, batch
-        self.ended = -1  # number of the last batch in its round, over all clients
+        self.ended = -1  # number of the last completed batch in the round, over all clients
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.ended = -1
@@ -59,7 +59,7 @@ def momentum(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tmp_path):
+def test_should_stop_within_round_stops_after_round(fit, make_stream, make_task, tmp_path):
     stopped, two, whole, again = (make_task() for _ in range(4))
     stop = Stop(lambda trainer: setattr(trainer, "should_stop", True))
     saving, kept = ModelCheckpoint(tmp_path, save_last=True), {"enable_checkpointing": True}
@@ -73,7 +73,7 @@ def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tm
 
 @pytest.mark.argument("max_time", "Supported. The fit ends after the round in which the time limit is reached.")
 @pytest.mark.callback("Timer", "Supported. The fit ends after the round in which the time limit is reached.")
-def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
+def test_timer_within_round_stops_after_round(fit, make_stream, make_task):
     limited, one = make_task(), make_task()
     trainer = fit(limited, make_stream(**STREAM), [Timer({"milliseconds": 1})], local_epochs=3)
     fit(one, make_stream(**STREAM), max_epochs=1, local_epochs=3)
@@ -85,7 +85,7 @@ def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
 )
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("act", [fail, interrupt])
-def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, make_task, quiet, tmp_path, kind, act):
+def test_checkpoint_after_error_contains_previous_round(fit, make_stream, make_task, quiet, tmp_path, kind, act):
     options, methods = OPTIONS[kind]
     whole, cut, again = (make_task(momentum) for _ in range(3))
     fit(whole, make_stream(**STREAM), methods(), max_vectorized_clients=1, **options)
@@ -103,11 +103,11 @@ def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, ma
         again = make_task(momentum)
         fit(again, make_stream(**STREAM), methods(), ckpt_path=tmp_path / name, max_vectorized_clients=1, **options)
         assert equal(again, whole)
-    trainer.fit(cut, datamodule=trainer.datamodule)  # the same Trainer goes on as well
+    trainer.fit(cut, datamodule=trainer.datamodule)  # The same Trainer can continue, too.
     assert equal(cut, whole)
 
 
-def test_a_hook_that_fails_before_the_first_client(fit, make_stream, make_task, quiet, tmp_path):
+def test_error_before_first_client_resumes_from_previous_round(fit, make_stream, make_task, quiet, tmp_path):
     class Early(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
             if trainer.current_epoch == 1:
@@ -122,7 +122,7 @@ def test_a_hook_that_fails_before_the_first_client(fit, make_stream, make_task, 
     assert equal(again, whole)
 
 
-def test_a_module_that_ends_an_epoch_by_its_batch_hook_is_told(fit, make_stream, make_task):
+def test_on_train_batch_start_returning_minus_one_raises(fit, make_stream, make_task):
     task = make_task()
     task.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None
     with raises(InvalidValueError, "on_train_batch_start"):
@@ -130,13 +130,13 @@ def test_a_module_that_ends_an_epoch_by_its_batch_hook_is_told(fit, make_stream,
 
 
 @pytest.mark.parametrize("often", [{"every_n_train_steps": 5}, {"train_time_interval": timedelta(minutes=1)}])
-def test_checkpoints_within_rounds_are_refused(fit, make_stream, make_task, tmp_path, often):
+def test_model_checkpoint_within_rounds_raises(fit, make_stream, make_task, tmp_path, often):
     saving = ModelCheckpoint(tmp_path, save_top_k=-1, **often)
     with raises(InvalidValueError, next(iter(often))):
         fit(make_task(), make_stream(**STREAM), [saving], trainer_args={"enable_checkpointing": True})
 
 
-def test_a_refused_fit_leaves_the_trainer_as_it_was(make_stream, make_task, quiet):
+def test_rejected_fit_restores_trainer_settings(make_stream, make_task, quiet):
     settings = {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 2}
     trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=99, **settings, **quiet)
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "max_epochs"):
@@ -144,7 +144,7 @@ def test_a_refused_fit_leaves_the_trainer_as_it_was(make_stream, make_task, quie
     assert {name: getattr(trainer, name) for name in settings} == settings and trainer.max_epochs == 99
 
 
-def test_a_plateau_of_validation_wants_validation_samples(fit, make_stream, make_task):
+def test_reduce_lr_on_plateau_without_validation_samples_raises(fit, make_stream, make_task):
     task = make_task()
 
     def configure(monitor):
@@ -161,7 +161,7 @@ def test_a_plateau_of_validation_wants_validation_samples(fit, make_stream, make
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_what_clients_keep_is_undone_with_a_round(tmp_path, kind):
+def test_client_store_rollback_restores_client_states(tmp_path, kind):
     store, one = ClientStore(kind, tmp_path / "store"), {"m": {"x": torch.ones(1)}}
     store["a"] = one
     store.start_round()

@@ -21,7 +21,7 @@ from lightning_fcl.federation.swarm import Swarm
 
 
 class Network(L.LightningModule):
-    """A linear network that keeps metrics of its outputs, and of its samples alone."""
+    """A linear network with metrics of its outputs and metrics of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Network(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def values(self):
-        """What the module sees at the end of an epoch."""
+        """Return the values that the module has at the end of an epoch."""
         return {
             "accuracy": self.accuracy.compute(),
             "updates": self.accuracy.update_count,
@@ -79,7 +79,7 @@ class Network(L.LightningModule):
 
 
 class Nested(Network):
-    """Keeps metrics, lists and numbers in containers, and trains one client at a time."""
+    """Stores metrics, lists and numbers in containers. Clients train sequentially."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Nested(Network):
 
 
 class Clients(Callback):
-    """Counts clients and rounds, and notes what it and the module have at the end of each epoch."""
+    """Counts clients and rounds, and stores its values and the module's at the end of each epoch."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -118,7 +118,7 @@ class Clients(Callback):
         self.rounds += 1
 
     def values(self):
-        """What the callback has at the end of an epoch."""
+        """Return the values that the callback has at the end of an epoch."""
         return {"rounds": self.rounds, "clients": self.clients, "names": self.names}
 
     def on_train_epoch_end(self, trainer, pl_module):
@@ -130,7 +130,7 @@ class Clients(Callback):
 
 
 class Batches(Clients):
-    """Counts and keeps batches as well."""
+    """Also counts and stores batches."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -167,7 +167,7 @@ class Batches(Clients):
 
 @pytest.fixture
 def seen(fit, tmp_path):
-    """Fits with a number of processes. Returns what each of them has noted, the stream, and the Trainer."""
+    """Fit with a number of processes. Return the values that each process has stored, and the Trainer."""
 
     def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)
@@ -182,7 +182,7 @@ def seen(fit, tmp_path):
 
 
 def check_close(one, other):
-    """Whole numbers, lists and orders are equal, sums of floats to rounding."""
+    """Check that integers, lists and orders are equal, and that floats are equal up to rounding."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert [*one] == [*other]
@@ -199,7 +199,7 @@ def check_close(one, other):
 
 
 def trained(stream):
-    """The first two features and the labels of the samples of each round, by client."""
+    """Return the first two features and the labels of the samples of each round, by client."""
     x, y = toy()
     return [
         {client: (x[rows][:, :2], y[rows]) for client, rows in clients.items() if len(rows)}
@@ -215,7 +215,7 @@ def toy():
 
 
 def check_by_hand(found, stream, epochs):
-    """All values that depend on samples alone, over all clients' samples, in NumPy."""
+    """Compare all values that depend only on samples with a computation in NumPy over all clients' samples."""
     rounds = trained(stream)
     clients = batches = 0
     for number, (noted, now) in enumerate(zip(found, rounds, strict=True), 1):
@@ -251,11 +251,11 @@ def check_by_hand(found, stream, epochs):
     [
         pytest.param(Network, Batches, 1, marks=pytest.mark.long),
         (Network, Clients, 2),
-        pytest.param(Nested, Batches, 1, marks=pytest.mark.rounding),  # `Nested` has all metrics of `Network`
+        pytest.param(Nested, Batches, 1, marks=pytest.mark.rounding),  # `Nested` has all metrics of `Network`.
     ],
 )
-def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, callback, max_vectorized_clients):
-    """Each of six unequal clients counts once, on every process, in the order of the clients."""
+def test_epoch_states_1_2_and_3_processes_are_equal(seen, make_stream, kind, callback, max_vectorized_clients):
+    """Each of six clients of different sizes counts once, on every process, in the order of the clients."""
     found = []
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", num_clients=6, num_experiences=2, rounds_per_experience=2)
@@ -275,7 +275,7 @@ def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, call
 
 
 class Validated(Network):
-    """Updates one metric in training and in validation, and another in validation alone."""
+    """Updates one metric in training and in validation, and another metric only in validation."""
 
     def training_step(self, batch, batch_idx):
         self.untouched.update(len(batch[1]))
@@ -295,7 +295,7 @@ class Validated(Network):
 
 @pytest.mark.seconds
 def test_epoch_states_validation_counts_once(seen, make_stream):
-    """Validation runs on every process, and finds the training samples of all clients."""
+    """Validation runs on every process, and its hooks see the training samples of all clients."""
     found = []
     for number in (1, 3):
         stream = make_stream(num_clients=3, rounds_per_experience=2, validation=0.2)
@@ -311,8 +311,8 @@ def test_epoch_states_validation_counts_once(seen, make_stream):
 
 
 @pytest.mark.seconds
-def test_epoch_states_include_a_process_without_clients(seen, make_stream):
-    """The third process trains nobody in the second round, and has the metrics of the two other clients."""
+def test_epoch_states_process_without_clients_has_all_states(seen, make_stream):
+    """The third process has no client in the second round, but has the metrics of the other two clients."""
     swarm = Swarm(leaves_at={"1": 1})
     found = [
         seen(number, Nested(), make_stream(num_clients=3), max_vectorized_clients=1, swarm=swarm)[0]
@@ -323,7 +323,7 @@ def test_epoch_states_include_a_process_without_clients(seen, make_stream):
 
 
 class Odd(Metric):
-    """A metric of one's own, whose tensor has no reduction, or starts at another number than 0."""
+    """A custom metric whose tensor has no reduction, or does not start at 0."""
 
     full_state_update = False
 
@@ -339,7 +339,7 @@ class Odd(Metric):
 
 
 class Strange(Clients):
-    """Has metrics and attributes that cannot be merged, and some that can."""
+    """Has metrics and attributes that cannot be merged, and others that can."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -365,8 +365,8 @@ class Strange(Clients):
 
 
 @pytest.mark.seconds
-def test_epoch_states_that_cannot_be_merged_are_named_once(seen, make_stream, tmp_path):
-    """All others are merged all the same."""
+def test_epoch_states_not_mergeable_warns_once(seen, make_stream, tmp_path):
+    """All other states are merged."""
     found = []
     for number in (1, 2):
         handler = logging.FileHandler(tmp_path / f"{number}.log")

@@ -1,4 +1,4 @@
-"""What clients and the server keep of an experience, whoever is sampled in its rounds."""
+"""Results of experiences that clients and the server store, for different participation."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ SAMPLES = {
     "LVTMethod": lambda: LVTMethod(gamma=0, rho=1.0),
     "FedCBDR": lambda: FedCBDR(10_000),
 }
-"""Methods with room for all samples."""
+"""Methods whose replay buffer is large enough for all samples."""
 STREAMS = {
     "same samples": {},
     "samples_per_round": {"samples_per_round": 4},
@@ -58,7 +58,7 @@ STREAMS = {
 
 @pytest.fixture
 def make():
-    """Make a stream of four clients, whose samples have their numbers as the first feature."""
+    """Return a function that creates a stream of four clients. The first feature of a sample is its number."""
 
     def stream(wrap=None, history="round", **scenario):
         generator = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def make():
 
 
 def numbers(memory):
-    """Return the numbers of the samples that a client keeps, ascending."""
+    """Return the numbers of the replay samples of a client, ascending."""
     return sorted(memory["x"][:, 0].int().tolist()) if "x" in memory else []
 
 
@@ -98,9 +98,9 @@ def rounds_of(trainer, stream, client):
 @pytest.mark.parametrize("participation", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_client_keeps_each_sample_that_it_trained_on_once(fit, make, make_task, name, kind, participation):
+def test_replay_buffer_contains_each_trained_sample_once(fit, make, make_task, name, kind, participation):
     if name == "FedCBDR" and kind == "Delayed" and participation < 1:
-        pytest.skip("rejected: see test_experience_sums_need_clients_that_enter_together")
+        pytest.skip("rejected: see test_experience_sums_with_delayed_clients_and_sampling_raise")
     stream = make(**STREAMS[kind])
     trainer = fit(small(make_task), stream, [SAMPLES[name]()], participation=participation, local_epochs=1)
     kept = {
@@ -116,7 +116,7 @@ def test_client_keeps_each_sample_that_it_trained_on_once(fit, make, make_task, 
 
 @pytest.mark.parametrize("participation", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("method", [EWC, MAS, SI])
-def test_client_has_importance_of_each_experience_that_it_trained_in(fit, make, make_task, method, participation):
+def test_importance_exists_for_clients_that_trained(fit, make, make_task, method, participation):
     stream = make()
     trainer = fit(small(make_task), stream, [method()], participation=participation, local_epochs=1)
     for client in stream.plan.clients:
@@ -128,7 +128,7 @@ def test_client_has_importance_of_each_experience_that_it_trained_in(fit, make, 
 
 
 @pytest.mark.parametrize("method", [EWC, MAS, lambda: Replay(20), lambda: ReFed(20), lambda: ICaRL(20)])
-def test_result_computed_after_each_round_equals_the_result_computed_once(fit, make, make_task, monkeypatch, method):
+def test_result_computed_each_round_equals_result_computed_once(fit, make, make_task, monkeypatch, method):
     trainers = []
     for looks_ahead in (True, False):
         if not looks_ahead:
@@ -152,7 +152,8 @@ def test_results_are_computed_once_with_full_participation(fit, make, make_task)
     for participation, expected in ((1.0, 8), (0.5, 16)):
         seen, stream = [], make()
         fit(small(make_task), stream, [Counts()], participation=participation, local_epochs=1)
-        seen = [(client, round_idx) for client, round_idx in seen if client in stream.plan.clients]  # without the trial
+        # Leave out the clients of the trial before the first round.
+        seen = [(client, round_idx) for client, round_idx in seen if client in stream.plan.clients]
         assert len(seen) == len(set(seen)) == expected
 
 
@@ -166,7 +167,7 @@ class Stop(Callback):
         trainer.should_stop = trainer.should_stop or trainer.current_epoch == self.round
 
 
-def test_fit_that_is_stopped_within_an_experience_ends_it(fit, make, make_task):
+def test_fit_stopped_within_experience_computes_its_result(fit, make, make_task):
     for stop, expected in ((1, ROUNDS), (ROUNDS, 2 * ROUNDS)):
         stream = make()
         trainer = fit(small(make_task), stream, [Replay(1000), EWC(), Stop(stop)], local_epochs=1)
@@ -190,7 +191,7 @@ class Diverge(Callback):
 
 @pytest.mark.parametrize("participation", [1.0, 4])
 @pytest.mark.parametrize("rounds", [(ROUNDS - 1,), (ROUNDS - 2, ROUNDS - 1), (0, 1, 2, 3)])
-def test_client_whose_last_upload_is_dropped_keeps_the_experience(fit, make, make_task, rounds, participation):
+def test_client_with_dropped_last_upload_has_experience_result(fit, make, make_task, rounds, participation):
     stream = make()
     client = stream.plan.clients[1]
     trainer = fit(
@@ -231,12 +232,12 @@ class Own(Callback):
 
 @pytest.mark.parametrize("kind", ["same samples", "Online"])
 @pytest.mark.parametrize("participation", [0.25, 0.5, 1.0])
-def test_server_has_the_moments_of_all_samples_that_clients_trained_on(fit, make, make_task, participation, kind):
+def test_server_moments_equal_those_of_all_trained_samples(fit, make, make_task, participation, kind):
     stream, own = make(**STREAMS[kind]), Own()
     task = make_task()
     trainer = fit(task, stream, [CCVR(num_samples=8), own], participation=participation, local_epochs=1)
     latest = {}
-    for (client, round_idx), state in own.states.items():  # in the order of the rounds
+    for (client, round_idx), state in own.states.items():  # `states` is in the order of the rounds.
         key = (client, round_idx) if kind == "Online" else (client, stream.plan.experiences[client][round_idx])
         latest[key] = (client, round_idx), state
     expected = moments(stream, task, dict(latest.values()))
@@ -247,7 +248,7 @@ def test_server_has_the_moments_of_all_samples_that_clients_trained_on(fit, make
 
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("participation", [0.25, 1.0])
-def test_sums_and_counts_have_each_sample_once(fit, make, make_task, kind, participation):
+def test_server_sums_and_counts_contain_each_sample_once(fit, make, make_task, kind, participation):
     if kind == "seen":
         methods = [LogitAdjustment(prior="federation")]  # Fed3R rejects streams with samples that come again
     else:
@@ -266,7 +267,7 @@ def test_sums_and_counts_have_each_sample_once(fit, make, make_task, kind, parti
         assert sums["B"][-1] == len(labels) and sums["A"][:, -1].long().tolist() == wanted.tolist()
 
 
-def test_experience_sums_need_clients_that_enter_together(fit, make, make_task):
+def test_experience_sums_with_delayed_clients_and_sampling_raise(fit, make, make_task):
     stream = make(**STREAMS["Delayed"])
     for method in (CCVR(num_samples=8), FedCBDR(), FOT()):
         with raises(InvalidValueError, "participation"):
@@ -277,7 +278,7 @@ def test_experience_sums_need_clients_that_enter_together(fit, make, make_task):
 @pytest.mark.parametrize(
     "method", [EWC, lambda: Replay(20), lambda: CCVR(num_samples=8), lambda: Replay(20, update="round")]
 )
-def test_resumed_fit_has_the_same_results(fit, make, make_task, tmp_path, method):
+def test_resumed_fit_has_equal_weights_and_client_states(fit, make, make_task, tmp_path, method):
     options = {"participation": 0.5, "local_epochs": 1}
     whole, task = make_task(), make_task()
     trainer = fit(whole, make(), [method()], **options)

@@ -1,4 +1,4 @@
-"""Attributes that training fills and hooks at the end of a round write to the module's state are named."""
+"""Warnings about attributes that training fills and hooks at the end of a round write to the module's state."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -12,7 +12,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 
-MESSAGE = "at the end of a round compute its state from `{}`, which the training of all clients fills"
+MESSAGE = "at the end of a round compute the module's state from `{}`, which clients fill in training"
 
 
 def stream_of(rounds=2):
@@ -55,7 +55,7 @@ class Gaussian(L.LightningModule):
 
 
 class Bank(Gaussian):
-    """Grows a tensor, in an object, and changes a buffer's shape before validation."""
+    """Grows a tensor in an object, and changes a buffer's shape before validation."""
 
     class Rows:
         rows = None
@@ -72,7 +72,7 @@ class Bank(Gaussian):
 
 
 class Losses(Gaussian):
-    """Gathers losses to log them, and sets its state by something else."""
+    """Collects losses only to log them, and computes its state from other values."""
 
     def prepare(self):
         self.losses, self.measured, self.rounds = [], MeanMetric(), 0
@@ -90,7 +90,7 @@ class Losses(Gaussian):
 
 
 class Sums(Gaussian):
-    """The remedy: sums in buffers, which are uploaded and counted."""
+    """Follows the hint of the warning: sums in buffers, which are uploaded and counted."""
 
     reductions = {"total": "sum", "number": "sum"}  # noqa: RUF012
 
@@ -112,7 +112,7 @@ class Sums(Gaussian):
     "The values reach the server's model without being counted as uploads.",
 )
 @pytest.mark.parametrize(("kind", "name"), [(Gaussian, "embeddings"), (Bank, "bank.rows")])
-def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, name):
+def test_gathered_values_written_to_state_warn_once(fit, caplog, kind, name):
     task = kind()
     fit(task, stream_of(), max_vectorized_clients=1)
     assert caplog.text.count(MESSAGE.format(name)) == 1
@@ -121,12 +121,12 @@ def test_gathered_values_that_become_state_are_named_once(fit, caplog, kind, nam
 
 
 @pytest.mark.parametrize("kind", [Losses, Sums])
-def test_values_that_do_not_become_state_are_not_named(fit, caplog, kind):
+def test_gathered_values_not_written_to_state_do_not_warn(fit, caplog, kind):
     fit(kind(), stream_of(), max_vectorized_clients=1)
     assert "at the end of a round" not in caplog.text
 
 
-def test_sums_in_buffers_give_what_gathered_values_give(fit):
+def test_sums_in_buffers_equal_gathered_values(fit):
     gathered, summed, stream = Gaussian(), Sums(), stream_of()
     fit(gathered, stream_of(1), max_vectorized_clients=1, seed=0)
     trainer = fit(summed, stream, max_vectorized_clients=1, seed=0)

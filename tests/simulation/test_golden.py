@@ -1,8 +1,9 @@
-"""Golden results: from here on, other numbers of a default run are a defect.
+"""Golden results: a change of the numbers of a default run is a defect.
 
-`golden.json` has a few numbers of every entry after some tiny runs. They are compared to 1e-5, since bits differ from
-one kind of CPU to another; two runs on one machine must agree to the bit. Only a change that is meant to change numbers
-may write the file anew (`python tests/simulation/test_golden.py`), and the changelog says so.
+`golden.json` contains a few numbers of every tensor after small runs. They are compared with a tolerance of 1e-5,
+because results differ slightly between kinds of CPUs. Two runs on one machine must be bitwise identical. Regenerate the
+file (`python tests/simulation/test_golden.py`) only after an intended change of results, and note the change in the
+changelog.
 """
 
 import json
@@ -89,19 +90,19 @@ def run(name):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, datamodule=stream())
-    # A reservoir's tag is a hash of its bits.
+    # The tag of a reservoir is a hash of its bits, not a number.
     return {name: value for name, value in task.state_dict().items() if name != "readout.tag"}
 
 
 def summary(state):
-    """The mean of every entry, and five of its numbers."""
+    """Return the mean of every tensor and five of its numbers."""
     flat = {name: value.double().flatten() for name, value in state.items()}
     return {n: [float(v.mean()), *v[:: max(1, len(v) // 4)][:5].tolist()] for n, v in flat.items()}
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", RUNS)
-def test_the_numbers_are_those_of_this_version(name):
+def test_run_equals_golden_numbers(name):
     golden, states = json.loads(FILE.read_text())[name], [run(name), run(name)]
     assert all(torch.equal(states[0][entry], states[1][entry]) for entry in states[0])
     found = summary(states[0])
@@ -111,7 +112,7 @@ def test_the_numbers_are_those_of_this_version(name):
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "HAR-CNN", "FedIP and IncFed"])
-def test_with_two_threads_they_are_the_same_to_rounding(name):
+def test_run_with_two_threads_is_equal_up_to_rounding(name):
     threads = torch.get_num_threads()
     try:
         states = []

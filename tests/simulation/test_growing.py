@@ -1,4 +1,4 @@
-"""A head that grows from round to round, in `on_train_epoch_start`."""
+"""A head that grows from round to round in `on_train_epoch_start`."""
 
 import copy
 
@@ -17,7 +17,7 @@ LABELS = torch.arange(48) // 2 % 4
 
 
 class Grows(Classifier):
-    """Two classes more with every round but the first."""
+    """Adds two classes in every round except the first."""
 
     def __init__(self, how):
         torch.manual_seed(0)
@@ -30,9 +30,9 @@ class Grows(Classifier):
             self.num_classes = self.model.out_features
             with torch.no_grad():
                 self.model.weight[: old.out_features], self.model.bias[: old.out_features] = old.weight, old.bias
-            if self.how == "anew":
+            if self.how == "set up again":
                 self.trainer.strategy.setup_optimizers(self.trainer)
-            elif self.how == "another":
+            elif self.how == "replaced":
                 self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
             else:
                 self.optimizers().param_groups[0]["params"] = [*self.parameters()]
@@ -41,7 +41,7 @@ class Grows(Classifier):
 
 @pytest.fixture
 def stream():
-    """Three rounds of two clients."""
+    """A stream of three rounds with two clients."""
     x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
     scenario = ClassIncremental(1, rounds_per_experience=3)
     return FederatedStream.from_arrays(
@@ -54,18 +54,18 @@ def stream():
     "New parameters are trained if you add them to the optimizer. A new optimizer raises an error.",
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_a_head_that_grows_learns(fit, stream, max_vectorized_clients):
-    module = Grows("given")
+def test_growing_head_in_existing_optimizer_is_trained(fit, stream, max_vectorized_clients):
+    module = Grows("kept")
     fit(module, stream, max_vectorized_clients=max_vectorized_clients)
     assert [head.out_features for head in module.begun] == [4, 6, 8] and module.model.weight.shape == (8, 6)
-    # A client has a single batch: the mean of their steps is a step along the mean of their gradients.
+    # Each client has a single batch, so the mean of the clients' steps is one step with the mean gradient.
     last = module.begun[-1]
     assert len(stream.samples.x) == len(LABELS)
     (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(last(stream.samples.x), LABELS), [last.weight])
     assert torch.allclose(module.model.weight, last.weight - 0.001 * gradient, atol=1e-7) and gradient[4:].any()
 
 
-@pytest.mark.parametrize("how", ["anew", "another"])
-def test_optimizers_that_are_made_anew_are_refused(fit, stream, how):
+@pytest.mark.parametrize("how", ["set up again", "replaced"])
+def test_growing_head_with_new_optimizer_raises(fit, stream, how):
     with raises(InvalidValueError, "optimizers"):
         fit(Grows(how), stream)

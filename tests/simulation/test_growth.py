@@ -1,4 +1,4 @@
-"""Growth of lists and counters by several clients."""
+"""Changes of lists and counters by several clients."""
 
 from collections import Counter, defaultdict
 
@@ -10,7 +10,7 @@ from lightning_fcl.simulation.growth import apply, change, is_merged, joined, sn
 
 
 def grow(value, steps):
-    """The changes by some steps, and the value before them, from its snapshot."""
+    """Return the snapshot of a value before some steps, and the change by each step."""
     start, found = snapshot(value, copies=True), []
     for step in steps:
         before = snapshot(value, copies=True)
@@ -53,12 +53,12 @@ def test_growth_applied_to_a_snapshot_gives_the_value(make, steps):
         (set, lambda v: v.add(1)),
     ],
 )
-def test_change_that_is_no_growth_is_not_merged(make, step):
+def test_change_without_growth_is_not_merged(make, step):
     _, (found,) = grow(make(), [step])
     assert not is_merged(found)
 
 
-def test_change_of_nothing_is_none():
+def test_change_of_unchanged_value_is_none():
     for value in ([1], {"a": [1]}, 3, 0.5, "a", None, np.ones(2), torch.ones(2)):
         assert change(snapshot(value, copies=True), value) is None
 
@@ -72,8 +72,8 @@ def test_change_of_nothing_is_none():
         (lambda: defaultdict(list), [lambda v: v[1].append(0), lambda v: [v[2].append(2), v[1].append(1)]]),
     ],
 )
-def test_growth_of_two_processes_gives_each_the_value_of_one(make, steps):
-    """Each process has trained one of the clients. Keys and items come in the clients' order on both."""
+def test_growth_merged_on_two_processes_equals_one_process(make, steps):
+    """Each process has trained one client. On both processes, keys and items are in the order of the clients."""
     whole = make()
     for step in steps:
         step(whole)
@@ -85,7 +85,7 @@ def test_growth_of_two_processes_gives_each_the_value_of_one(make, steps):
         assert value == whole and list(value) == list(whole)
 
 
-def test_two_clients_that_set_one_new_key_are_not_merged():
-    """The value may be a sum."""
+def test_growth_same_new_key_by_two_clients_is_not_merged():
+    """The values could be sums, so they cannot be merged."""
     every = [grow({}, [lambda v: v.update(x=1.5)])[1][0] for _ in range(2)]
     assert is_merged(every[0]) and not is_merged(joined(every))

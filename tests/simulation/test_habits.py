@@ -1,4 +1,4 @@
-"""What people do with a Trainer, done in a federation on the bundled digits."""
+"""Common uses of a Trainer in a federation, with the bundled digits."""
 
 import csv
 import os
@@ -34,7 +34,7 @@ from lightning_fcl.models import MLP
 
 
 class Net(Classifier):
-    """A body and a head, of which the head alone is in the optimizer; the rate is an attribute."""
+    """A body and a head. Only the head is in the optimizer. The learning rate is an attribute."""
 
     def __init__(self, interval="epoch"):
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ class Net(Classifier):
 
 @pytest.fixture
 def stream():
-    """Three clients, two experiences of two rounds, with validation samples."""
+    """A stream of three clients and two experiences of two rounds, with validation samples."""
     scenario, split = ClassIncremental(2, rounds_per_experience=2), Split(test=0.2, validation=0.2)
     return FederatedStream("digits", scenario, IID(3), split, batch_size=64, seed=0)
 
@@ -67,19 +67,19 @@ def task():
 
 
 def column(folder, name):
-    """What a CSVLogger has written in a column."""
+    """Return the values that a CSVLogger has written to a column."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 @pytest.mark.argument("logger", "Supported. Logs the values of each client and of the server, by round.")
-def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, task, tmp_path):
+def test_csv_logger_has_metrics_rates_and_hyperparameters(fit, stream, task, tmp_path):
     logger = CSVLogger(tmp_path, "", "")
     trainer = fit(task, stream, [ContinualMetrics(), LearningRateMonitor()],
                   trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
     for name in ("0/accuracy", "1/accuracy", "2/accuracy", "server/accuracy", "train/loss", "val/accuracy"):
         assert len(column(tmp_path, name)) == 4, name
-    assert set(column(tmp_path, "lr-SGD")) == {0.001}  # torch's own
+    assert set(column(tmp_path, "lr-SGD")) == {0.001}  # the default of PyTorch
     hparams = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}}
     assert hparams["optimizer"]["class_path"].endswith("SGD") and hparams["num_classes"] == 10
@@ -90,7 +90,7 @@ def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, 
     "LearningRateMonitor", "Supported. Logs the learning rate of each round or of each client's steps."
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, max_vectorized_clients):
+def test_learning_rate_monitor_logs_rates_by_round_or_by_client_step(fit, stream, tmp_path, max_vectorized_clients):
     for interval in ("epoch", "step"):
         logger = CSVLogger(tmp_path / interval, "", "")
         fit(Net(interval), stream, [LearningRateMonitor(interval)], max_vectorized_clients=max_vectorized_clients,
@@ -98,11 +98,11 @@ def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path,
     assert column(tmp_path / "epoch", "lr-SGD") == [0.1, 0.05, 0.025, 0.0125]
     steps = column(tmp_path / "step", "lr-SGD")
     assert steps[:4] == [0.1, 0.05, 0.025, 0.0125]
-    # Every client begins with the first rate again: once a client, or once a cohort of all three.
+    # Each client, or each group of three vectorized clients, starts with the initial learning rate.
     assert steps.count(0.1) == (4 if max_vectorized_clients == "auto" else 12)
 
 
-def test_validate_test_and_predict(fit, stream, task, quiet):
+def test_validate_test_and_predict_use_the_server_model(fit, stream, task, quiet):
     trainer = fit(task, stream)
     (validated,), (tested,) = (run(task, datamodule=stream, verbose=False) for run in (trainer.validate, trainer.test))
     predicted = torch.cat(trainer.predict(task, datamodule=stream))
@@ -112,11 +112,11 @@ def test_validate_test_and_predict(fit, stream, task, quiet):
     x, y = stream.get_samples(stream.plan.validation)
     assert validated["val/accuracy"] == pytest.approx(float((task.eval()(x).argmax(1) == y).float().mean()))
     (before,) = L.Trainer(strategy=FederatedStrategy(), **quiet).test(task, datamodule=stream, verbose=False)
-    assert before == tested  # a Trainer that never fits
+    assert before == tested  # This Trainer has never fitted.
 
 
 @pytest.mark.callback("BasePredictionWriter", "Supported. Writes the predictions of the server's model.")
-def test_predictions_are_written(fit, stream, task):
+def test_prediction_writer_gets_all_test_samples(fit, stream, task):
     written = []
 
     class Writer(BasePredictionWriter):
@@ -132,7 +132,7 @@ def test_predictions_are_written(fit, stream, task):
     "ModelCheckpoint", "Supported. `every_n_epochs` counts rounds, and `monitor` is a metric of a round."
 )
 @pytest.mark.parametrize("monitor", ["val/accuracy", "server/accuracy"])
-def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
+def test_model_checkpoint_keeps_the_best_round(fit, stream, task, tmp_path, monitor):
     logger = CSVLogger(tmp_path, "", "")
     keep = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode="max")
     trainer = fit(task, stream, [keep, ContinualMetrics()],
@@ -146,15 +146,15 @@ def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
 
 
 @pytest.mark.callback("EarlyStopping", "Supported. `patience` counts rounds.")
-def test_a_fit_stops_early_after_a_round(fit, stream, task):
+def test_early_stopping_stops_after_a_round(fit, stream, task):
     stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
     trainer = fit(task, stream, [ContinualMetrics(), stop])
     assert trainer.current_epoch == 2 and trainer.strategy.current_round.settled
 
 
 @pytest.mark.parametrize("groups", ["head", "head first"])
-def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert_same, groups):
-    """Two layers of one shape: gradients that go to the wrong one would not show otherwise."""
+def test_optimizer_of_reordered_parameters_vectorized_is_equal(fit, stream, assert_same, groups):
+    """Both layers have the same shape, so an error in the assignment of gradients would not raise."""
 
     class Ordered(Classifier):
         def __init__(self):
@@ -175,7 +175,7 @@ def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert
 
 @pytest.mark.callback("BackboneFinetuning", "Supported. All clients train the backbone from the given round on.")
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, max_vectorized_clients):
+def test_backbone_finetuning_unfreezes_at_a_round(fit, stream, max_vectorized_clients):
     task, seen = Net(), []
 
     class Watch(L.Callback):
@@ -191,7 +191,7 @@ def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, max_vectorized_cl
 @pytest.mark.parametrize(
     ("search", "callback"), [("lr_find", "LearningRateFinder"), ("scale_batch_size", "BatchSizeFinder")]
 )
-def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search, callback):
+def test_tuner_raises_with_name_of_its_callback(stream, quiet, tmp_path, search, callback):
     trainer = L.Trainer(strategy="federated", max_epochs=4, default_root_dir=tmp_path, **quiet)
     with raises(InvalidValueError, "callbacks", value=callback):
         getattr(Tuner(trainer), search)(Net(), datamodule=stream)
@@ -199,7 +199,7 @@ def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search, callb
 
 @pytest.mark.argument("max_epochs", "Supported. Number of rounds. Default, or -1: the number of rounds of the stream.")
 @pytest.mark.parametrize("unset", [{}, {"max_epochs": -1}])
-def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quiet, recwarn, unset):
+def test_max_epochs_unset_trains_all_rounds_of_the_stream(stream, task, quiet, recwarn, unset):
     class Scheduled(Net):
         def configure_optimizers(self):
             self.rounds = self.trainer.max_epochs
@@ -212,12 +212,12 @@ def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quie
     assert before in (None, trainer.max_epochs) and trainer.max_epochs in (-1, 1000)
     assert not [one for one in recwarn if "max_epochs" in str(one.message)]
     longer = FederatedStream("digits", ClassIncremental(2, rounds_per_experience=3), IID(3), batch_size=64, seed=0)
-    trainer.fit(net, datamodule=longer)  # it goes on where it was, up to the end of this one
+    trainer.fit(net, datamodule=longer)  # The fit continues up to the last round of the new stream.
     assert trainer.current_epoch == net.rounds == 6
 
 
 class Steps(L.Callback):
-    """How many samples each client has trained on, batch by batch, as its own step sees them."""
+    """Stores the sum of each sample's features, by batch, client and round."""
 
     def __init__(self):
         self.by_client = {}
@@ -246,7 +246,7 @@ LIMITS = [
 )
 @pytest.mark.argument("fast_dev_run", "Supported. Trains one round with this number of batches per client.")
 @pytest.mark.parametrize(("arguments", "expected"), LIMITS)
-def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments, expected):
+def test_limits_of_batches_apply_to_each_client(fit, stream, assert_same, arguments, expected):
     tasks = [Net(), Net()]
     everything, limited = Steps(), Steps()
     rounds = 1 if "fast_dev_run" in arguments else 4
@@ -261,7 +261,7 @@ def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments,
         assert len(kept) == expected(len(batches))
         if "overfit_batches" not in arguments:
             assert kept == batches[: len(kept)]
-    if "overfit_batches" in arguments:  # unshuffled: those of each round of an experience, which it has the same of
+    if "overfit_batches" in arguments:  # Without shuffling, each round of an experience has the same batches.
         assert limited.by_client[0, "0"] == limited.by_client[1, "0"]
     assert {client for _, client in limited.by_client} == {*trainer.strategy.server.record.accepted}
     given = arguments.get("limit_train_batches", arguments.get("overfit_batches", arguments.get("fast_dev_run")))
@@ -269,7 +269,7 @@ def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments,
 
 
 class Uploads(L.Callback):
-    """What each client of a round sends, and the round's weights by hand."""
+    """Stores the upload of each client of a round, and computes weighted means of the uploads."""
 
     def __init__(self):
         self.states, self.samples = [], []
@@ -283,8 +283,8 @@ class Uploads(L.Callback):
 
 
 @pytest.mark.parametrize("weights", ["samples", "trained_samples", "uniform"])
-def test_a_client_weighs_what_its_data_are_whatever_a_limit_leaves_of_them(fit, weights):
-    owners = torch.arange(64).clamp(max=40) // 40  # 40 samples and 24
+def test_client_weights_do_not_depend_on_limit_train_batches(fit, weights):
+    owners = torch.arange(64).clamp(max=40) // 40  # 40 and 24 samples
     x, y = torch.randn(64, 64), torch.arange(64) % 10
     words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "seed": 0}
     stream, task, sent = FederatedStream.from_arrays(x, y, owners, **words), Net(), Uploads()
@@ -297,14 +297,14 @@ def test_a_client_weighs_what_its_data_are_whatever_a_limit_leaves_of_them(fit, 
     assert float((near - far).abs().max()) > 1e-4
 
 
-def test_a_limit_of_batches_is_one_of_the_recipe(fit, stream, tmp_path):
+def test_resume_with_other_limit_train_batches_raises(fit, stream, tmp_path):
     fit(Net(), stream, [ModelCheckpoint(tmp_path)], max_epochs=1, trainer_args={"enable_checkpointing": True})
     path = next(tmp_path.glob("*.ckpt"))
     with raises(InvalidValueError, "limit_train_batches", code="other-recipe"):
         fit(Net(), stream, ckpt_path=path, trainer_args={"limit_train_batches": 1})
 
 
-def test_a_fast_run_of_a_round_leaves_nothing_behind(fit, stream, task, tmp_path):
+def test_fast_dev_run_writes_no_files(fit, stream, task, tmp_path):
     callbacks = [ModelCheckpoint(tmp_path / "kept"), ContinualMetrics()]
     arguments = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path, "", ""), "fast_dev_run": True}
     trainer = fit(task, stream, callbacks, trainer_args=arguments)
@@ -312,7 +312,7 @@ def test_a_fast_run_of_a_round_leaves_nothing_behind(fit, stream, task, tmp_path
 
 
 @pytest.mark.seconds
-def test_a_compiled_network_is_the_network(fit, stream, assert_same):
+def test_compiled_network_equals_plain_network(fit, stream, assert_same):
     def task(compiled):
         torch.manual_seed(0)
         network = MLP([64, 16, 10])
@@ -329,12 +329,12 @@ def test_a_compiled_network_is_the_network(fit, stream, assert_same):
 
 @pytest.mark.argument("enable_progress_bar", "Supported. One bar per round counts the batches of all clients.")
 @pytest.mark.callback("RichProgressBar", "Supported. One bar per round counts the batches of all clients.")
-def test_the_rich_progress_bar(fit, stream, task, capsys):
+def test_rich_progress_bar_shows_rounds(fit, stream, task, capsys):
     fit(task, stream, [RichProgressBar()], trainer_args={"enable_progress_bar": True})
     assert "Epoch 3/3" in capsys.readouterr().out
 
 
-def test_mlflow(fit, stream, task, tmp_path):
+def test_mlflow_logger_has_params_and_metrics(fit, stream, task, tmp_path):
     pytest.importorskip("mlflow")
     logger = MLFlowLogger("digits", tracking_uri=f"sqlite:///{tmp_path}/runs.db", artifact_location=str(tmp_path / "a"))
     trainer = fit(task, stream, [ContinualMetrics()], trainer_args={"logger": logger})
@@ -345,7 +345,7 @@ def test_mlflow(fit, stream, task, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_and_biases_offline(fit, stream, task, tmp_path, monkeypatch):
+def test_wandb_logger_offline_has_config_and_metrics(fit, stream, task, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -364,7 +364,7 @@ def test_weights_and_biases_offline(fit, stream, task, tmp_path, monkeypatch):
     assert config["num_classes"] == 10
 
 
-def test_tensorboard_has_what_a_fit_logs(fit, stream, task, tmp_path):
+def test_tensorboard_logger_has_hparams_and_metrics(fit, stream, task, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, None, "")
@@ -375,7 +375,7 @@ def test_tensorboard_has_what_a_fit_logs(fit, stream, task, tmp_path):
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["num_classes"] == 10
 
 
-# Systems that only spawn processes, and notebooks.
+# Systems that spawn processes, and notebooks.
 
 DATA = """
 import lightning as L, torch
@@ -407,8 +407,8 @@ SPAWN = 'torch.multiprocessing.set_start_method("spawn", force=True)'
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_script_without_a_guard(tmp_path):
-    """It trains without worker processes; with spawned ones the error names what to do."""
+def test_script_without_main_guard_trains_without_workers(tmp_path):
+    """A script without a guard trains without worker processes. With spawned workers, the error has a hint."""
     fits = [FIT.replace("WORKERS", workers) for workers in "02"]
     (tmp_path / "script.py").write_text("\n".join([DATA, SPAWN, *fits]))
     env = {**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -423,7 +423,7 @@ def test_a_script_without_a_guard(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_notebook(tmp_path):
+def test_notebook_trains_and_tests(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

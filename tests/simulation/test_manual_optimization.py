@@ -1,4 +1,4 @@
-"""Modules that optimise by hand, with several optimizers: each client begins with all of them as they were."""
+"""Manual optimization with several optimizers: each client starts with the initial state of all optimizers."""
 
 import copy
 
@@ -22,14 +22,14 @@ X = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
 
 
 def stream_of(clients, rounds=1):
-    """Three batches of eight samples for each client, the same whoever else there is."""
+    """Return a stream with three batches of eight samples per client, independent of the other clients."""
     y, chosen = np.arange(48) // 2 % 4, np.isin(OWNERS, list(clients))
     words = {"scenario": ClassIncremental(1, rounds), "split": Split(test=0.0), "batch_size": 8, "shuffle": False}
     return FederatedStream.from_arrays(X[chosen], y[chosen], OWNERS[chosen], seed=0, **words)
 
 
 class GAN(L.LightningModule):
-    """A generator and a discriminator, each with its optimizer and schedule, as in Lightning's guide."""
+    """A generator and a discriminator, each with an optimizer and a schedule, as in Lightning's guide."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def gan_optimizers(module):
 
 
 def by_hand(clients, rounds, keeps):
-    """The weights after some rounds of plain PyTorch: each client from the server's weights, then their mean."""
+    """Return the module after FedAvg in plain PyTorch: each client trains from the server's weights."""
     server, kept = GAN(), {}
     for _ in range(rounds):
         trained = []
@@ -96,7 +96,7 @@ def by_hand(clients, rounds, keeps):
 
 @pytest.mark.may("Several optimizers", "Supported with manual optimization. Each client starts with all of them.")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_several_optimizers_train_as_by_hand(fit, assert_same, keeps):
+def test_several_optimizers_equal_a_loop_in_plain_pytorch(fit, assert_same, keeps):
     module = GAN()
     trainer = fit(module, stream_of("ab", rounds=2), keep_optimizer_state=keeps)
     assert_same(module, by_hand("ab", 2, keeps), 1e-6)
@@ -104,9 +104,9 @@ def test_several_optimizers_train_as_by_hand(fit, assert_same, keeps):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_what_an_optimizer_holds_of_its_own_is_each_client_s(fit):
+def test_optimizer_attributes_are_restored_for_each_client(fit):
     class Counting(torch.optim.SGD):
-        """Counts its steps in an attribute of its own."""
+        """Counts its steps in an attribute."""
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -129,17 +129,17 @@ def test_what_an_optimizer_holds_of_its_own_is_each_client_s(fit):
             Counts.seen += (tuple(optimizer.steps[0] for optimizer in self.trainer.optimizers),)
 
     fit(Counts(), stream_of("ab"))
-    # The federation has put back what the last batch of a client has left before hooks see its end.
+    # The federation has already restored the attributes when hooks at the end of a client's last batch run.
     assert Counts.seen[:2] == Counts.seen[3:5] == ((1, 1), (2, 2))
 
 
-def test_several_optimizers_that_optimise_by_themselves_are_lightning_s_to_refuse(fit):
+def test_several_optimizers_with_automatic_optimization_raise(fit):
     module = GAN()
     module.automatic_optimization = True
     with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
         fit(module, stream_of("ab"))
 
 
-def test_methods_that_change_a_step_are_refused_beside_several_optimizers(fit):
+def test_method_that_changes_step_with_several_optimizers_raises(fit):
     with raises(InvalidValueError, "configure_optimizers", value="FedProx"):
         fit(GAN(), stream_of("ab"), [FedProx(0.1)])

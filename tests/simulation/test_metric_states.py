@@ -1,4 +1,4 @@
-"""States of metrics of several groups of clients, merged to that of one metric that sees all of them."""
+"""Metric states of several groups of clients, merged into the state of one metric."""
 
 import pytest
 import torch
@@ -80,8 +80,8 @@ METRICS = [
 
 
 @pytest.mark.parametrize("place", range(len(METRICS)))
-def test_merged_state_equals_that_of_one_metric(place):
-    """Three groups of one, two and three batches, after an earlier round."""
+def test_merged_state_equals_state_of_one_metric(place):
+    """Merge three groups of one, two and three batches into the state of an earlier round."""
     make, draw = METRICS[place]
     whole, metric = make(), make()
     assert is_mergeable(metric)
@@ -101,7 +101,7 @@ def test_merged_state_equals_that_of_one_metric(place):
         assert torch.equal(metric.compute(), whole.compute())
 
 
-def test_merged_state_leaves_out_groups_before_a_reset():
+def test_merged_state_skips_groups_before_a_reset():
     metric, states = SumMetric(), []
     for number, is_reset in ((1.0, False), (2.0, True), (4.0, False)):
         set_state(metric, default_state(metric))
@@ -111,13 +111,13 @@ def test_merged_state_leaves_out_groups_before_a_reset():
     assert float(metric.compute()) == 6.0
 
 
-def test_merged_state_of_no_updates_is_the_default():
+def test_merged_state_without_updates_is_default():
     metric = CatMetric()
     assert merged(metric, [default_state(metric)] * 2) == ({"value": []}, 0, False)
 
 
 class WithoutReduction(SumMetric):
-    """Forgets the reduction of its state."""
+    """A metric whose state has no reduction."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +129,8 @@ class WithoutReduction(SumMetric):
     [
         lambda: Running(SumMetric(), 2),
         WithoutReduction,
-        lambda: NormalizedRootMeanSquaredError("std"),  # It fails on the states of three processes.
+        lambda: NormalizedRootMeanSquaredError("std"),  # This metric fails on the states of three processes.
     ],
 )
-def test_is_mergeable_is_false(make):
+def test_is_mergeable_unsupported_metric_is_false(make):
     assert not is_mergeable(make())

@@ -1,4 +1,4 @@
-"""States that are not just finite numbers in tensors of their own: they work, or are refused by name."""
+"""Module states with non-finite, very large, shared or missing values: they work, or raise an error with the name."""
 
 import lightning.pytorch as L
 import pytest
@@ -14,7 +14,7 @@ from lightning_fcl.federation.swarm import Swarm
 
 
 class Base(L.LightningModule):
-    """A network of two layers, whose subclasses add to its state."""
+    """A network of two layers. Subclasses add to its state."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Base(L.LightningModule):
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
     def change(self, x):
-        """Change what was added."""
+        """Change the added state."""
 
     def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -41,7 +41,7 @@ def near(left, right):
 
 
 class Masked(Base):
-    """A causal mask, and numbers that are not known before somebody sets them, all or some of them."""
+    """A causal mask, and a buffer of NaNs of which training sets a part."""
 
     def prepare(self):
         self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
@@ -57,7 +57,7 @@ class Masked(Base):
     "The values are kept, and no upload is dropped because of them.",
 )
 @pytest.mark.parametrize("rule", ["mean", "median"])
-def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_stream, rule):
+def test_non_finite_buffer_of_the_server_does_not_drop_uploads(fit, make_stream, rule):
     task, plain = Masked(), Base()
     trainer = fit(task, make_stream(), max_vectorized_clients=1, seed=0, reductions={"mask": rule, "late": rule})
     fit(plain, make_stream(), max_vectorized_clients=1, seed=0)
@@ -68,7 +68,7 @@ def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_
 
 
 @pytest.mark.may("Integer buffers with values above 2^53", "The integers stay exact.")
-def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
+def test_integers_beyond_double_precision_stay_exact(fit, make_stream):
     class Tagged(Base):
         def prepare(self):
             self.register_buffer("tag", torch.tensor([2**62 + 12345, 5, -(2**60) - 1]))
@@ -78,11 +78,11 @@ def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
 
     task, stream = Tagged(), make_stream(batch_size=1000)
     fit(task, stream, max_vectorized_clients=1, local_epochs=2)
-    assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds of two steps
+    assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds with two steps each
 
 
 @pytest.mark.may("Buffers made by `expand`", "They are averaged like other buffers.")
-def test_numbers_of_one_place(fit, make_stream):
+def test_expanded_buffers_are_averaged(fit, make_stream):
     class Expanded(Base):
         def prepare(self):
             self.register_buffer("ones", torch.ones(1).expand(4))
@@ -97,14 +97,14 @@ def test_numbers_of_one_place(fit, make_stream):
 
 
 class Adapters(Base):
-    """Its state is its last layer."""
+    """A module whose state is its last layer."""
 
     def state_dict(self, *args, **kwargs):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "model.2" in name}
 
 
 @pytest.mark.may("A `state_dict` that contains only adapters", "Only the adapters are transmitted.")
-def test_a_state_of_adapters_only(fit, make_stream):
+def test_state_dict_of_adapters_uploads_only_adapters(fit, make_stream):
     class Frozen(Adapters):
         def prepare(self):
             self.model[0].requires_grad_(False)
@@ -166,16 +166,16 @@ class LateBuffer(Base):
         (LateBuffer, "more"),
     ],
 )
-def test_what_cannot_go_to_the_clients_and_back_is_named(fit, make_stream, make, argument):
+def test_state_that_cannot_be_exchanged_raises_with_name(fit, make_stream, make, argument):
     with raises(InvalidValueError, argument):
         fit(make(), make_stream(), max_vectorized_clients=1)
 
 
-# Rounds of which nothing is of use.
+# Rounds without a usable upload.
 
 
 class Diverges(Callback):
-    """Some clients' weights become infinite."""
+    """Makes the weights of some clients infinite."""
 
     def __init__(self, clients):
         self.clients = clients
@@ -189,7 +189,7 @@ class Diverges(Callback):
     "Divergence on every client",
     'The fit ends with an error that names the clients and the reason. With `on_empty_round="warn"` the fit continues.',
 )
-def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
+def test_round_without_usable_upload_ends_the_fit(fit, make_stream, caplog):
     task, one, warned = Base(), Base(), Base()
     with raises(InvalidValueError, "on_empty_round"):
         fit(task, make_stream(), [Diverges("012")], max_vectorized_clients=1, seed=0)
@@ -202,7 +202,7 @@ def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplo
         fit(Base(), make_stream(), on_empty_round="stopp")
 
 
-def test_rounds_that_others_are_in_or_nobody_is_end_none(fit, make_stream):
+def test_round_with_some_or_no_participants_does_not_end_the_fit(fit, make_stream):
     fit(Base(), make_stream(), [Diverges("01")], max_vectorized_clients=1)
     missed = Swarm(missed_rounds={"0": [1]}), Swarm(missed_rounds={"0": [1], "1": [1], "2": [1]})
     fit(Base(), make_stream(), [Diverges("12")], max_vectorized_clients=1, swarm=missed[0])

@@ -1,4 +1,4 @@
-"""Parts of `pytorch_lightning`, the other package, are met with a line that says which import to use."""
+"""Errors for classes of the package `pytorch_lightning`, with a hint about the import."""
 
 import sys
 from types import ModuleType
@@ -13,7 +13,7 @@ from lightning_fcl.errors import InvalidTypeError
 
 REMEDY = "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`"
 HOOKS = {name: value for name, value in vars(L.Callback).items() if name not in ("__dict__", "__weakref__")}
-KINDS = {  # what a class of the package derives from, and what is in it
+KINDS = {  # the base class and the content of each class of the package
     "LightningModule": (nn.Module, {}),
     "LightningDataModule": (object, {"on_exception": lambda *_: None}),
     "Callback": (object, HOOKS),
@@ -22,7 +22,7 @@ KINDS = {  # what a class of the package derives from, and what is in it
 
 @pytest.fixture
 def pl(monkeypatch):
-    """A package of that name, as far as a user's classes derive from it."""
+    """A stand-in for the package, with base classes for a user's classes."""
     package = ModuleType("pytorch_lightning")
     monkeypatch.setitem(sys.modules, "pytorch_lightning", package)
     for name, (base, content) in KINDS.items():
@@ -33,7 +33,7 @@ def pl(monkeypatch):
 
 @pytest.fixture
 def own(pl, monkeypatch):
-    """A user's module with classes that derive from it."""
+    """A user's module with classes that derive from the package."""
     own = ModuleType("own_lightning")
     monkeypatch.setitem(sys.modules, own.__name__, own)
     for name in KINDS:
@@ -42,7 +42,7 @@ def own(pl, monkeypatch):
 
 
 @pytest.mark.may("Classes of the package `pytorch_lightning`", "Not supported. Import `lightning.pytorch` instead.")
-def test_a_module_is_named_before_the_trainer_refuses_it(own, make_stream, quiet, caplog):
+def test_pytorch_lightning_module_warns_before_trainer_raises(own, make_stream, quiet, caplog):
     trainer = L.Trainer(strategy=FederatedStrategy(), **quiet)
     (said,) = [record.message for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert said.startswith("Expected parts of `lightning.pytorch` but OwnLightningModule is") and REMEDY in said
@@ -50,19 +50,19 @@ def test_a_module_is_named_before_the_trainer_refuses_it(own, make_stream, quiet
         trainer.fit(own.OwnLightningModule(), datamodule=make_stream())
 
 
-def test_without_one_nothing_is_said(pl, caplog):
+def test_pytorch_lightning_unused_does_not_warn(pl, caplog):
     FederatedStrategy()
     assert not caplog.records
 
 
-def test_data_and_callbacks_are_refused(own, fit, make_stream, make_task):
+def test_pytorch_lightning_data_and_callbacks_raise(own, fit, make_stream, make_task):
     with raises(InvalidTypeError, value=own.OwnLightningDataModule):
         FederatedStream(own.OwnLightningDataModule()).setup("fit")
     with raises(InvalidTypeError, value=own.OwnCallback):
         fit(make_task(), make_stream(), [own.OwnCallback()])
 
 
-def test_data_in_a_stream_s_place_are_refused(own, make_task, quiet):
+def test_pytorch_lightning_data_module_instead_of_stream_raises(own, make_task, quiet):
     with raises(InvalidTypeError, value=own.OwnLightningDataModule):
         L.Trainer(strategy="federated", **quiet).fit(make_task(), datamodule=own.OwnLightningDataModule())
 
@@ -77,7 +77,7 @@ RECIPES = {
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("command", ["fit", "validate"])
-def test_so_are_those_of_recipes(error_of, tmp_path, monkeypatch, name, command):
+def test_pytorch_lightning_class_in_recipe_raises_with_hint(error_of, tmp_path, monkeypatch, name, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(RECIPES[name])
     said = error_of([command, "quickstart", "own.yaml"])

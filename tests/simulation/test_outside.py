@@ -1,4 +1,4 @@
-"""State outside the module: a client uploads the same alone and after others, and other state accumulates."""
+"""State outside the module: it does not change another client's upload. State that training ignores accumulates."""
 
 import logging
 import random
@@ -34,7 +34,7 @@ STEPS = 0
 
 
 def stream_of(clients, rounds=1):
-    """Four batches of eight samples for each of some clients, the same whichever others there are."""
+    """Return a stream with four batches of eight samples per client, independent of the other clients."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
@@ -44,7 +44,7 @@ def stream_of(clients, rounds=1):
 
 
 class Uploads(Callback):
-    """The state that each client uploads in each round."""
+    """Stores the state that each client uploads in each round."""
 
     def __init__(self):
         self.of = {}
@@ -62,7 +62,7 @@ class Base(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Make the state of a subclass."""
+        """Create the state of a subclass."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -78,7 +78,7 @@ class Base(L.LightningModule):
 
 @pytest.fixture
 def uploads(fit):
-    """What each client uploads by client and round, from a module and callbacks that are made for it."""
+    """Return the uploads of each client by client and round, from a new module and new callbacks."""
 
     def run(module, callbacks, clients, rounds=1, **kwargs):
         global STEPS
@@ -104,7 +104,7 @@ def same(left, right):
 
 
 class Noise(Callback):
-    """Adds noise to gradients by a generator of its own."""
+    """Adds noise to gradients from a NumPy generator."""
 
     def __init__(self):
         self.generator = np.random.default_rng(0)
@@ -124,7 +124,7 @@ class TorchNoise(Noise):
 
 
 class Augments(Callback):
-    """Changes batches by a generator of Python's."""
+    """Changes batches with a generator of Python."""
 
     def __init__(self):
         self.draws = random.Random(0)
@@ -144,7 +144,7 @@ class WarmUp(Callback):
 
 
 class Late(Callback):
-    """Freezes in a step that comes after the steps of any trial, and that a client alone does not reach."""
+    """Zeroes gradients after ten steps: later than any step of a trial, and than any step of a single client."""
 
     def __init__(self):
         self.steps = 0
@@ -157,7 +157,7 @@ class Late(Callback):
 
 
 class Scales(Callback):
-    """Scales the loss by a mean of earlier losses, in an object of its own."""
+    """Scales the loss by a mean of earlier losses, which a user-defined object stores."""
 
     class Mean:
         def __init__(self):
@@ -175,7 +175,7 @@ class Scales(Callback):
 
 
 class PullsBack(Callback):
-    """Pulls the weights towards their average after each step; the average is made in the first step."""
+    """Pulls the weights towards their average after each step. The average is created in the first step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         weight = pl_module.model[0].weight.data
@@ -186,7 +186,7 @@ class PullsBack(Callback):
 
 
 class Anneals(Callback):
-    """Sets an attribute of the module by a count of its own."""
+    """Sets an attribute of the module from a counter of the callback."""
 
     def __init__(self):
         self.state = {"count": 0}
@@ -197,7 +197,7 @@ class Anneals(Callback):
 
 
 class EndsClients(Callback):
-    """Changes the clients' steps when a client ends."""
+    """Changes the gradients of later clients each time a client ends."""
 
     def __init__(self):
         self.scale = 1.0
@@ -211,7 +211,7 @@ class EndsClients(Callback):
 
 
 class Gates(Callback):
-    """Goes by a metric of its own."""
+    """Scales the loss by a metric of the callback."""
 
     def __init__(self):
         self.mean = MeanMetric()
@@ -237,7 +237,7 @@ class Hooked(Callback):
 
 
 class Penalizes(Method):
-    """A method that counts its steps, although `start_client` should forget them."""
+    """A method that counts its steps but does not reset the counter in `start_client`."""
 
     def __init__(self):
         super().__init__()
@@ -268,25 +268,25 @@ CALLBACKS = [
 def test_callback_state_does_not_reach_the_next_client(uploads, make):
     alone, again, after = (uploads(Base, [make], clients)["b", 0] for clients in ("b", "b", "ab"))
     assert same(alone, again) and same(alone, after)
-    if make is Late:  # it acts in the 11th of 16 steps
+    if make is Late:  # `Late` first acts in the 11th of 16 steps.
         alone = uploads(Base, [make], "b", local_epochs=4)["b", 0]
     plain = uploads(Base, [], "b", local_epochs=4 if make is Late else 2)["b", 0]
     assert make is EndsClients or not same(plain, alone)
 
 
-def test_callback_that_changes_steps_between_clients_acts_within_a_round(uploads):
-    """The control of `EndsClients`: it does nothing before a client ends."""
+def test_callback_acting_at_client_end_does_not_change_first_client(uploads):
+    """Control experiment for `EndsClients`: the callback does nothing before the first client ends."""
     assert same(uploads(Base, [EndsClients], "b")["b", 0], uploads(Base, [], "b")["b", 0])
 
 
 @pytest.mark.parametrize("make", [Noise, WarmUp, Scales])
-def test_callback_state_of_a_round_starts_as_the_round_began(uploads, make):
+def test_callback_state_starts_each_client_from_the_round_start(uploads, make):
     alone, after = (uploads(Base, [make], clients, rounds=2, reductions={"*": "local"}) for clients in ("b", "ab"))
     assert same(alone["b", 0], after["b", 0]) and same(alone["b", 1], after["b", 1])
     assert not same(alone["b", 0], alone["b", 1])
 
 
-# State beside the module.
+# State outside the module's attributes.
 
 
 class InClass(Base):
@@ -391,7 +391,7 @@ MODULES = [
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("make", MODULES)
-def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, max_vectorized_clients):
+def test_state_outside_the_module_does_not_reach_the_next_client(uploads, make, max_vectorized_clients):
     alone, again, after = (
         uploads(make, [], clients, max_vectorized_clients=max_vectorized_clients)["b", 0]
         for clients in ("b", "b", "ab")
@@ -401,7 +401,7 @@ def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, m
 
 
 class DrawsInTransfer(L.LightningDataModule):
-    """Augments batches on the device by a generator of its own."""
+    """Augments batches on the device with a NumPy generator."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
         fit(Base(), stream, [watch], max_vectorized_clients=1, seed=seed, participation=participation)
         return {client: state for (client, _), state in watch.of.items()}
 
-    # A seed for which the client that is drawn alone trains second when both are drawn.
+    # Find a seed with which the client that is sampled alone trains second if both clients are sampled.
     alone, together = next(
         (alone, together)
         for alone, together in ((upload(1, seed), upload(1.0, seed)) for seed in range(20))
@@ -441,7 +441,7 @@ def test_data_module_state_does_not_reach_the_next_client(fit):
 
 
 class Watches(Noise):
-    """Adds noise by a generator, and counts, measures and lists what it sees."""
+    """Adds noise from a generator, and counts, measures and lists batches."""
 
     counts: ClassVar[dict] = {"batches": 0}
 
@@ -492,7 +492,7 @@ def test_state_that_training_does_not_read_accumulates_over_clients(fit, watch):
     "The metric is reset for each client. After the round it contains the values of all clients.",
 )
 @pytest.mark.parametrize("kind", [InAMetric, InACollection, InADictOfMetrics])
-def test_metric_that_training_reads_has_all_values_after_the_round(fit, kind):
+def test_metric_read_by_training_has_all_values_after_round(fit, kind):
     class Task(kind):
         def prepare(self):
             super().prepare()
@@ -520,7 +520,7 @@ def test_metric_that_training_reads_has_all_values_after_the_round(fit, kind):
         assert seen == pytest.approx(expected, rel=1e-6)
 
 
-def test_metric_that_cannot_be_merged_is_named(fit, caplog):
+def test_metric_read_by_training_not_mergeable_warns(fit, caplog):
     class Task(Base):
         def prepare(self):
             self.spread = PearsonCorrCoef()
@@ -530,14 +530,14 @@ def test_metric_that_cannot_be_merged_is_named(fit, caplog):
             return loss * (1 + self.spread.compute().nan_to_num().abs())
 
     fit(Task(), stream_of("ab"), max_vectorized_clients=1)
-    assert "The metric `spread` starts anew with each client, because training reads it" in caplog.text
+    assert "The metric `spread` is reset for each client, because training reads it" in caplog.text
 
 
 # The trial.
 
 
 class Writes(Noise):
-    """Adds noise, and writes each step to a file."""
+    """Adds noise, and appends each step to a file."""
 
     def __init__(self, path):
         super().__init__()
@@ -550,7 +550,7 @@ class Writes(Noise):
 
 
 class Prints(Callback):
-    """Writes each step to a file that is open already, and changes nothing."""
+    """Writes each step to a file that is already open. It does not change training."""
 
     def __init__(self, path):
         self.file, self.steps = path.open("w"), 0
@@ -560,7 +560,7 @@ class Prints(Callback):
         print(self.steps, file=self.file, flush=True)
 
 
-def test_callback_that_writes_files_is_not_tried(uploads, tmp_path):
+def test_callback_that_writes_files_is_not_in_the_trial(uploads, tmp_path):
     def run(clients, name):
         return uploads(Base, [lambda: Writes(tmp_path / name)], clients)["b", 0]
 
@@ -571,7 +571,7 @@ def test_callback_that_writes_files_is_not_tried(uploads, tmp_path):
 
 
 class WritesSteps(InClass):
-    """Writes each step to a file."""
+    """Appends each step to a file."""
 
     path = None
 
@@ -582,7 +582,7 @@ class WritesSteps(InClass):
 
 
 class Demands(InClass):
-    """Fails on fewer samples than a batch has."""
+    """Fails on batches with fewer than eight samples."""
 
     path = None
 
@@ -592,7 +592,7 @@ class Demands(InClass):
 
 
 @pytest.mark.parametrize("make", [WritesSteps, Demands])
-def test_state_starts_anew_if_the_module_cannot_be_tried(uploads, tmp_path, make):
+def test_state_is_reset_if_the_trial_is_not_possible(uploads, tmp_path, make):
     make.count, make.path = 0, tmp_path / "steps"
     alone = uploads(make, [], "b")["b", 0]
     make.count = 0
@@ -601,7 +601,7 @@ def test_state_starts_anew_if_the_module_cannot_be_tried(uploads, tmp_path, make
 
 
 class Traces(Measures):
-    """Leaves traces wherever a step can."""
+    """Prints, logs, draws random numbers and changes state in each step."""
 
     def prepare(self):
         super().prepare()
@@ -646,7 +646,7 @@ def test_trial_leaves_no_trace(fit, caplog, capsys, monkeypatch):
     monkeypatch.setattr(round_module, "isolation_of", lambda federation: Isolation("Traces"))
     without, *others = run()
     assert traces == others
-    assert not same(state, without)  # because the generator starts anew
+    assert not same(state, without)  # Only with the trial, the generator is reset for each client.
 
 
 def test_trial_is_short(fit, monkeypatch):
@@ -661,4 +661,4 @@ def test_trial_is_short(fit, monkeypatch):
     fit(Base(), stream_of("abc", rounds=2), max_vectorized_clients=1)
     assert steps == [0, 1, 2]
     fit(Classifier(MLP([6, 8, 4]), num_classes=4), stream_of("abc"), [FedProx(0.1)], max_vectorized_clients=1)
-    assert steps == [0, 1, 2]  # no code of a user's
+    assert steps == [0, 1, 2]  # There is no user code, so no trial runs.

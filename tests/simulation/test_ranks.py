@@ -1,4 +1,4 @@
-"""Several processes for one federation: the same bits on any number of them, and each client trained by one."""
+"""Training in several processes: bitwise identical results, and each client is trained by one process."""
 
 import hashlib
 import os
@@ -45,7 +45,7 @@ from lightning_fcl.models import MLP
 
 
 def digest(module):
-    """The bits of a module's state."""
+    """Return a hash of the bits of a module's state."""
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         found.update(name.encode() + value.cpu().numpy().tobytes())
@@ -53,7 +53,7 @@ def digest(module):
 
 
 class Noise:
-    """A transform that draws from a generator of its own, and from torch's."""
+    """A transform that draws from a NumPy generator and from PyTorch's global generator."""
 
     def __init__(self):
         self.rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ class Noise:
 
 
 class WhoTrains(Callback):
-    """Leaves an empty file for each client that a process has trained in a round."""
+    """Creates an empty file for each client that a process has trained in a round."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -74,9 +74,9 @@ class WhoTrains(Callback):
 
 @pytest.fixture
 def ranks(fit, tmp_path):
-    """Fits with so many processes; the weights' digest, what was recorded, and who trained whom.
+    """Fit with a number of processes. Return the hash of the weights, the record, and which process trained a client.
 
-    On one thread, as each of several processes has: a batch norm's sums come out otherwise on two.
+    One thread is used, as in each of several processes, because sums of batch normalization differ with two threads.
     """
 
     def run(number, task, stream, callbacks=(), max_epochs=None, ckpt_path=None, **kwargs):
@@ -106,7 +106,7 @@ def ranks(fit, tmp_path):
 
 @pytest.fixture
 def alike(ranks):
-    """Fits with so many processes each: the weights and the record of all are the same; the weights' digest."""
+    """Fit with each number of processes, check that weights and records are equal, and return the hash."""
 
     def check(make, numbers=(1, 2, 3), **options):
         found = [ranks(number, *make(), **options)[:2] for number in numbers]
@@ -120,20 +120,23 @@ METHODS = {
     "averages": lambda: ([], {}),
     "a server optimizer": lambda: ([], {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.01)}),
     "compression": lambda: ([], {"compression": TopK(0.2)}),
-    "own head": lambda: ([FedRep(head_pattern="model.3.*")], {"reductions": {"model.3.*": "local"}}),
+    "client-local head": lambda: ([FedRep(head_pattern="model.3.*")], {"reductions": {"model.3.*": "local"}}),
     "replay and two teachers": lambda: ([FLwF2T(), Replay(memory_size=10)], {}),
     "replay samples with a transform": lambda: ([Replay(10, update="round", transform=Noise())], {}),
     "importances": lambda: ([EWC()], {}),
     "projection": lambda: ([GEM()], {}),
-    "logits remembered": lambda: ([DERpp(memory_size=10)], {}),
+    "replay of logits": lambda: ([DERpp(memory_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
-    "variates": lambda: ([SCAFFOLD()], {"client_weights": "uniform"}),
-    "an earlier model of the server": lambda: (
+    "control variates": lambda: ([SCAFFOLD()], {"client_weights": "uniform"}),
+    "distillation from the server": lambda: (
         [LwF(teacher="server")],
         {"participation": 0.5, "max_vectorized_clients": 1},
     ),
-    "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "max_vectorized_clients": 1}),
-    "mean steps": lambda: ([FedNova()], {}),
+    "dynamic regularization": lambda: (
+        [FedDyn(0.1)],
+        {"client_weights": "uniform", "participation": 0.5, "max_vectorized_clients": 1},
+    ),
+    "normalized averaging": lambda: ([FedNova()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
     "moments at the server": lambda: ([CCVR(num_samples=20)], {}),
     "samples chosen by leverage": lambda: ([FedCBDR(30)], {}),
@@ -150,18 +153,18 @@ METHODS = {
     "half of the clients": lambda: ([Replay(memory_size=10)], {"participation": 0.5, "max_vectorized_clients": 1}),
     "a swarm": lambda: ([], {"swarm": Swarm(missed_sync_prob=0.3, leaves_at={"1": 3})}),
     "clients' states on disk": lambda: ([Replay(memory_size=10)], {"client_store": "disk"}),
-    "weights by client": lambda: ([], {"client_weights": "uniform", "local_epochs": 2}),
+    "uniform weights": lambda: ([], {"client_weights": "uniform", "local_epochs": 2}),
 }
 
 
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
-# CI runs these and the fast ones; the others are `long`.
+# CI runs these and the fast ones. All others are marked `long`.
 SLOW = [
-    "own head",
+    "client-local head",
     "compression",
     "projection",
-    "variates",
-    "an earlier model of the server",
+    "control variates",
+    "distillation from the server",
     "clients' states on disk",
 ]
 
@@ -179,8 +182,8 @@ SLOW = [
         for name in METHODS
     ],
 )
-def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_stream, name):
-    """Six unequal clients, in cohorts of two where they can train side by side, on 1, 2 and 3 processes."""
+def test_results_are_bitwise_equal_on_1_2_and_3_processes(ranks, make_task, make_stream, name):
+    """Train six clients of different sizes on 1, 2 and 3 processes, vectorized in pairs where this is supported."""
     results = []
     for number in (1, 2, 3):
         callbacks, options = METHODS[name]()
@@ -195,13 +198,13 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
     for number, (bits, theirs, mine) in enumerate(others, 2):
         assert bits == one
         assert theirs == record
-        assert len(mine) == len(trained)  # each client is trained by one of them, and by no other
+        assert len(mine) == len(trained)  # Each client is trained by exactly one process.
         assert {who[:2] for who in mine} == {who[:2] for who in trained}
         assert {rank for *_, rank in mine} == {str(rank) for rank in range(number)}
 
 
 class Own(L.LightningModule):
-    """A step of its own, with layers that draw and layers that count, and what it logs."""
+    """A `training_step` with dropout and batch normalization layers, which logs the loss."""
 
     def __init__(self):
         super().__init__()
@@ -223,13 +226,13 @@ class Own(L.LightningModule):
 @pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, max_vectorized_clients):
+def test_custom_training_step_is_bitwise_equal_on_processes(alike, make_stream, max_vectorized_clients):
     stream = {"partition": "dirichlet", "num_clients": 6, "rounds_per_experience": 2, "drop_last": True}
     assert alike(lambda: (Own(), make_stream(**stream)), max_vectorized_clients=max_vectorized_clients) != digest(Own())
 
 
 class NoisyGradients(Callback):
-    """Adds noise to gradients by a generator of its own."""
+    """Adds noise to gradients from a generator of the callback."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -240,14 +243,14 @@ class NoisyGradients(Callback):
 
 
 @pytest.mark.seconds
-def test_callback_with_a_generator_gives_the_same_bits(alike, make_stream):
+def test_callback_with_generator_is_bitwise_equal_on_processes(alike, make_stream):
     stream = {"partition": "dirichlet", "num_clients": 6, "rounds_per_experience": 2, "drop_last": True}
     plain = alike(lambda: (Own(), make_stream(**stream)), numbers=(1,), max_vectorized_clients=1)
     assert alike(lambda: (Own(), make_stream(**stream), [NoisyGradients()]), max_vectorized_clients=1) != plain
 
 
 class Odd(nn.Linear):
-    """Numbers that are not finite, one of which some clients set, and an average that others do not see."""
+    """Non-finite numbers, one of which some clients set, and an average that is reset for each client."""
 
     def __init__(self):
         super().__init__(6, 4)
@@ -264,14 +267,14 @@ class Odd(nn.Linear):
 
 
 def places(trainer):
-    """Where a process of the Trainer is."""
+    """Return all numbers by which a Trainer describes its process."""
     module = trainer.lightning_module
     ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, module.global_rank, module.local_rank)
     return *ranks, trainer.num_devices, len(trainer.device_ids), trainer.num_nodes, trainer.world_size
 
 
 class AsksWhere(Callback):
-    """Multiplies gradients by where the process is, and by the client's counters."""
+    """Multiplies gradients by the numbers that describe the process, and by the client's counters."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.factor = 1 / (1 + trainer.global_step) + sum(places(trainer)) + (not trainer.is_global_zero)
@@ -284,7 +287,7 @@ class AsksWhere(Callback):
 
 
 class SaysWhere(Own):
-    """Saves once, and tells where its process is, at the end of each epoch."""
+    """Writes the numbers that describe the process to a file at the end of each epoch."""
 
     def __init__(self, folder, automatic=True):
         super().__init__()
@@ -313,7 +316,7 @@ class SaysWhere(Own):
     "In hooks of a client's batches: the values of one process. In hooks at the end of an epoch: the real values.",
 )
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_stream, tmp_path, automatic):
+def test_client_hooks_see_one_process_and_epoch_hooks_see_all(ranks, make_stream, tmp_path, automatic):
     found = []
     for number in (1, 2, 3):
         folder = tmp_path / f"on {number}"
@@ -327,19 +330,19 @@ def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_
         for epoch in (0, 1):
             told = [(folder / f"{epoch}-{rank}").read_text() for rank in range(number)]
             steps = {text.split(", ")[2] for text in told}
-            assert len(steps) == 1  # of all processes
+            assert len(steps) == 1  # the steps of all processes
             assert told == [f"{number} [{rank}, {rank == 0}, {steps.copy().pop()}" for rank in range(number)]
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.seconds
-def test_a_rank_without_clients_waits_for_the_others(alike, make_task, make_stream):
+def test_rank_without_clients_gives_equal_results(alike, make_task, make_stream):
     swarm = Swarm(leaves_at={"1": 1})
     alike(lambda: (make_task(), make_stream(num_clients=3)), (1, 3), max_vectorized_clients=1, swarm=swarm)
 
 
 @pytest.mark.seconds
-def test_odd_states(alike, make_task, make_stream):
+def test_non_finite_buffers_and_attributes_are_equal_on_processes(alike, make_task, make_stream):
     def make():
         torch.manual_seed(0)
         return make_task(model=Odd()), make_stream(num_clients=6, rounds_per_experience=2)
@@ -350,8 +353,8 @@ def test_odd_states(alike, make_task, make_stream):
 @pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
-def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
-    """Sums, which the server solves, come to the same bits."""
+def test_reservoirs_are_bitwise_equal_on_processes(alike, make_reservoir_task, make_series_stream, methods):
+    """The sums from which the server solves the regression are bitwise identical."""
     stream = {"num_clients": 4, "rounds_per_experience": 3}
     alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), max_vectorized_clients=2)
 
@@ -359,8 +362,8 @@ def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
 @pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("options", [{"rank": 3}, {"upload": "moments", "groups": 2}, {"gamma": 1.0}])
-def test_ridge_regressions(alike, make_stream, options):
-    """What is gathered stands in the clients' order on any number of ranks."""
+def test_ridge_regressions_are_bitwise_equal_on_processes(alike, make_stream, options):
+    """Gathered values are in the order of the clients on any number of ranks."""
 
     def make():
         torch.manual_seed(0)
@@ -371,7 +374,7 @@ def test_ridge_regressions(alike, make_stream, options):
 
 
 class Stays(Reduction):
-    """A reduction of a user's own, whose accumulator keeps to itself."""
+    """A custom reduction whose accumulator does not support several processes."""
 
     name = "stays"
 
@@ -380,7 +383,7 @@ class Stays(Reduction):
 
 
 @pytest.mark.seconds
-def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_stream):
+def test_unsupported_reduction_or_too_many_processes_raise(ranks, make_task, make_stream):
     with pytest.raises(Exception, match=r"Expected the reduction `stays` .* on one device but got 2"):
         ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, max_vectorized_clients=1)
     with pytest.raises(
@@ -389,8 +392,8 @@ def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_
         ranks(3, make_task(), make_stream(), max_vectorized_clients=2)
 
 
-def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monkeypatch):
-    """One process has other samples than the first."""
+def test_processes_with_different_data_raise(ranks, make_task, make_stream, monkeypatch):
+    """The second process has other samples than the first."""
     stream = make_stream()
     setup = stream.setup
 
@@ -406,8 +409,8 @@ def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monk
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, kind):
-    """Two rounds on two processes, the others on one or three: the weights of four rounds on one."""
+def test_resume_with_another_number_of_processes_is_equal(ranks, fit, make_task, make_stream, tmp_path, kind):
+    """Two rounds on two processes, and the others on one or three, give the weights of four rounds on one process."""
 
     def stream():
         return make_stream(num_clients=6, num_experiences=2, rounds_per_experience=2)
@@ -422,8 +425,8 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
 
 
 @pytest.mark.seconds
-def test_a_rehearsed_deployment(alike, make_task, make_stream):
-    """Clients that arrive in a round train from the versions that they have, on whatever process."""
+def test_asynchronous_rounds_are_equal_on_processes(alike, make_task, make_stream):
+    """In asynchronous rounds, clients train from the version that they have downloaded, on any process."""
     schedule, stream = (
         FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=3),
         {"num_clients": 6, "rounds_per_experience": 3},

@@ -1,4 +1,4 @@
-"""Interrupted and continued fits end bit-identical to uninterrupted ones, whatever killed the process."""
+"""Interrupted and resumed fits are bitwise identical to uninterrupted fits."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ OPTIONS = {
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("store", "max_vectorized_clients", "validation", "at_epoch_end"),  # each two of their values together
+    ("store", "max_vectorized_clients", "validation", "at_epoch_end"),  # each pair of values occurs
     [
         ("memory", 1, 0.0, True),
         ("memory", "auto", 0.2, None),
@@ -56,7 +56,7 @@ OPTIONS = {
         ("disk", "auto", 0.2, True),
     ],
 )
-def test_resumed_is_uninterrupted(
+def test_resumed_fit_equals_uninterrupted_fit(
     fit, make_stream, make_task, tmp_path, store, max_vectorized_clients, validation, at_epoch_end
 ):
     stream = {"rounds_per_experience": 3, "validation": validation, "num_clients": 5}
@@ -82,7 +82,7 @@ def test_resumed_is_uninterrupted(
         ({"stream": {"num_clients": 4}}, "data"),
     ],
 )
-def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, tmp_path, change, argument):
+def test_resume_with_other_settings_raises(fit, make_stream, make_task, tmp_path, change, argument):
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
     options = {**OPTIONS, **{k: v for k, v in change.items() if k != "stream"}}
     with raises(InvalidValueError, argument, code="other-recipe"):
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, 
         ({"lr": 0.1}, None, "schedule"),
     ],
 )
-def test_another_optimizer_or_schedule_than_the_checkpoints_is_refused(
+def test_resume_with_other_optimizer_or_schedule_raises(
     fit, make_stream, make_task, tmp_path, optimizer, schedule, argument
 ):
     class Scheduled(Classifier):
@@ -117,7 +117,7 @@ def test_another_optimizer_or_schedule_than_the_checkpoints_is_refused(
         fit(Scheduled(MLP([6, 8, 4]), 4), make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", seed=5)
 
 
-def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tmp_path):
+def test_resume_from_plain_or_damaged_checkpoint_raises(fit, make_stream, make_task, tmp_path):
     saving = {"enable_checkpointing": True}
     one = make_stream(num_clients=1)
     fit(make_task(), one, [ModelCheckpoint(tmp_path, "plain")], strategy="auto", max_epochs=1, trainer_args=saving)
@@ -130,7 +130,7 @@ def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tm
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "half.ckpt", **OPTIONS)
 
 
-def test_a_changed_byte_is_found_before_it_is_used(fit, make_stream, make_task, tmp_path):
+def test_checkpoint_with_changed_byte_raises(fit, make_stream, make_task, tmp_path):
     saving = {"enable_checkpointing": True}
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
     whole = (tmp_path / "round-epoch=1.ckpt").read_bytes()
@@ -144,15 +144,15 @@ def test_a_changed_byte_is_found_before_it_is_used(fit, make_stream, make_task, 
             refused += "Expected a whole checkpoint of tensors and plain values at" in str(error)
             continue
         assert all(torch.equal(found["state_dict"][name], value) for name, value in expected.items())
-    assert refused > 30  # the others are in the padding between entries
+    assert refused > 30  # The other bytes are padding between entries.
 
 
-def test_a_checkpoint_with_other_draws_is_refused(fit, make_stream, make_task, tmp_path):
+def test_resume_from_older_version_of_draws_raises(fit, make_stream, make_task, tmp_path):
     saving = {"enable_checkpointing": True}
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
     checkpoint = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)
     kept = next(state for state in checkpoint["callbacks"].values() if "fingerprint" in state)
-    del kept["fingerprint"]["version of draws"]  # as 0.1 wrote it
+    del kept["fingerprint"]["version of draws"]  # Version 0.1 wrote no such entry.
     torch.save(checkpoint, tmp_path / "older.ckpt")
     with raises(InvalidValueError, "version of draws", value=1, code="other-recipe"):
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "older.ckpt", **OPTIONS)
@@ -160,14 +160,14 @@ def test_a_checkpoint_with_other_draws_is_refused(fit, make_stream, make_task, t
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
+def test_killed_process_resumes_to_equal_state(tmp_path):
     recipe = "recipes/quickstart.yaml"
 
     def words(out, *more):
         return ["fit", "--config", recipe, "--out", str(out), "--trainer.enable_progress_bar", "false", *more]
 
     def newest(out):
-        (path,) = (out / "checkpoints").glob("*.ckpt")  # what kills leave is taken over
+        (path,) = (out / "checkpoints").glob("*.ckpt")  # Temporary files of a killed process are removed.
         return path
 
     def rounds_of(out):
@@ -183,7 +183,7 @@ def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
         command = [sys.executable, "-c", f"from lightning_fcl.cli.main import main; main({words(killed, *more)!r})"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         while process.poll() is None:
-            if rounds_of(killed) >= after + 2:  # the checkpoint of the last of them may still be written
+            if rounds_of(killed) >= after + 2:  # The checkpoint of the last round may still be incomplete.
                 process.send_signal(signal.SIGKILL)
                 kills += 1
             time.sleep(0.002)
@@ -196,7 +196,7 @@ def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
 
 
 class AtTheEnd(Callback):
-    """Notes that training begins and ends."""
+    """Stores that training starts and ends."""
 
     def __init__(self):
         self.calls = []
@@ -210,10 +210,10 @@ class AtTheEnd(Callback):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_what_callbacks_compute_at_the_end_is_there_after_a_resume(
+def test_resume_after_last_round_runs_on_train_end(
     fit, make_stream, make_task, tmp_path, epoch, max_vectorized_clients
 ):
-    # The checkpoint of epoch 1 is that of the last round: nothing is left to train.
+    # The checkpoint of epoch 1 is from the last round, so nothing is left to train.
     options = {"max_vectorized_clients": max_vectorized_clients, "participation": 0.7, "seed": 5}
     saver, task = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), make_task()
     whole, continued = ([ContinualMetrics(evaluate_on_train=True), AtTheEnd()] for _ in range(2))
@@ -228,7 +228,7 @@ def test_what_callbacks_compute_at_the_end_is_there_after_a_resume(
     assert [len(metrics.record["rounds"]) for metrics in (whole[0], continued[0])] == [2, 2]
 
 
-def test_a_fit_that_fails_at_once_ends_nothing(fit, make_stream, make_task, tmp_path):
+def test_resume_error_in_on_fit_start_skips_train_hooks(fit, make_stream, make_task, tmp_path):
     class Fails(AtTheEnd):
         def on_fit_start(self, trainer, pl_module):
             raise RuntimeError("no room")
@@ -242,7 +242,7 @@ def test_a_fit_that_fails_at_once_ends_nothing(fit, make_stream, make_task, tmp_
 
 
 @pytest.mark.seconds
-def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
+def test_second_fit_of_the_same_trainer_continues(fit, make_stream, make_task):
     whole, parts = make_task(), make_task()
     fit(whole, make_stream(rounds_per_experience=2), callbacks(), **OPTIONS)
     stream = make_stream(rounds_per_experience=2)
@@ -252,7 +252,7 @@ def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
     assert equal(whole.state_dict(), parts.state_dict())
 
 
-def test_a_checkpoint_of_a_second_fit_is_continued(fit, make_stream, make_task, tmp_path):
+def test_resume_from_checkpoint_of_a_second_fit(fit, make_stream, make_task, tmp_path):
     task, stream = make_task(), make_stream(rounds_per_experience=2)
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     trainer = fit(task, stream, [FedProx(0.1), saver], max_epochs=1, trainer_args={"enable_checkpointing": True})
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_a_second_fit_is_continued(fit, make_stream, make_task, 
 
 
 @pytest.mark.seconds
-def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):
+def test_resume_from_checkpoint_saved_in_batch_hook_raises(fit, make_stream, make_task, tmp_path):
     class Saves(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
@@ -275,14 +275,14 @@ def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_s
             fit(make_task(), make_stream(), max_vectorized_clients=1, ckpt_path=path)
 
 
-def test_a_checkpoint_of_weights_alone_is_named_as_such(fit, make_stream, make_task, tmp_path):
+def test_resume_from_weights_only_checkpoint_raises(fit, make_stream, make_task, tmp_path):
     saver = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
     fit(make_task(), make_stream(), [saver], trainer_args={"enable_checkpointing": True})
     with raises(InvalidValueError, "ckpt_path", code="weights-only"):
         fit(make_task(), make_stream(), ckpt_path=tmp_path / "weights.ckpt")
 
 
-def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path):
+def test_resume_with_random_samples_is_equal(fit, make_task, tmp_path):
     class Noisy(torch.utils.data.Dataset):
         def __init__(self):
             self.targets = [i % 4 for i in range(120)]
@@ -306,13 +306,13 @@ def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path)
 
 
 class Scaler:
-    """An object of the user's."""
+    """A user-defined object."""
 
 
 @pytest.mark.may(
     "Hyperparameters that are objects", "Checkpoints omit these hyperparameters with a log message, and can be loaded."
 )
-def test_hyperparameters_that_are_objects_are_left_out_of_checkpoints(fit, make_stream, tmp_path, caplog):
+def test_checkpoint_omits_hyperparameters_that_are_objects(fit, make_stream, tmp_path, caplog):
     class Scaled(Classifier):
         def __init__(self, scaler, width, mean):
             torch.manual_seed(0)
@@ -325,7 +325,7 @@ def test_hyperparameters_that_are_objects_are_left_out_of_checkpoints(fit, make_
     whole, again, saving = make(), make(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     kept = {"enable_checkpointing": True}
     fit(whole, make_stream(rounds_per_experience=2), [saving], trainer_args=kept)
-    assert caplog.text.count("Checkpoints leave out the hyperparameters `scaler`") == 1
+    assert caplog.text.count("Checkpoints do not contain the hyperparameters `scaler`") == 1
     checkpoint = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"].keys() == {"width", "mean"} and isinstance(whole.hparams.scaler, Scaler)
     fit(again, make_stream(rounds_per_experience=2), ckpt_path=tmp_path / "epoch=1.ckpt")

@@ -1,4 +1,4 @@
-"""A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
+"""The train loader of a round: its length, reloading, planning, and interrupted rounds."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ from lightning_fcl.simulation import planning
 
 
 class Counts(Callback):
-    """The batches of each round, as the Trainer and its hooks count them."""
+    """Stores the number of batches of each round, from the Trainer and from its progress counters."""
 
     def __init__(self):
         self.told, self.seen = [], []
@@ -42,7 +42,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task, max_vectorized_clients):
+def test_num_training_batches_equals_batches_of_the_round(fit, make_stream, make_task, max_vectorized_clients):
     counts, stream = Counts(), make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
     fit(make_task(), stream, [counts], max_vectorized_clients=max_vectorized_clients, local_epochs=2, participation=3)
     assert counts.told == counts.seen and len(set(counts.told)) > 1
@@ -53,7 +53,9 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
     "Supported for validation loaders. Raises an error if the stream wraps a LightningDataModule.",
 )
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, max_vectorized_clients, monkeypatch):
+def test_reload_dataloaders_applies_to_validation_loaders(
+    fit, make_stream, make_task, max_vectorized_clients, monkeypatch
+):
     def run(epochs):
         stream, made, trained = make_stream(rounds_per_experience=2, split=Split(validation=0.2)), [], []
         for name, calls in (("val_dataloader", made), ("train_dataloader", trained)):
@@ -78,14 +80,14 @@ class DependsOnEpoch(L.LightningDataModule):
 
 
 @pytest.mark.parametrize("make", [DependsOnEpoch, lambda: {"a": DependsOnEpoch(), "b": DependsOnEpoch()}])
-def test_loaders_of_a_data_module_made_anew_are_rejected(fit, make_task, make):
+def test_reload_dataloaders_with_data_module_raises(fit, make_task, make):
     stream = FederatedStream(make(), scenario=Stationary(2), split=Split(0.2))
     with raises(InvalidValueError, "reload_dataloaders_every_n_epochs"):
         fit(make_task(), stream, trainer_args={"reload_dataloaders_every_n_epochs": 1})
 
 
 @pytest.mark.parametrize("kind", [Replay, FederatedStream])
-def test_a_class_in_place_of_an_object_is_rejected_by_name(make_stream, make_task, kind):
+def test_class_instead_of_object_raises_with_name(make_stream, make_task, kind):
     name = "callbacks" if kind is Replay else "datamodule"
     callbacks, data = ([Replay], make_stream()) if kind is Replay else ([], FederatedStream)
     trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=callbacks, logger=False, barebones=True)
@@ -94,7 +96,7 @@ def test_a_class_in_place_of_an_object_is_rejected_by_name(make_stream, make_tas
 
 
 @pytest.mark.parametrize(("lr", "server"), [(math.nan, False), (math.inf, False), (math.nan, True)])
-def test_a_learning_rate_that_is_not_finite_is_rejected_before_the_first_round(fit, make_stream, make_task, lr, server):
+def test_non_finite_learning_rate_raises_before_first_round(fit, make_stream, make_task, lr, server):
     counts, make = Counts(), partial(torch.optim.SGD, lr=lr)
     task = make_task()
     if not server:
@@ -104,7 +106,7 @@ def test_a_learning_rate_that_is_not_finite_is_rejected_before_the_first_round(f
     assert not counts.seen
 
 
-def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_stream, make_task):
+def test_client_starts_after_last_hook_of_previous_client(fit, make_stream, make_task):
     seen = []
 
     class Watch(Callback):
@@ -125,7 +127,7 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_looks(fit, make_stream, make_task, looks):
+def test_on_client_end_vectorized_has_client_state_if_needed(fit, make_stream, make_task, looks):
     class Listens(Callback):
         def __init__(self):
             self.rounds, self.seen = [], []
@@ -154,11 +156,11 @@ def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_loo
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_client_end", "on_before_zero_grad"])
-def test_a_round_that_is_cut_short_leaves_the_server(
+def test_interrupted_round_restores_the_server_state(
     fit, make_stream, make_task, caplog, max_vectorized_clients, error, hook
 ):
     class Stop(Callback):
-        """Stops in the second round, while the module holds a client's state."""
+        """Stops in the second round, while the module has a client's state."""
 
     def stop(self, trainer, *arguments):
         if trainer.current_epoch == 1:
@@ -177,7 +179,7 @@ def test_a_round_that_is_cut_short_leaves_the_server(
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("batches", "is_logged"), [(0, False), (1, True)])
-def test_error_before_the_first_batch_logs_no_cut_round(
+def test_error_before_first_batch_does_not_log_rollback(
     fit, make_stream, make_task, caplog, max_vectorized_clients, batches, is_logged
 ):
     class Stop(Callback):
@@ -190,7 +192,7 @@ def test_error_before_the_first_batch_logs_no_cut_round(
     assert ("Rolled back an interrupted round" in caplog.text) is is_logged
 
 
-def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):
+def test_short_or_unequal_rounds_do_not_warn(fit, make_stream, make_task, tmp_path):
     def run(epochs, ckpt_path=None):
         stream = make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
         options = {"logger": CSVLogger(tmp_path), "enable_checkpointing": True}
@@ -206,9 +208,7 @@ def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, ma
 
 
 @pytest.mark.parametrize("methods", [list, lambda: [Replay(memory_size=10)]])
-def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
-    fit, make_stream, make_task, monkeypatch, methods
-):
+def test_batches_planned_together_equal_batches_planned_separately(fit, make_stream, make_task, monkeypatch, methods):
     seen = []
     for together in (1, 10**6):
         monkeypatch.setattr(planning, "_PLANNED", together)
@@ -221,7 +221,7 @@ def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
 
 
 class Batches(Callback):
-    """Notes the samples of each batch."""
+    """Stores the samples of each batch."""
 
     def __init__(self):
         self.batches = []
@@ -231,7 +231,7 @@ class Batches(Callback):
 
 
 class Noise(Callback):
-    """Adds to the gradients what it draws, and stirs torch's own generator first, perhaps."""
+    """Adds random numbers to the gradients. Optionally advances PyTorch's generator first."""
 
     def __init__(self, stirs):
         self.stirs = stirs
@@ -242,7 +242,7 @@ class Noise(Callback):
             parameter.grad += torch.rand_like(parameter.grad)
 
 
-def test_what_a_hook_draws_beside_the_backward_pass_is_drawn_by_the_client_s_key(fit, make_stream, make_task):
+def test_hook_draws_do_not_depend_on_the_global_generator(fit, make_stream, make_task):
     found = []
     for stirs in (0, 1):
         task = make_task()
@@ -252,7 +252,7 @@ def test_what_a_hook_draws_beside_the_backward_pass_is_drawn_by_the_client_s_key
 
 
 class Clips(L.LightningModule):
-    """Limits its weights after each batch, as critics of Wasserstein GANs do."""
+    """Clips its weights after each batch, as critics of Wasserstein GANs do."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ class ClipsModule(Callback):
 @pytest.mark.parametrize(
     ("kind", "callbacks", "clips"), [(ClipsItself, [], True), (Clips, [ClipsModule()], True), (Clips, [], False)]
 )
-def test_clients_upload_what_hooks_at_the_end_of_a_batch_make_of_the_model(fit, kind, callbacks, clips):
+def test_upload_includes_changes_by_batch_end_hooks(fit, kind, callbacks, clips):
     x, owner = torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), np.arange(48) % 3
     stream = FederatedStream.from_arrays(
         x,

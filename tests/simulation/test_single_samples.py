@@ -45,7 +45,7 @@ class BatchNorm(Own):
 
 
 class ByHand(BatchNorm):
-    """Steps its optimizer and a schedule by hand."""
+    """Steps the optimizer by manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class ByHand(BatchNorm):
 
 
 class SetUpByHook(BatchNorm):
-    """Its step needs an attribute that a hook sets, so that only `forward` can be tried."""
+    """The training step needs an attribute that a hook sets, so only `forward` can be tested."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0
@@ -69,7 +69,7 @@ class SetUpByHook(BatchNorm):
 
 
 class Deviation(Own):
-    """The loss of one sample is NaN."""
+    """The loss of a batch of one sample is NaN."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self(batch[0]).std(dim=0).mean()
@@ -94,7 +94,7 @@ class Images(Own):
 
 
 class Evaluating(BatchNorm):
-    """Batch normalization that keeps its statistics, because its layer is in evaluation mode."""
+    """Batch normalization in evaluation mode, which does not update its statistics."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def stream_of(sizes=SIZES, scenario=None, **options):
 
 
 def by_hand(module, sizes, batches_of, rounds=2):
-    """FedAvg in a loop: the state after some rounds, without clients that have no batches."""
+    """Return the state after some rounds of FedAvg in a loop, without clients that have no batches."""
     x, y, owner = arrays(sizes)
     x, y = torch.from_numpy(x), torch.from_numpy(y)
     server = {name: value.clone() for name, value in module.state_dict().items()}
@@ -165,7 +165,7 @@ def by_hand(module, sizes, batches_of, rounds=2):
 
 
 def merged(size):
-    """Batches of 4; a last one of a single sample joins the one before. One sample makes no batch."""
+    """Return batches of 4. A last batch of one sample is added to the batch before. One sample makes no batch."""
     starts = [start for start in range(0, size, 4) if start == 0 or size - start > 1]
     ends = [*starts[1:], size]
     return [slice(start, end) for start, end in zip(starts, ends, strict=True)] if size > 1 else []
@@ -188,7 +188,7 @@ def assert_same_state(module, expected):
 )
 @pytest.mark.parametrize("kind", [BatchNorm, ByHand, SetUpByHook, Deviation, Squeezes])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batches(fit, kind, max_vectorized_clients):
+def test_module_needing_two_samples_equals_loop_of_merged_batches(fit, kind, max_vectorized_clients):
     module, stream = kind(), stream_of()
     copied = kind()
     trainer = fit(module, stream, max_vectorized_clients=max_vectorized_clients)
@@ -198,7 +198,7 @@ def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batch
 
 
 @pytest.mark.parametrize("kind", [Own, Images, Evaluating, GroupNorm])
-def test_module_that_can_train_on_one_sample_equals_hand_loop_of_all_batches(fit, kind):
+def test_module_training_on_one_sample_equals_loop_of_all_batches(fit, kind):
     module, stream = kind(), stream_of()
     copied = kind()
     trainer = fit(module, stream)
@@ -206,8 +206,8 @@ def test_module_that_can_train_on_one_sample_equals_hand_loop_of_all_batches(fit
     assert_same_state(module, by_hand(copied, SIZES, plain))
 
 
-def test_trial_on_one_sample_changes_nothing(fit):
-    """A module without single samples, and one with them that are skipped, train with the same random numbers."""
+def test_skipped_client_of_one_sample_does_not_change_training(fit):
+    """A stream with a skipped client of one sample trains with the same random numbers as a stream without it."""
     states = []
     for sizes in ({"a": 8, "c": 4}, {"a": 8, "b": 1, "c": 4}):
         module = BatchNorm()
@@ -218,22 +218,22 @@ def test_trial_on_one_sample_changes_nothing(fit):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_frozen_batch_normalization_beside_a_method_with_features_trains_on_one_sample(fit, make_task, frozen):
+def test_frozen_batch_norm_with_features_method_trains_on_one_sample(fit, make_task, frozen):
     net, stream = Embeds(), stream_of(scenario=ClassIncremental(1, 2))
     net.body.requires_grad_(not frozen)
     trainer = fit(make_task(model=net), stream, [FedProto()])
     assert trainer.strategy.server.record.no_data == ([] if frozen else ["b"])
 
 
-def test_drop_last_skips_a_client_of_one_sample(fit):
+def test_drop_last_skips_client_with_one_sample(fit):
     trainer = fit(BatchNorm(), stream_of(drop_last=True))
     assert trainer.strategy.server.record.no_data == ["b"]
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 0.4])
-def test_skipped_last_round_of_an_experience_keeps_the_result_of_the_earlier_round(fit, participation):
-    """A client with several samples in the first round of an experience and one in the last round has a buffer."""
+def test_skipped_last_round_of_experience_keeps_earlier_result(fit, participation):
+    """The client "b" has several samples in the first round of an experience and one sample in its last round."""
     sizes = {"a": 12, "b": 10, "c": 12}
     stream = stream_of(sizes, ClassIncremental(2, 2))
     stream.setup("fit")
@@ -250,15 +250,15 @@ def test_skipped_last_round_of_an_experience_keeps_the_result_of_the_earlier_rou
     assert "b" in drawn[0] or participation < 1
 
 
-def test_replay_samples_that_join_a_last_batch_of_one_sample_keep_it():
+def test_last_batch_of_one_sample_with_replay_samples_is_kept():
     batching, keys = BatchPlan(4, shuffle=False, min_size=2), make_client_keys(0, ["a"], 0, "batches")
     assert [len(rows) for rows in plan_batches(9, 1, batching, keys)] == [4, 5]
     assert [len(rows) for rows in plan_batches(9, 1, batching, keys, num_replay_samples=2)] == [5, 6]
     assert [len(rows) for rows in plan_batches(9, 1, batching, keys, num_replay_samples=3)] == [5, 5, 2]
 
 
-def test_batches_of_at_least_two_samples_property():
-    """Each sample is in one batch of an epoch, and only the last batch differs from batches without a minimum."""
+def test_plan_batches_min_size_two_has_no_batch_of_one_sample():
+    """Each sample is in one batch per epoch. Batches without a single sample equal those without a minimum size."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         size, batch_size, replayed = (int(rng.integers(low, 40)) for low in (1, 2, 0))
@@ -274,13 +274,13 @@ def test_batches_of_at_least_two_samples_property():
             assert all(map(np.array_equal, found, with_one))
 
 
-def test_batch_size_of_one_is_rejected(fit):
+def test_batch_size_one_with_batch_norm_raises(fit):
     with raises(InvalidValueError, "batch_size"):
         fit(BatchNorm(), stream_of(batch_size=1))
     fit(GroupNorm(), stream_of(batch_size=1))
 
 
-def test_round_of_clients_with_one_sample_is_rejected_before_the_first_round(fit):
+def test_round_with_only_single_samples_raises_before_first_round(fit):
     module, stream = BatchNorm(), stream_of({"a": 9, "c": 5})
     stream.setup("fit")
     last = {client: rows[:1] for client, rows in stream.plan.train[1].items()}
@@ -291,11 +291,11 @@ def test_round_of_clients_with_one_sample_is_rejected_before_the_first_round(fit
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_skipped_clients_are_named_in_one_warning(fit, caplog):
+def test_skipped_clients_warn_once_with_names(fit, caplog):
     with caplog.at_level(logging.WARNING):
         fit(BatchNorm(), stream_of())
     (message,) = [r.getMessage() for r in caplog.records if "cannot train on a batch of one sample" in r.getMessage()]
-    assert "BatchNorm" in message and message.endswith("for this client: b.")
+    assert "BatchNorm" in message and message.endswith("only one sample: b.")
 
 
 @pytest.mark.seconds

@@ -1,4 +1,4 @@
-"""The table of CONTRIBUTING.md from a batch to the server's new state."""
+"""The table of CONTRIBUTING.md that lists the functions from a batch to the server's new state."""
 
 import importlib
 import re
@@ -21,12 +21,12 @@ def read_stops():
     return found
 
 
-def test_stops_of_a_batch_are_few():
+def test_table_of_functions_is_short():
     files = [file for file, _ in read_stops()]
     assert 15 < len(files) <= 22 and len({*files}) <= 9
 
 
-def test_stops_of_a_batch_are_those_of_a_fit(fit, make_stream, make_task):
+def test_table_of_functions_equals_calls_of_a_fit(fit, make_stream, make_task):
     codes = [code for _, code in read_stops()]
     calls = []
 
@@ -40,6 +40,6 @@ def test_stops_of_a_batch_are_those_of_a_fit(fit, make_stream, make_task):
         fit(make_task(), make_stream(num_clients=1), max_epochs=1, max_vectorized_clients=1)
     finally:
         sys.setprofile(before)
-    *way, end = codes  # the end, which loads a state, is also called for the client's
+    *way, end = codes  # `end` loads a state into the module, and is also called for client states.
     assert [*dict.fromkeys(call for call in calls if call is not end)] == way
     assert calls[len(calls) - calls[::-1].index(way[-1])] is end

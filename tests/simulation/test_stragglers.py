@@ -1,4 +1,4 @@
-"""Rehearsed deployments: deadlines and asynchronous rounds, against loops by hand, and whatever interrupts them."""
+"""Timing simulation: deadlines and asynchronous rounds, compared with loops in plain PyTorch, and resumed."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ ADAM = {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps
 
 
 class Watch(Callback):
-    """Who trained, and what the record of each round says."""
+    """Stores which clients trained, and the record of each round."""
 
     def __init__(self):
         self.trained, self.rounds = [], []
@@ -50,7 +50,7 @@ class Watch(Callback):
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("participation", "buffer_size"), [(1.0, 5), (3, 3)])
-def test_equal_clients_and_a_buffer_for_all_are_synchronous_to_the_bit(
+def test_fedbuff_equal_clients_and_full_buffer_equals_synchronous(
     fit, make_stream, make_task, max_vectorized_clients, participation, buffer_size
 ):
     options = {**OWN, **ADAM, "participation": participation, "max_vectorized_clients": max_vectorized_clients}
@@ -67,7 +67,7 @@ def test_equal_clients_and_a_buffer_for_all_are_synchronous_to_the_bit(
 
 
 def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu):
-    """FedBuff in torch alone: every client is under way at once, and trains full batches."""
+    """Return the weights and the rounds of FedBuff in plain PyTorch, for full batches and concurrent clients."""
     local, server = rates
     weights = [p.detach().clone() for p in net.parameters()]
     under_way = {client: (time, [w.clone() for w in weights]) for client, time in seconds.items()}
@@ -99,7 +99,7 @@ def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("exponent", "server_rate", "mu"), [(0.5, 1.0, 0.0), (0.0, 0.5, 0.0), (1.0, 0.5, 0.2)])
-def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
+def test_fedbuff_equals_a_loop_in_plain_pytorch(
     fit, make_stream, make_task, max_vectorized_clients, exponent, server_rate, mu
 ):
     seconds, rounds = {"0": 1.0, "1": 2.718, "2": 4.567}, 9
@@ -135,7 +135,9 @@ def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
     [lambda: FedBuff(ClientSpeeds(**SPREAD), 2), lambda: Deadline(ClientSpeeds(**SPREAD), 0.5, 3)],
     ids=["FedBuff", "Deadline"],
 )
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, max_vectorized_clients, store):
+def test_resumed_timing_simulation_equals_uninterrupted(
+    fit, make_stream, make_task, tmp_path, make, max_vectorized_clients, store
+):
     stream = {"num_clients": 5, "rounds_per_experience": 3, "samples": 400}
     options = {
         **OWN,
@@ -158,11 +160,11 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, m
         assert left == right
         assert trainer.current_epoch == 6
         stale += len(left[-1]["staleness"]) + len(left[-1]["late_clients"])
-    assert stale  # otherwise nothing would have been tried
+    assert stale  # Otherwise the test would not cover stale or late uploads.
 
 
 @pytest.mark.seconds
-def test_a_second_fit_of_the_same_trainer_goes_on_by_the_same_clock(fit, make_stream, make_task):
+def test_second_fit_of_the_same_trainer_continues_the_clock(fit, make_stream, make_task):
     stream = {"num_clients": 5, "rounds_per_experience": 3}
     options = {**OWN, "participation": 4}
     whole, parts, watches = make_task(), make_task(), [Watch(), Watch()]
@@ -182,8 +184,8 @@ def test_a_second_fit_of_the_same_trainer_goes_on_by_the_same_clock(fit, make_st
     assert watches[0].rounds == watches[1].rounds
 
 
-def test_statistics_of_batch_normalisation_are_averaged_as_they_are(fit, make_stream, make_task):
-    """The difference of a stale variance could make the server's negative."""
+def test_fedbuff_averages_batch_norm_statistics(fit, make_stream, make_task):
+    """Statistics are averaged, not updated by differences: a stale variance could make the server's negative."""
     task, seen = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))), []
 
     class Sent(Watch):
@@ -209,7 +211,7 @@ def test_statistics_of_batch_normalisation_are_averaged_as_they_are(fit, make_st
     assert any(one.staleness for one in watch.rounds)
 
 
-def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_task):
+def test_fedbuff_client_local_heads_stay_with_clients(fit, make_stream, make_task):
     task, watch, options = make_task(), Watch(), {"reductions": {"model.3.*": "local"}, "seed": 5}
     stream = make_stream(num_clients=4, rounds_per_experience=3)
     trainer = fit(task, stream, [watch], synchronization=FedBuff(ClientSpeeds(**SPREAD), 2), **options)
@@ -225,8 +227,8 @@ def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_t
 @pytest.mark.parametrize(
     "make", [lambda: FedBuff(ClientSpeeds(**SPREAD), 2), lambda: Deadline(ClientSpeeds(**SPREAD), 0.5)]
 )
-def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, make_task, make):
-    """So that clients' own models are tested after their last local training of each."""
+def test_last_round_of_each_client_is_evaluated(fit, make_stream, make_task, make):
+    """The last round of a client is known in advance, so that its model is evaluated after its last training."""
     watch, metrics = Watch(), ContinualMetrics(when="both")
     stream = make_stream(num_clients=5, rounds_per_experience=4)
     fit(make_task(), stream, [watch, metrics], synchronization=make(), participation=4, seed=5)
@@ -237,16 +239,16 @@ def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, 
         tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["local"]]
         assert {client: round_idx for client, round_idx in tested if round_idx in rounds} == last
         ends |= {*last.values()}
-    assert len(ends) > 2  # not all in the experiences' last rounds
+    assert len(ends) > 2  # Some clients train last before the last round of an experience.
 
 
-def test_a_method_whose_sums_the_server_keeps_is_refused_by_name(fit, make_stream, make_task):
+def test_fedbuff_with_method_that_needs_sums_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "mean"):
         fit(make_task(), make_stream(), [FedProto(0.5)], synchronization=FedBuff(ClientSpeeds(1.0), 2))
 
 
-def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_series_stream, make_reservoir_task):
-    """Its sums are those of who is in time."""
+def test_reservoir_with_fedbuff_raises_and_with_deadline_trains(fit, make_series_stream, make_reservoir_task):
+    """With a deadline, the sums contain the clients that are in time."""
     with raises(InvalidValueError, "mean"):
         fit(make_reservoir_task(), make_series_stream(), synchronization=FedBuff(ClientSpeeds(1.0), 2))
     slow, states = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 9}}), []
@@ -262,8 +264,8 @@ def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_serie
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, max_vectorized_clients):
-    """The server's state, and all that clients keep, are those of a federation in which the late never took part."""
+def test_deadline_late_clients_equal_absent_clients(fit, make_stream, make_task, max_vectorized_clients):
+    """The server state and the client states equal those of a federation without the late clients."""
     slow = ClientSpeeds(0.0, latency=1.0, per_client={"1": {"latency": 31}, "4": {"latency": 900}})
     gone = Swarm(leaves_at={"1": 0, "4": 0})
     stores, tasks, watches = [], [make_task(), make_task()], [Watch(), Watch()]
@@ -276,7 +278,7 @@ def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, max_ve
         )
         stores.append({client: trainer.strategy.server.client_store[client] for client in stream.plan.clients})
     assert equal(tasks[0].state_dict(), tasks[1].state_dict())
-    assert watches[0].trained == watches[1].trained  # nobody trains in vain
+    assert watches[0].trained == watches[1].trained  # Late clients do not train.
     for client in stores[0]:
         assert stores[0][client].keys() == stores[1][client].keys()
         assert all(equal(stores[0][client][part], stores[1][client][part]) for part in stores[0][client])
@@ -284,11 +286,11 @@ def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, max_ve
     size = sum(value.nbytes for name, value in tasks[0].state_dict().items() if name != "model.3.bias")
     for record in watches[0].rounds:
         assert (record.late_clients, record.simulated_seconds, record.staleness) == (["1", "4"], 30.0, {})
-        assert record.download_bytes == dict.fromkeys("01234", size)  # they had received what they then trained on
+        assert record.download_bytes == dict.fromkeys("01234", size)  # Late clients download the server's state.
         assert record.upload_bytes == dict.fromkeys("023", size)
 
 
-def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit, make_stream, make_task):
+def test_simulated_time_equals_training_and_transfer_times(fit, make_stream, make_task):
     watch, stream = Watch(), make_stream(num_clients=3, samples=300)
     schedule = Deadline(ClientSpeeds(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=7))
     fit(make_task(), stream, [watch], synchronization=schedule, compression=TopK(0.25), local_epochs=2, seed=5)
@@ -300,7 +302,7 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
         assert max(up.values()) < max(down.values())
 
 
-# What does not go together.
+# Unsupported combinations.
 
 
 @pytest.mark.parametrize(
@@ -315,12 +317,12 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
         ({"synchronization": Deadline(ClientSpeeds())}, (MissingValueError, "seconds_per_sample")),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(fit, make_stream, make_task, words, expected):
+def test_invalid_synchronization_raises(fit, make_stream, make_task, words, expected):
     with raises(*expected):
         fit(make_task(), make_stream(), **words)
 
 
-def test_a_checkpoint_of_another_schedule_is_refused(fit, make_stream, make_task, tmp_path):
+def test_resume_with_other_synchronization_raises(fit, make_stream, make_task, tmp_path):
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
     fit(make_task(), make_stream(), [saver], synchronization=FedBuff(ClientSpeeds(**SPREAD), 2), trainer_args=saving)
     path = tmp_path / "epoch=0.ckpt"
@@ -339,7 +341,7 @@ def test_a_checkpoint_of_another_schedule_is_refused(fit, make_stream, make_task
         lambda kept: kept["versions"].update({version: {} for version in kept["versions"]}),
     ],
 )
-def test_a_checkpoint_that_does_not_tell_who_is_under_way_is_refused(fit, make_stream, make_task, tmp_path, damage):
+def test_resume_fedbuff_damaged_state_raises(fit, make_stream, make_task, tmp_path, damage):
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
     make = lambda: FedBuff(ClientSpeeds(**SPREAD), 1)  # noqa: E731
     fit(make_task(), make_stream(), [saver], synchronization=make(), trainer_args=saving)
@@ -351,7 +353,7 @@ def test_a_checkpoint_that_does_not_tell_who_is_under_way_is_refused(fit, make_s
         fit(make_task(), make_stream(), synchronization=make(), ckpt_path=tmp_path / "damaged.ckpt")
 
 
-# By a recipe.
+# Recipes.
 
 RECIPE = """
 trainer:
@@ -369,7 +371,7 @@ data:
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe of a small deployment, and gives the words that name it."""
+    """Return a function that writes a recipe of a small timing simulation and returns its command-line arguments."""
 
     def write(**changed):
         arguments = {"buffer_size": 2, "speeds": {"seconds_per_sample": 0.01, "spread": 0.8}, **changed}
@@ -380,7 +382,7 @@ def recipe(tmp_path):
 
 
 @pytest.mark.seconds
-def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_path, capsys):
+def test_recipe_with_fedbuff_reports_simulated_time(recipe, tmp_path, capsys):
     main(["fit", *recipe(), "--out", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     rounds = results["record"]["rounds"]
@@ -407,10 +409,10 @@ def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_pa
         ({"speeds": {"seconds_per_sampel": 1}}, "seconds_per_sampel"),
     ],
 )
-def test_validate_refuses_what_does_not_fit(recipe, error_of, changed, message):
+def test_validate_invalid_fedbuff_recipe_raises(recipe, error_of, changed, message):
     assert message in error_of(["validate", *recipe(**changed)])
 
 
-def test_validate_takes_what_fits(recipe, capsys):
+def test_validate_fedbuff_recipe_succeeds(recipe, capsys):
     main(["validate", *recipe()])
     assert "All of it fits." in capsys.readouterr().out

@@ -33,7 +33,7 @@ def snapshot(module):
 
 
 def local_training(task, stream, client, round_idx, epochs, seed=0):
-    """A client's local training, written by hand."""
+    """Train a client in plain PyTorch."""
     x, y = stream.get_samples(stream.plan.train[round_idx][client])
     optimizer = task.configure_optimizers()
     task.train()
@@ -47,7 +47,7 @@ def local_training(task, stream, client, round_idx, epochs, seed=0):
 
 
 def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None, seed=0):
-    """FedAvg, written by hand."""
+    """Return the server state after FedAvg in plain PyTorch."""
     server = snapshot(task)
     for round_idx in range(rounds):
         total, sums = 0.0, None
@@ -63,7 +63,7 @@ def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None
 
 
 class Records(Callback):
-    """Keeps the record of each round."""
+    """Stores the record of each round."""
 
     def __init__(self):
         self.rounds = []
@@ -73,22 +73,22 @@ class Records(Callback):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffle):
+def test_strategy_equals_fedavg_in_plain_pytorch(fit, make_stream, make_task, shuffle):
     stream, task = make_stream(rounds_per_experience=2, shuffle=shuffle), make_task()
     start = copy.deepcopy(task)
     fit(task, stream, local_epochs=2, max_vectorized_clients=1, seed=0)
     assert equal(task.state_dict(), fedavg(start, stream, epochs=2, rounds=4))
 
 
-def test_one_client_is_the_plain_trainer(fit, make_stream, make_task):
+def test_strategy_one_client_equals_plain_trainer(fit, make_stream, make_task):
     federated, plain = make_task(), make_task()
     fit(federated, make_stream(num_clients=1, rounds_per_experience=3), max_vectorized_clients=1, seed=0)
     fit(plain, make_stream(num_clients=1, rounds_per_experience=3), strategy="auto", max_epochs=6)
-    # The plain Trainer keeps its optimizer from epoch to epoch; SGD without momentum has nothing to keep.
+    # The plain Trainer keeps its optimizer between epochs, but SGD without momentum has no state.
     assert equal(federated.state_dict(), plain.state_dict())
 
 
-def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
+def test_keep_optimizer_state_keeps_momentum_between_rounds(fit, make_stream, make_task):
     def momentum(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -101,7 +101,7 @@ def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
     assert not close(fresh.state_dict(), plain.state_dict(), 1e-3)
 
 
-def test_participants_alone_are_averaged(fit, make_stream, make_task):
+def test_participation_averages_only_sampled_clients(fit, make_stream, make_task):
     stream, task = make_stream(num_clients=6), make_task()
     start = copy.deepcopy(task)
     fit(task, stream, participation=0.5, max_vectorized_clients=1, seed=7)
@@ -113,15 +113,15 @@ def test_participants_alone_are_averaged(fit, make_stream, make_task):
     ("weights", "weight"),
     [("uniform", lambda c, n: 1), ({"0": 1, "1": 4, "2": 0.5}, lambda c, n: {"0": 1, "1": 4, "2": 0.5}[c])],
 )
-def test_client_weights(fit, make_stream, make_task, weights, weight):
+def test_client_weights_equal_weighted_fedavg(fit, make_stream, make_task, weights, weight):
     stream, task = make_stream(partition="dirichlet"), make_task()
     start = copy.deepcopy(task)
     fit(task, stream, client_weights=weights, max_vectorized_clients=1, seed=0)
     assert close(task.state_dict(), fedavg(start, stream, 1, 2, weight), 1e-7)
 
 
-def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_task):
-    owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
+def test_clients_without_data_are_skipped_and_recorded(fit, make_stream, make_task):
+    owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # The owner depends on the label.
     records = Records()
     fit(make_task(), make_stream(client_ids=owners, class_order=[0, 1, 2, 3]), [records])
     assert [record.no_data for record in records.rounds] == [["b", "c"], ["a"]]
@@ -131,7 +131,7 @@ def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_tas
 @pytest.mark.argument("callbacks", "Supported. Hooks see the server's model before and after a round.")
 @pytest.mark.callback("Callback", "Supported. Your callback sees the server's model before and after a round.")
 @pytest.mark.parametrize("validation", [0.0, 0.2])
-def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
+def test_server_state_is_in_module_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
     places = []
 
     class Watch(Callback):
@@ -154,7 +154,7 @@ def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, m
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task, max_vectorized_clients):
+def test_all_parameters_client_local_equals_training_alone(fit, make_stream, make_task, max_vectorized_clients):
     task, stream, servers = make_task(), make_stream(rounds_per_experience=2), []
     start = copy.deepcopy(task)
 
@@ -191,7 +191,7 @@ def with_head():
         (lambda: [FedViT(integrate_last=True)], {"model.head.*": "local"}),
     ],
 )
-def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, make_task, caplog, methods, rules):
+def test_client_model_predicts_as_recorded_by_metrics(fit, make_stream, make_task, caplog, methods, rules):
     task, metrics = make_task(model=with_head()), ContinualMetrics(when="aggregated")
     stream = make_stream(num_clients=4, rounds_per_experience=2, partition="dirichlet")
     trainer = fit(task, stream, [*methods(), metrics], reductions=rules, participation=3, seed=1)
@@ -204,7 +204,7 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
     assert ("The module is the server's model" in caplog.text) == bool(rules)
     caplog.clear()
     loaded = []
-    for client in "01230":  # one after the other, as from the server's each time
+    for client in "01230":  # Each client's model starts from the server's model.
         state = trainer.strategy.client_state_dict(client)
         assert equal(task.state_dict(), server)
         with client_model(trainer, client):
@@ -217,7 +217,7 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
     assert len({tuple(correct[client]) for client in "0123"}) > 2
 
 
-def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
+def test_client_model_unknown_client_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "client", value="0"):
         FederatedStrategy().client_state_dict("0")
     task = make_task()
@@ -237,7 +237,9 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize(("reduction", "down"), [("download_only", 4 * (35 + 24)), ("constant", 4 * 35)])
-def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, max_vectorized_clients):
+def test_parameters_that_are_not_uploaded_keep_the_server_value(
+    fit, make_stream, make_task, reduction, down, max_vectorized_clients
+):
     task, stream, records = make_task(), make_stream(), Records()
     start, server = copy.deepcopy(task), snapshot(task)
     fit(
@@ -248,7 +250,7 @@ def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, red
         max_vectorized_clients=max_vectorized_clients,
         seed=0,
     )
-    for round_idx in range(2):  # each client trains the head too, from the server's
+    for round_idx in range(2):  # Each client also trains the head, starting from the server's head.
         states = []
         for client in stream.plan.train[round_idx]:
             local = copy.deepcopy(start)
@@ -264,14 +266,14 @@ def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, red
 
 
 @pytest.mark.parametrize("reduction", ["download_only", "constant"])
-def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, reduction):
+def test_non_finite_buffer_that_is_not_uploaded_is_allowed(fit, make_stream, make_task, reduction):
     task = make_task()
     task.register_buffer("unknown", torch.full((3,), float("nan")))
     trainer = fit(task, make_stream(), reductions={"unknown": reduction})
     assert not trainer.strategy.server.record.dropped and torch.isnan(task.unknown).all()
 
 
-def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
+def test_non_finite_upload_is_dropped_logged_and_recorded(fit, make_stream, make_task, caplog):
     class Poison(Records):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
             if trainer.strategy.current_client_round.client_id == "1":
@@ -291,34 +293,32 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
 
 
 class Overflowing(Method):
-    """A penalty so large that it overflows, though its gradient does not."""
+    """A penalty that overflows, but has a finite gradient."""
 
     def penalty(self, client, step):
         return (1e30 * next(iter(step.params.values())).detach().abs().sum() + 1e30).square()
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_a_client_whose_loss_is_not_finite_is_named_though_its_weights_are(
-    fit, make_stream, make_task, caplog, max_vectorized_clients
-):
+def test_non_finite_loss_with_finite_upload_warns(fit, make_stream, make_task, caplog, max_vectorized_clients):
     task, records = make_task(), Records()
     fit(task, make_stream(), [Overflowing(clients=["1"]), records], max_vectorized_clients=max_vectorized_clients)
     assert all(record.diverged == ["1"] and not record.dropped for record in records.rounds)
     assert all(p.isfinite().all() for p in task.parameters())
-    message = "Round 0: the loss of client 1 was not finite, though all that it sends is. Lower the learning rate"
-    assert message in caplog.text and "client 2 was not" not in caplog.text
+    message = "Round 0: the loss of client 1 was non-finite, but its upload is finite. Lower the learning rate"
+    assert message in caplog.text and "client 2 was non-finite" not in caplog.text
 
 
-def test_a_loss_that_is_not_finite_in_a_plain_trainer_is_named(make_task, samples, train, caplog):
+def test_non_finite_loss_in_plain_trainer_warns(make_task, samples, train, caplog):
     train(make_task(), [Overflowing()], samples())
     assert "Epoch 1: the loss with the methods' terms was non-finite. Lower the learning rate" in caplog.text
 
 
-def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
+def test_non_finite_server_state_raises(fit, make_stream, make_task):
     class Diverging(torch.optim.SGD):
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
-                p.data *= 1e30 / p.data.abs().clamp(min=1e-20)  # beyond single precision
+                p.data *= 1e30 / p.data.abs().clamp(min=1e-20)  # The next line exceeds single precision.
                 p.data *= p.data
 
     with raises(InvalidValueError, "model.1.weight"):
@@ -337,12 +337,12 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
         ({"client_weights": "size"}, "client_weights"),
     ],
 )
-def test_wrong_arguments(arguments, argument):
+def test_strategy_invalid_arguments_raise(arguments, argument):
     with raises(InvalidValueError, argument):
         FederatedStrategy(**arguments)
 
 
-def test_unknown_clients_are_named(fit, make_stream, make_task):
+def test_unknown_or_missing_clients_in_arguments_raise(fit, make_stream, make_task):
     with raises(UnknownNameError, "names"):
         fit(make_task(), make_stream(), [FedProx(clients=["seven"])])
     with raises(UnknownNameError, "names"):
@@ -351,7 +351,7 @@ def test_unknown_clients_are_named(fit, make_stream, make_task):
         fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1})
 
 
-def test_a_loader_that_is_no_stream_is_refused(make_task):
+def test_data_loader_instead_of_stream_raises(make_task):
     data = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long))
     trainer = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False)
     with raises(InvalidValueError, "datamodule"):
@@ -359,12 +359,12 @@ def test_a_loader_that_is_no_stream_is_refused(make_task):
 
 
 @pytest.mark.argument("strategy", 'Supported. `FederatedStrategy(...)` or "federated".')
-def test_the_strategy_is_chosen_by_name():
+def test_strategy_name_federated_creates_strategy():
     assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
 
 
 @pytest.mark.may("Extra state (`get_extra_state`)", "Not supported. Extra state cannot be averaged.")
-def test_extra_state_is_refused(fit, make_stream, make_task):
+def test_extra_state_raises(fit, make_stream, make_task):
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"a": 1}
@@ -376,7 +376,7 @@ def test_extra_state_is_refused(fit, make_stream, make_task):
         fit(make_task(model=Extra(6, 4)), make_stream())
 
 
-def test_frozen_parameters_do_not_move_on_the_server(fit, make_stream, make_task):
+def test_server_optimizer_does_not_change_frozen_parameters(fit, make_stream, make_task):
     task = make_task()
     task.model[1].weight.requires_grad_(False)
     before = task.model[1].weight.clone()
@@ -384,14 +384,14 @@ def test_frozen_parameters_do_not_move_on_the_server(fit, make_stream, make_task
     assert torch.equal(task.model[1].weight, before)
 
 
-def test_clients_may_be_numbers(fit, make_stream, make_task):
+def test_client_numbers_equal_client_names(fit, make_stream, make_task):
     task, named = make_task(), make_task()
     fit(task, make_stream(), [FedProx(0.5, clients=[0])], client_weights={0: 1, 1: 2, 2: 3})
     fit(named, make_stream(), [FedProx(0.5, clients=["0"])], client_weights={"0": 1, "1": 2, "2": 3})
     assert equal(task.state_dict(), named.state_dict())
 
 
-def test_reserved_names_and_contradictions_in_streams(make_stream):
+def test_stream_reserved_name_or_contradiction_raises(make_stream):
     with raises(InvalidValueError, "client"):
         make_stream(client_ids=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "class_order"):
@@ -427,7 +427,7 @@ def test_batch_normalization_last_batch_of_one_sample_trains(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("fails", [False, True])
-def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, fails, threads):
+def test_denormals_are_flushed_only_during_a_fit(fit, make_stream, make_task, fails, threads):
     within, usual = [], torch.get_num_threads()
 
     def vanish():
@@ -439,7 +439,7 @@ def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, 
             if fails:
                 raise KeyError("enough")
 
-    able = torch.set_flush_denormal(True)  # x86 and Arm are
+    able = torch.set_flush_denormal(True)  # supported on x86 and Arm
     torch.set_num_threads(threads)
     try:
         for before in (able, False):

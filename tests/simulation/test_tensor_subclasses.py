@@ -28,7 +28,7 @@ from lightning_fcl.simulation.checkpoint_content import readable
 
 
 class Tagged(torch.Tensor):
-    """A tensor with metadata, which operations pass on, as MONAI's `MetaTensor`."""
+    """A tensor with metadata that operations copy to their result, like MONAI's `MetaTensor`."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -41,12 +41,12 @@ class Tagged(torch.Tensor):
 
 def tagged(tensor):
     tensor = tensor.as_subclass(Tagged)
-    tensor.meta = {"file": Path("scan.nii")}  # no checkpoint with a path can be read
+    tensor.meta = {"file": Path("scan.nii")}  # A checkpoint with a path could not be read.
     return tensor
 
 
 class Scans(Dataset):
-    """Samples of a tensor class, as pairs or dicts."""
+    """Samples of a tensor class, as pairs or as dicts."""
 
     def __init__(self, make=tagged, as_dicts=False):
         self.x = torch.randn(48, 5, generator=torch.Generator().manual_seed(0))
@@ -229,14 +229,14 @@ def test_readable_subclasses_become_plain(make, tmp_path):
     changed = load(readable(content), tmp_path / "a.ckpt")
     assert type(changed["loops"]) is torch.Tensor and type(changed["callbacks"]["Mine"][0]["kept"]) is tuple
     assert changed["callbacks"]["Mine"][0]["kept"][1].tolist() == [0.0, 1.0]
-    assert type(content["loops"]) is not torch.Tensor  # the content itself does not change
+    assert type(content["loops"]) is not torch.Tensor  # The original content does not change.
 
 
 OTHERS = [Path("a"), np.float64(1), np.zeros(2), object(), range(3), len]
 
 
 @pytest.mark.parametrize("leaf", OTHERS, ids=[type(leaf).__name__ for leaf in OTHERS])
-def test_readable_other_values_are_rejected_by_path(leaf):
+def test_readable_other_values_raise_with_path(leaf):
     with pytest.raises(ValueError) as caught:
         readable({"state_dict": {}, **nested(leaf)})
     assert str(caught.value) == (
@@ -247,7 +247,7 @@ def test_readable_other_values_are_rejected_by_path(leaf):
     )
 
 
-def test_readable_container_of_itself_is_kept():
+def test_readable_container_that_contains_itself_is_kept():
     content = {"callbacks": []}
     content["callbacks"].append(content["callbacks"])
     assert readable(content) is content
@@ -269,12 +269,12 @@ class Keeps(Callback):
     "Not supported with checkpoints. The error names the entry, at the latest when the first checkpoint is written.",
 )
 @pytest.mark.parametrize(("first", "rounds"), [(0, 0), (1, 1)], ids=["known before", "from the first round on"])
-def test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round(fit, tmp_path, first, rounds):
+def test_unreadable_callback_state_raises_by_the_first_round(fit, tmp_path, first, rounds):
     keeps, saves = Keeps(Path("a"), first), ModelCheckpoint(tmp_path)
     with raises(InvalidValueError, "checkpoint['callbacks']['Keeps']['value']"):
         fit(Net(), stream(), [keeps, saves], trainer_args={"enable_checkpointing": True})
     assert keeps.ended == rounds
-    fit(Net(), stream(), [Keeps(Path("a"), first)])  # without checkpoints
+    fit(Net(), stream(), [Keeps(Path("a"), first)])  # No checkpoint is written.
     fit(Net(), stream(), [Keeps("a", first), saves], trainer_args={"enable_checkpointing": True})
 
 

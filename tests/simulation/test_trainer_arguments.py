@@ -1,4 +1,4 @@
-"""What becomes of the arguments of Lightning's Trainer: they hold for a client or a round, or are refused by name."""
+"""Arguments of Lightning's Trainer in a federation: they apply to a client or a round, or raise an error."""
 
 import sys
 from types import ModuleType
@@ -27,7 +27,7 @@ COHORTS = pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 
 
 class Counts(L.Callback):
-    """The rounds after which there was a validation, and batches before the first round, and in each stage after it."""
+    """Stores the rounds that were followed by a validation, and counts the batches of each stage."""
 
     def __init__(self):
         self.rounds, self.batches = [], {"sanity": 0, "validate": 0, "test": 0, "predict": 0}
@@ -59,7 +59,7 @@ def task():
 
 
 @pytest.mark.argument("accelerator", "Supported. Clients train on this device, and it holds the server's state.")
-def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_same):
+def test_accelerator_trains_clients(fit, make_stream, make_task, assert_same):
     devices = []
 
     class Own(CPUAccelerator):
@@ -77,7 +77,7 @@ def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_sa
     "precision", "Supported for each client's training. Clients train sequentially unless the precision is `32-true`."
 )
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
-def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same, precision):
+def test_precision_applies_to_clients(fit, make_stream, make_task, assert_same, precision):
     federated, plain, full = make_task(), make_task(), make_task()
     arguments = {"trainer_args": {"precision": precision}}
     trainer = fit(federated, make_stream(num_clients=1), **arguments)
@@ -89,7 +89,7 @@ def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same
 
 
 @pytest.mark.argument("min_epochs", "Supported. Minimum number of rounds before early stopping can end the fit.")
-def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_same):
+def test_min_epochs_is_minimum_number_of_rounds(fit, make_stream, make_task, assert_same):
     task, three = make_task(), make_task()
     stop = LambdaCallback(on_train_epoch_end=lambda trainer, _: setattr(trainer, "should_stop", True))
     stopped = fit(make_task(), make_stream(rounds_per_experience=2), [stop])
@@ -121,7 +121,7 @@ def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_s
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches"),
     ],
 )  # fmt: skip
-def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_task, arguments, argument):
+def test_unsupported_trainer_arguments_raise(fit, make_stream, make_task, arguments, argument):
     with raises(InvalidValueError, argument):
         fit(make_task(), make_stream(), trainer_args=arguments)
 
@@ -134,12 +134,12 @@ def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_
     "limit_predict_batches", "Supported. Number of batches to predict. Predictions use the server's model."
 )
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_limits_of_evaluation(fit, task, digits, stage):
+def test_evaluation_limits_apply_to_batches(fit, task, digits, stage):
     limit, counts = "limit_val_batches" if stage == "validate" else f"limit_{stage}_batches", Counts()
     trainer = fit(task, digits, [counts], trainer_args={limit: 1, "num_sanity_val_steps": 0})
     loaders = {"validate": digits.val_dataloader, "test": digits.test_dataloader, "predict": digits.predict_dataloader}
     expected = {name: len(loader()) for name, loader in loaders.items()}
-    assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])  # in the fit
+    assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])  # during the fit
     assert min(expected.values()) > 1
     counts.batches["validate"] = 0
     for name in loaders:
@@ -153,7 +153,7 @@ def test_limits_of_evaluation(fit, task, digits, stage):
     "Supported. Number of validation batches before the first round. They do not change the result.",
 )
 @pytest.mark.parametrize("steps", [0, 1, -1])
-def test_batches_before_the_first_round(fit, task, digits, assert_same, steps):
+def test_num_sanity_val_steps_does_not_change_training(fit, task, digits, assert_same, steps):
     counts, same = Counts(), Classifier(MLP([64, 16, 10]), 10, task.optimizer)
     same.load_state_dict(task.state_dict())
     fit(task, digits, [counts], max_epochs=1, trainer_args={"num_sanity_val_steps": steps})
@@ -165,7 +165,7 @@ def test_batches_before_the_first_round(fit, task, digits, assert_same, steps):
 @pytest.mark.argument(
     "check_val_every_n_epoch", "Supported. Number of rounds between validations. None raises an error."
 )
-def test_rounds_between_validations(fit, make_stream, make_task):
+def test_check_val_every_n_epoch_counts_rounds(fit, make_stream, make_task):
     counts = Counts()
     stream = make_stream(rounds_per_experience=3, validation=0.2)
     fit(make_task(), stream, [counts], trainer_args={"check_val_every_n_epoch": 2})
@@ -176,7 +176,7 @@ def test_rounds_between_validations(fit, make_stream, make_task):
     "log_every_n_steps", "Supported. Counts the batches of all clients. A vectorized step counts as one batch."
 )
 @COHORTS
-def test_steps_between_logs(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
+def test_log_every_n_steps_counts_batches_of_all_clients(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
     logger, seen = CSVLogger(tmp_path, "", ""), []
 
     class Log(L.Callback):
@@ -192,12 +192,12 @@ def test_steps_between_logs(fit, make_stream, make_task, tmp_path, max_vectorize
     batch, step = lines[0].index("batch"), lines[0].index("step")
     logged = [(float(line[batch]), int(line[step])) for line in lines[1:] if line[batch]]
     assert logged == [(n, n) for n in range(2, trainer.global_step, 3)]
-    assert len(seen) == trainer.global_step > max(seen)  # hooks see the client's steps
+    assert len(seen) == trainer.global_step > max(seen)  # Hooks see the client's steps.
 
 
 @pytest.mark.argument("enable_checkpointing", "Supported. Saves the server's state after each round.")
 @pytest.mark.argument("default_root_dir", "Supported. Folder for checkpoints and logs.")
-def test_checkpoints_and_where_they_go(fit, make_stream, make_task, tmp_path):
+def test_checkpoints_are_saved_in_default_root_dir(fit, make_stream, make_task, tmp_path):
     fit(make_task(), make_stream(), trainer_args={"enable_checkpointing": False, "default_root_dir": tmp_path})
     assert not list(tmp_path.iterdir())
     task = make_task()
@@ -209,7 +209,7 @@ def test_checkpoints_and_where_they_go(fit, make_stream, make_task, tmp_path):
 
 @pytest.mark.argument("enable_model_summary", "Supported. Summarizes the module, which is the server's model.")
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_summary_of_the_model(fit, make_stream, make_task, capsys, shown):
+def test_enable_model_summary_prints_the_summary(fit, make_stream, make_task, capsys, shown):
     fit(make_task(), make_stream(), max_epochs=1, trainer_args={"enable_model_summary": shown})
     assert ("Trainable params: 59" in capsys.readouterr().out) == shown
 
@@ -223,7 +223,7 @@ FLAGS = {
 
 @pytest.fixture
 def _flags_as_they_were(monkeypatch):
-    """Lightning leaves torch's flags, and an environment variable, as the last Trainer has set them."""
+    """Restore PyTorch's flags and an environment variable, which Lightning does not reset."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield
@@ -234,13 +234,13 @@ def _flags_as_they_were(monkeypatch):
 @pytest.mark.argument("benchmark", "Supported. Applies to the training steps of each client.")
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.usefixtures("_flags_as_they_were")
-def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same, flag):
+def test_flags_apply_to_client_steps(fit, make_stream, make_task, assert_same, flag):
     tasks, seen = [], []
     for value in (False, True):
         task = make_task()
         task.model.register_forward_pre_hook(lambda *_: seen.append(FLAGS[flag]()))
         trainer = fit(task, make_stream(), trainer_args={flag: value}, max_vectorized_clients=1)
-        assert set(seen) == {value} and len(seen) >= trainer.global_step  # a trial before the first round adds to it
+        assert set(seen) == {value} and len(seen) >= trainer.global_step  # The trial before the first round adds calls.
         seen.clear()
         tasks.append(task)
     assert_same(*tasks, 0)
@@ -250,7 +250,7 @@ def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same
     "detect_anomaly", "Supported. Applies to the training steps of each client, also in vectorized training."
 )
 @COHORTS
-def test_an_anomaly_is_told_where_it_begins(fit, make_stream, max_vectorized_clients):
+def test_detect_anomaly_raises_with_function(fit, make_stream, max_vectorized_clients):
     class Anomalous(Classifier):
         def sample_loss(self, output, y):
             return (output.sum(1) * 0).sqrt() * 0
@@ -262,7 +262,7 @@ def test_an_anomaly_is_told_where_it_begins(fit, make_stream, max_vectorized_cli
 
 @pytest.mark.argument("inference_mode", "Supported. Applies to validation, tests and predictions.")
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
+def test_inference_mode_applies_to_evaluation(fit, make_stream, make_task, mode):
     seen = {"train": set(), "validate": set(), "predict": set()}
 
     look = LambdaCallback(
@@ -272,7 +272,7 @@ def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
     )
     task, stream = make_task(), make_stream(validation=0.2)
     trainer = fit(task, stream, [look], trainer_args={"inference_mode": mode})
-    assert seen.pop("validate") == {False}  # as in a plain Trainer's fit
+    assert seen.pop("validate") == {False}  # as in a fit of a plain Trainer
     seen["validate"] = set()
     trainer.validate(task, datamodule=stream, verbose=False), trainer.predict(task, datamodule=stream)
     assert seen == {"train": {False}, "validate": {mode}, "predict": {mode}}
@@ -282,7 +282,7 @@ def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
     "profiler", "Supported. Profiles the batches of all clients. A vectorized step counts as one batch."
 )
 @COHORTS
-def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, max_vectorized_clients):
+def test_profiler_records_batches_of_all_clients(fit, make_stream, make_task, assert_same, max_vectorized_clients):
     task, same, profiler = make_task(), make_task(), SimpleProfiler()
     trainer = fit(
         task, make_stream(), trainer_args={"profiler": profiler}, max_vectorized_clients=max_vectorized_clients
@@ -293,7 +293,7 @@ def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, max_
 
 
 @pytest.mark.argument("barebones", "Supported. Gives the same results without logging, progress bars or checkpoints.")
-def test_barebones_are_the_same(fit, make_stream, make_task, assert_same):
+def test_barebones_trains_equally(fit, make_stream, make_task, assert_same):
     bare, same = make_task(), make_task()
     trainer = fit(bare, make_stream(), trainer_args={"barebones": True})
     fit(same, make_stream())
@@ -306,7 +306,9 @@ def test_barebones_are_the_same(fit, make_stream, make_task, assert_same):
 @pytest.mark.argument("use_distributed_sampler", "Supported. Has no effect, because each process trains other clients.")
 @pytest.mark.parametrize("arguments", [{"sync_batchnorm": True}, {"use_distributed_sampler": False}], ids=str)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_task, assert_same, arguments, devices):
+def test_sync_batchnorm_and_sampler_arguments_do_not_change_results(
+    fit, make_stream, make_task, assert_same, arguments, devices
+):
     tasks, batches = [], []
     for more in ({}, arguments):
         torch.manual_seed(0)
@@ -318,11 +320,11 @@ def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_tas
         batches.append(float(trainer.callback_metrics["val/accuracy"]))
     assert type(task.model[1]) is nn.BatchNorm1d
     assert_same(*tasks, 0)
-    assert batches[0] == batches[1]  # of all validation samples
+    assert batches[0] == batches[1]  # the accuracy on all validation samples
 
 
 @pytest.mark.argument("plugins", "Supported for precision, the cluster environment and checkpoint IO.")
-def test_plugins(fit, make_stream, make_task, assert_same, tmp_path):
+def test_plugins_are_used(fit, make_stream, make_task, assert_same, tmp_path):
     written = []
 
     class Own(TorchCheckpointIO):
@@ -342,14 +344,14 @@ def test_plugins(fit, make_stream, make_task, assert_same, tmp_path):
     "enable_autolog_hparams", "Supported. Whether loggers get the hyperparameters of the module and the stream."
 )
 @pytest.mark.parametrize("logs", [True, False])
-def test_hyperparameters_are_logged(fit, make_stream, make_task, tmp_path, logs):
+def test_enable_autolog_hparams_logs_hyperparameters(fit, make_stream, make_task, tmp_path, logs):
     logger = CSVLogger(tmp_path, "", "")
     fit(make_task(), make_stream(), trainer_args={"logger": logger, "enable_autolog_hparams": logs})
     assert ("num_classes" in logger.experiment.hparams) == logs
 
 
 @pytest.mark.argument("model_registry", "Supported. The package `litmodels` uploads checkpoints after rounds.")
-def test_a_model_registry_has_the_checkpoints_of_rounds(fit, make_stream, make_task, tmp_path, monkeypatch):
+def test_model_registry_gets_checkpoints_of_rounds(fit, make_stream, make_task, tmp_path, monkeypatch):
     sent = []
 
     class Sends(ModelCheckpoint):

@@ -1,4 +1,4 @@
-"""What becomes of Lightning's callbacks: they see clients' batches, and the server's model, or are refused by name."""
+"""Lightning's callbacks in a federation: they see clients' batches and the server's model, or raise an error."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ COHORTS = pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 
 
 def column(folder, name):
-    """What a CSVLogger has written in a column."""
+    """Return the values that a CSVLogger has written to a column."""
     names, *lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     return [float(line[names.index(name)]) for line in lines if line[names.index(name)]]
 
 
 @pytest.mark.callback("BaseFinetuning", "Supported. Layers can be frozen or unfrozen at each round, for all clients.")
 @COHORTS
-def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, max_vectorized_clients):
+def test_base_finetuning_unfreezes_layers_at_a_round(fit, make_stream, make_task, max_vectorized_clients):
     class Own(BaseFinetuning):
         def freeze_before_training(self, pl_module):
             self.freeze(pl_module.model[1])
@@ -58,7 +58,7 @@ def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, ma
 @pytest.mark.callback(
     "Checkpoint", "Supported. A custom subclass can save after rounds. Within a round there is no state to resume from."
 )
-def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, assert_same, tmp_path):
+def test_custom_checkpoint_saves_the_server_state(fit, make_stream, make_task, assert_same, tmp_path):
     class Own(Checkpoint):
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
@@ -73,7 +73,7 @@ def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, as
     "LambdaCallback", "Supported. Batches are the batches of one client after another. Epochs are rounds."
 )
 @COHORTS
-def test_hooks_of_a_function(fit, make_stream, make_task, max_vectorized_clients):
+def test_lambda_callback_hooks_run_for_batches_and_rounds(fit, make_stream, make_task, max_vectorized_clients):
     seen = []
     hooks = {"on_train_batch_end": lambda *_: seen.append("batch"), "on_train_epoch_end": lambda *_: seen.append("end")}
     trainer = fit(make_task(), make_stream(), [LambdaCallback(**hooks)], max_vectorized_clients=max_vectorized_clients)
@@ -81,7 +81,7 @@ def test_hooks_of_a_function(fit, make_stream, make_task, max_vectorized_clients
 
 
 @pytest.mark.callback("DeviceStatsMonitor", "Supported. Logs statistics of the process for the batches of all clients.")
-def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
+def test_device_stats_monitor_logs_each_batch(fit, make_stream, make_task, tmp_path):
     arguments = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
     pytest.importorskip("psutil")
     trainer = fit(make_task(), make_stream(), [DeviceStatsMonitor(cpu_stats=True)], trainer_args=arguments)
@@ -93,7 +93,9 @@ def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
     "ThroughputMonitor", "Supported. Counts the batches of all clients. A vectorized step counts as one batch."
 )
 @COHORTS
-def test_throughput(fit, make_stream, make_task, tmp_path, max_vectorized_clients):
+def test_throughput_monitor_counts_batches_of_all_clients(
+    fit, make_stream, make_task, tmp_path, max_vectorized_clients
+):
     sizes = []
 
     def count(batch):
@@ -112,7 +114,7 @@ def test_throughput(fit, make_stream, make_task, tmp_path, max_vectorized_client
 @pytest.mark.callback("ModelSummary", "Supported. Summarizes the module, which is the server's model.")
 @pytest.mark.callback("RichModelSummary", "Supported. Summarizes the module, which is the server's model.")
 @pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
-def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
+def test_model_summaries_are_printed(fit, make_stream, make_task, caplog, capsys, kind):
     caplog.set_level("INFO", "lightning.pytorch")
     fit(make_task(), make_stream(), [kind(2)], max_epochs=1, trainer_args={"enable_model_summary": True})
     said = capsys.readouterr().out + caplog.text
@@ -125,7 +127,7 @@ def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
 @pytest.mark.callback("TQDMProgressBar", "Supported. One bar per round counts the batches of all clients.")
 @pytest.mark.parametrize("kind", [ProgressBar, TQDMProgressBar])
 @COHORTS
-def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, kind, max_vectorized_clients):
+def test_progress_bar_counts_batches_of_a_round(fit, make_stream, make_task, kind, max_vectorized_clients):
     seen = []
 
     class Own(kind):
@@ -190,7 +192,7 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_callbacks_that_go_across_clients_are_refused_by_name(fit, make_stream, make_task, callback, remedy):
+def test_callbacks_that_mix_clients_raise(fit, make_stream, make_task, callback, remedy):
     with raises(InvalidValueError, "callbacks", value=type(callback).__name__) as caught:
         fit(make_task(), make_stream(), [callback])
     assert all(part in caught.value.hint for part in remedy.split(" .*"))
