@@ -27,7 +27,7 @@ CHECKPOINT_FIELDS = {
     "optimizer_states": list,
     "lr_schedulers": list,
 }
-"""Fields that Lightning saves in a checkpoint beside the module's state, with their types."""
+"""Fields that Lightning saves in a checkpoint in addition to the module's state, with their types."""
 
 RNG_VERSION = 2
 """Version of the random draws: sample order, participation, replay samples and dropout."""

@@ -76,7 +76,7 @@ class ClientGroup:
         self._read: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        """Number of batches of the client with most batches."""
+        """Number of batches of the client with the most batches."""
         return int(self._index.shape[1])
 
     @property
@@ -91,7 +91,7 @@ class ClientGroup:
 
     @property
     def local_epoch(self) -> int:
-        """Local epoch of the current batch, from 0, for the client with most batches."""
+        """Local epoch of the current batch, from 0, for the client with the most batches."""
         return self._epoch(0, self.step)
 
     @property

@@ -30,7 +30,8 @@ class ClientCounters:
     has the counters of all clients; within `client` it has the client's counters. Changes that are made within `client`
     also change the counters of all clients.
 
-    Clients of one vectorized step share their counters. The number of batches is that of the client with most batches.
+    Clients of one vectorized step share their counters. The number of batches is that of the client with the most
+    batches.
 
     Attributes:
         shown: Whether the Trainer currently has the client's counters.

@@ -42,7 +42,7 @@ class EpochStates:
         self._ranks = ranks
         self._named: set[str] = set()  # names that a warning has already listed
         self._ignored: set[Name] = set()  # attributes that cannot be merged
-        self._mergeable: dict[str, bool] = {}  # by path of the metric
+        self._mergeable: dict[str, bool] = {}  # whether each metric, by path, can be merged
         self._is_first = True  # whether no round has ended yet
         self._last: int | None = None  # number of the group that trained last
         self._metrics: RoundMetrics | None = None
@@ -122,9 +122,9 @@ class EpochStates:
         self._named |= unmerged_names
         if new and self._ranks.rank == 0:
             log.warning(
-                "Did not merge `%s` over %d processes: at the end of an epoch each process has only the values of its "
-                "own clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
-                "appends, or an integer that only increases. You can also gather values with "
+                "Did not merge `%s` over %d processes: at the end of an epoch each process has only the values of the "
+                "clients that it trained. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which "
+                "training appends, or an integer that only increases. You can also gather values with "
                 "`trainer.strategy.ranks.all_gather_object`.",
                 format_names(new).replace(", ", "`, `"),
                 self._ranks.num_ranks,

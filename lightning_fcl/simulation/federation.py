@@ -123,7 +123,7 @@ class Federation:
 
     @property
     def batches(self) -> int:
-        """Number of batches of the client with most batches in the current group, or 0 if no client trains."""
+        """Number of batches of the client with the most batches in the current group, or 0 if no client trains."""
         progress = self.progress
         return len(progress.client_group) if progress is not None and progress.client_group is not None else 0
 

@@ -35,7 +35,7 @@ def start_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     Args:
         federation: The federation.
         optimizers: The module's optimizers.
-        step: Lightning's `training_step` of a strategy.
+        step: The `training_step` of Lightning's strategy.
     """
     trainer, stream, server, ranks = (
         federation.module.trainer,

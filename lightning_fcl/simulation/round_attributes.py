@@ -78,7 +78,7 @@ class RoundAttributes:
                     joined([group_changes[name], value_change]) if name in group_changes else value_change
                 )
             elif self._group is None:
-                self._start_anew(name)
+                self._discard_client_changes(name)
             else:
                 self._ignored.add(name)
         self._group = None
@@ -116,7 +116,7 @@ class RoundAttributes:
         """Return the changes since the last snapshots.
 
         Attributes of the module that are restored for each client are left out, except for items appended to lists.
-        Between groups these are left out, too, because the lists then contain items of other clients.
+        Between groups these items are also left out, because the lists then contain items of other clients.
         """
         changes: dict[Name, Change] = {}
         for name, value in self._values().items():
@@ -128,7 +128,7 @@ class RoundAttributes:
                 changes[name] = value_change
         return changes
 
-    def _start_anew(self, name: Name) -> None:
+    def _discard_client_changes(self, name: Name) -> None:
         """Discard the clients' changes of an attribute that hooks on every rank have replaced."""
         for group_changes in self._grown.values():
             group_changes.pop(name, None)

@@ -241,7 +241,7 @@ class FederatedStrategy(RanksStrategy):
             warn_of_local_tensors(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Create the optimizers. During this, the Trainer's number of steps is that of one client in one round."""
+        """Create the optimizers. Meanwhile, the Trainer reports the number of steps of a client in a round."""
         stream, max_steps = find_stream(trainer), trainer.max_steps
         if stream is not None:
             stream.count_batches = partial(common_batches, self.federation)

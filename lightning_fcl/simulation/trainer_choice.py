@@ -43,7 +43,7 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
 
     Args:
         federation: The federation.
-        step: Lightning's `training_step` of a strategy.
+        step: The `training_step` of Lightning's strategy.
     """
     module, stream, settings = federation.module, federation.stream, federation.settings
     methods, optimizers, keep_optimizer_state = federation.methods, federation.optimizers, settings.keep_optimizer_state
