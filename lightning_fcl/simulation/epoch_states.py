@@ -123,8 +123,8 @@ class EpochStates:
         if new and self._ranks.rank == 0:
             log.warning(
                 "Did not merge `%s` over %d processes: at the end of an epoch each process has only the values of the "
-                "clients that it trained. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which "
-                "training appends, or an integer that only increases. You can also gather values with "
+                "clients that it trained. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to "
+                "which training appends, or an integer that only increases. You can also gather values with "
                 "`trainer.strategy.ranks.all_gather_object`.",
                 format_names(new).replace(", ", "`, `"),
                 self._ranks.num_ranks,
