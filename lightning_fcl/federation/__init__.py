@@ -1,4 +1,4 @@
-"""What a server does: how uploads become the next state, how they are coded, who takes part, what clients keep.
+"""The server side of a federation: aggregation, encoding of uploads, client sampling and client states.
 
-What never belongs here: Trainers, and classes of modules; it knows states, entries of tensors by name.
+Trainers and module classes do not belong in this package. It works on states, which map entry names to tensors.
 """

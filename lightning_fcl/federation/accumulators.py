@@ -15,31 +15,35 @@ from lightning_fcl.federation.exact_sum import ExactSums, GroupSums, round_to
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
-"""Entries of a module's or server's state, by name."""
+"""Named tensors of a module's or a server's state. Each named tensor is an *entry*."""
 
 
 class Accumulator(Protocol):
-    """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time.
+    """Aggregates the uploads of one round for all entries that have the same reduction, a few clients at a time.
 
-    They come in no particular order: `lightning_fcl.federation.exact_sum.ExactSums` adds them up so that it makes none.
+    Uploads can arrive in any order. Sums with `lightning_fcl.federation.exact_sum.ExactSums` do not depend on it.
     """
 
     def update(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Take in some clients' uploads, of shape (clients, ...), which are their own tensors: copy what is kept."""
+        """Add the uploads of some clients, each entry of shape (clients, ...).
+
+        The tensors belong to the clients. Copy each tensor that the accumulator keeps.
+        """
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        """The new server values, from those at the start of the round, when all uploads have come: at least one.
+        """Return the new server values. Called once per round, after at least one upload.
 
-        It is asked for once.
+        Args:
+            server: The server's values at the start of the round.
         """
 
 
 @runtime_checkable
 class AddsClientGroups(Protocol):
-    """An `Accumulator` that accepts the sums of clients that have trained vectorized in place of their uploads."""
+    """An `Accumulator` that accepts the weighted sums of vectorized clients in place of their uploads."""
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Add uploads, shape (clients, ...). ``sums`` has the weighted sums of some of the entries."""
+        """Add uploads, shape (clients, ...). ``sums`` contains the weighted sums of some of the entries."""
 
 
 @runtime_checkable
@@ -47,22 +51,24 @@ class Reorders(Protocol):
     """An `Accumulator` whose result can depend on the order of the uploads."""
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Reorder the uploads by their present positions, so that they are in the order of the clients."""
+        """Sort the uploads into the order of the clients. ``order`` lists their current positions."""
 
 
 @runtime_checkable
 class Syncable(Protocol):
-    """An `Accumulator` whose uploads may come to several ranks."""
+    """An `Accumulator` that can merge the uploads of several ranks."""
 
     def sync(self, ranks: Ranks) -> None:
-        """Take in what came to the other ranks; all of them do, and come to the same."""
+        """Add the uploads of the other ranks. All ranks call this function and get the same result."""
 
 
 class GatheringAccumulator:
-    """An `Accumulator` that keeps all uploads of a round, for a rule that needs them at once.
+    """An `Accumulator` that keeps all uploads of a round, for a rule that needs all of them together.
 
-    The rule makes the new values from the uploads of each entry, which an `Aggregator` that knows the clients' numbers
-    gives in their order, and from the server's values. It is given what was ``copy_fn`` of each, a copy.
+    Args:
+        aggregate_fn: Function that returns the new values. Its arguments are the uploads of each entry as a list, in
+            the order of the clients, and the server's values.
+        copy_fn: Function that makes the copy of each upload that is kept. Default: `torch.clone`.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class GatheringAccumulator:
             self._rows.setdefault(name, []).extend(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Put the uploads into this order of the places that they have."""
+        """Reorder the uploads of each entry. ``order`` lists their current positions."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
@@ -92,24 +98,25 @@ class GatheringAccumulator:
 
 
 def nonzero_rows(value: Tensor) -> Tensor:
-    """The rows of a matrix that are not zeros alone."""
+    """Return the rows of a matrix that have a nonzero element."""
     return value[value.any(dim=1)]
 
 
 class WeightedMean:
-    """The weighted mean, from a sum and the weights."""
+    """The weighted mean: the weighted sum of the uploads divided by the sum of the weights."""
 
     def __init__(self) -> None:
         self._sums = ExactSums()
         self._weights: list[float] = []
-        self._group_sums: GroupSums = {}  # sums of the last client group, which may be the only one
+        # The sums of the last client group. If there is only one group, `compute` uses them without an exact sum.
+        self._group_sums: GroupSums = {}
 
     def update(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
         self._weights += weights
 
     def update_group(self, values: Mapping[str, Tensor], sums: GroupSums, weights: Sequence[float]) -> None:
-        """Take in clients that have trained side by side, and the sums of some entries in place of their values."""
+        """Add a group of vectorized clients. ``sums`` replaces the values of the entries that it contains."""
         self._add_last_cohort()
         self._group_sums = {name: sums[name] for name in values if name in sums}
         self.update({name: value for name, value in values.items() if name not in self._group_sums}, weights)
@@ -128,14 +135,15 @@ class WeightedMean:
             self._add_last_cohort()
         weight, sums = math.fsum(self._weights), self._sums.sums
         means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, (value, _) in self._group_sums.items()}
-        while sums:  # each makes room for the next one's mean
+        # Remove each sum after its mean is computed, so that its memory can be used for the next mean.
+        while sums:
             name, exact = sums.popitem()
             means[name] = exact.mean(weight, server[name])
         return {name: mean.to(server[name].device) for name, mean in means.items()}
 
 
 class SparseMeans:
-    """The weighted mean of each number over those who send it, from the sum of their weights."""
+    """The weighted mean of each element over the clients whose value is not zero."""
 
     def __init__(self) -> None:
         self._sums, self._weights = ExactSums(), ExactSums()
@@ -158,7 +166,7 @@ class SparseMeans:
 
 
 class PlainSums:
-    """The server's value and all uploads together, the server's as one more upload."""
+    """The sum of the server's value and all uploads."""
 
     def __init__(self) -> None:
         self._sums = ExactSums()

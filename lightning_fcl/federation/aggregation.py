@@ -1,4 +1,4 @@
-"""Aggregation: a module's state, the reduction of each of its entries, and the uploads of a round brought together."""
+"""Aggregation: a module's state, the reduction of each entry, and the aggregator of a round's uploads."""
 
 from __future__ import annotations
 
@@ -40,21 +40,25 @@ __all__ = [
 ]
 
 ReductionRules = Mapping[str, str | Reduction]
-"""Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "local"}``."""
+"""Reductions (names or objects) by shell-style pattern of entry names, such as ``{"head.*": "local"}``."""
 
 ClientWeights = Literal["samples", "trained_samples", "uniform"] | dict[str, float]
-"""A client's weight in means: its samples, all it trained on, one, or a number for each client."""
+"""Weight of a client in means: its samples, all samples that it trained on, 1, or a given number per client."""
 
 
 def state_tensors(module: nn.Module) -> State:
-    """The live tensors of a module's state by name, each once: tied weights go by their first name."""
+    """Return the live tensors of a module's state by name. Tied weights appear once, under their first name.
+
+    Raises:
+        InvalidValueError: If the state contains extra state or a value that is not a tensor.
+    """
     state: State = {}
     seen_ids: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(value, Tensor):
             description = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
             raise InvalidValueError(
-                f"Expected a state of tensors but `{name}` is {description}, which no mean can take.",
+                f"Expected a state of tensors, but `{name}` is {description}, which cannot be averaged.",
                 hint="Store the value in a buffer, with `register_buffer`.",
                 argument=name,
             )
@@ -65,9 +69,10 @@ def state_tensors(module: nn.Module) -> State:
 
 
 def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write a state into a module in place; an entry that changed its shape takes the new one."""
+    """Write a state into a module in place. An entry with a new shape replaces the data of its tensor."""
     for name, tensor in state_tensors(module).items():
-        shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
+        # `expand` makes several elements share one memory location, so that the tensor cannot be written in place.
+        shared = 0 in tensor.stride()
         if tensor.shape == state[name].shape and not shared:
             tensor.data.copy_(state[name])
         else:
@@ -75,41 +80,46 @@ def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
-    """Refuse a state that a module cannot have: another one's, or one that is not finite."""
+    """Raise InvalidValueError if a state does not match a module, or has non-finite numbers that the module has not.
+
+    Names, dtypes and shapes must match.
+    """
     expected_state: State = module.state_dict()
     missing, unknown = (
         [name for name in expected_state if name not in state],
         [name for name in state if name not in expected_state],
     )
     if missing or unknown:
-        differences = [f"no {format_code_names(missing)}"] * bool(missing) + [
-            f"{format_code_names(unknown)} beside it"
+        differences = [f"missing {format_code_names(missing)}"] * bool(missing) + [
+            f"unexpected {format_code_names(unknown)}"
         ] * bool(unknown)
         raise InvalidValueError(
-            f"Expected the state of this {type(module).__name__} but there is {' and '.join(differences)}.",
-            hint="Build the module with the arguments with which it was saved.",
+            f"Expected the entries of this {type(module).__name__}, but got {' and '.join(differences)}.",
+            hint="Build the module with the arguments that it was saved with.",
             argument=(missing or unknown)[0],
         )
     for name, tensor in expected_state.items():
         value = state[name]
         if not isinstance(value, Tensor):
             raise InvalidValueError(
-                f"Expected `{name}` to be a tensor but got {type(value).__name__}.",
+                f"Expected `{name}` to be a tensor, but got {type(value).__name__}.",
                 hint="Use a state of tensors, as `module.state_dict()` returns.",
                 argument=name,
             )
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise InvalidValueError(
-                f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of "
+                f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)}, but got {value.dtype} of "
                 f"shape {tuple(value.shape)}.",
-                hint="Build the module with the arguments with which it was saved.",
+                hint="Build the module with the arguments that it was saved with.",
                 argument=name,
                 value=value.dtype,
             )
         wrong = int((~torch.isfinite(value)).sum())
-        if wrong and torch.isfinite(tensor).all():  # a module's own mask may hold -inf
+        # Accept non-finite numbers if the module's own tensor has some, such as a mask with -inf.
+        if wrong and torch.isfinite(tensor).all():
             raise InvalidValueError(
-                f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not.",
+                f"Expected a state of finite numbers, but {wrong} of {value.numel()} numbers in `{name}` are not "
+                "finite.",
                 hint="Use the state of an earlier round.",
                 argument=name,
             )
@@ -117,7 +127,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
 
 _ALL = (Mean(), SparseMean(), Sum(), Local(), DownloadOnly(), Constant(), Median(), TrimmedMean(), Krum())
 BUILT_IN_REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
-"""The reductions that are known by name."""
+"""The built-in reductions by name."""
 
 
 def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
@@ -125,7 +135,7 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
         return reduction
     if reduction not in BUILT_IN_REDUCTIONS:
         raise InvalidValueError(
-            f"Expected the reduction of `{name}` to be one of {', '.join(BUILT_IN_REDUCTIONS)} but got `{reduction}`.",
+            f"Expected the reduction of `{name}` to be one of {', '.join(BUILT_IN_REDUCTIONS)}, but got `{reduction}`.",
             hint=did_you_mean(reduction, BUILT_IN_REDUCTIONS),
             argument="reductions",
             value=reduction,
@@ -134,15 +144,19 @@ def get_reduction(name: str, reduction: str | Reduction) -> Reduction:
 
 
 def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> dict[str, Reduction]:
-    """Give every entry of a state its reduction: by the last rule that matches its name; else ``mean``."""
+    """Return the reduction of each entry: that of the last rule whose pattern matches its name, or ``mean``.
+
+    Raises:
+        InvalidValueError: If a pattern matches no entry, or a reduction is unknown.
+    """
     reductions = dict.fromkeys(state, BUILT_IN_REDUCTIONS["mean"])
     for pattern, reduction_or_name in (item for rule in rules for item in rule.items()):
         reduction = get_reduction(pattern, reduction_or_name)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
             raise InvalidValueError(
-                f"Expected the pattern `{pattern}` in `reductions` to match an entry of the module's state but it "
-                "matches none.",
+                f"Expected the pattern `{pattern}` in `reductions` to match an entry of the module's state, but it "
+                "matches no entry.",
                 hint=f"The entries are: {', '.join(state)}.",
                 argument="reductions",
                 value=pattern,
@@ -152,19 +166,25 @@ def assign_reductions(state: Mapping[str, Tensor], *rules: ReductionRules) -> di
 
 
 def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> dict[str, Reduction]:
-    """The reduction of every entry of a module's state: by its own ``reductions``, with ``rules`` going over it."""
-    module_rules: object = getattr(module, "reductions", {})  # a property is asked anew in each round
+    """Return the reduction of each entry of a module's state. ``rules`` override the module's ``reductions``."""
+    # If `reductions` is a property, it is evaluated again in each round.
+    module_rules: object = getattr(module, "reductions", {})
     if not (
         isinstance(module_rules, Mapping) and all(isinstance(given, str | Reduction) for given in module_rules.values())
     ):
-        module_rules = {}  # the module's own, of another meaning
+        # This attribute of the user's module has another meaning.
+        module_rules = {}
     return assign_reductions(state_tensors(module), module_rules, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Names of the frozen parameters that come together by a mean or the like: no need to send what stays as it is."""
+    """Return the names of the frozen parameters that clients start with as they are on the server, and upload.
+
+    Clients do not need to send such parameters as long as they do not change.
+    """
+    # The state of a module can omit some parameters.
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
-    rules = {name: reductions[name] for name in frozen}  # a state of one's own may leave some out
+    rules = {name: reductions[name] for name in frozen}
     return [
         n
         for n, of in rules.items()
@@ -177,7 +197,7 @@ def rules_fingerprint(rules: ReductionRules) -> dict[str, Any]:
 
 
 def compute_client_weights(client_weights: ClientWeights, client_rounds: ClientRounds) -> list[float]:
-    """The clients' weights in means."""
+    """Return the weight of each client in means."""
     if isinstance(client_weights, dict):
         return [client_weights[client] for client in client_rounds.client_ids]
     if client_weights == "uniform":
@@ -191,11 +211,11 @@ def compute_client_weights(client_weights: ClientWeights, client_rounds: ClientR
 
 
 class UpdateSums:
-    """The sums of the clients' updates in a round, for reductions that are additive.
+    """The sums of the clients' updates in a round, for additive reductions.
 
     Args:
         reductions: The reduction of each entry.
-        mask: The transform that lets the server see sums of encoded updates only, if there is one.
+        mask: The transform that lets the server see only sums of encoded updates, if there is one.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:
@@ -206,7 +226,7 @@ class UpdateSums:
         self._weights: list[float] = []
 
     def update(self, updates: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Add the updates of some clients, each of shape (clients, ...), or what a mask made of them."""
+        """Add the updates of some clients, each of shape (clients, ...), or the tensors that a mask made of them."""
         self._weights += weights
         if self._encoded is not None:
             self._encoded.update(updates, weights)
@@ -219,7 +239,7 @@ class UpdateSums:
         if self._encoded is not None:
             if not isinstance(self._encoded, Syncable):
                 raise InvalidValueError(
-                    f"Expected one device for an accumulator without `sync` but got {ranks.num_ranks}.",
+                    f"Expected one device for an accumulator without `sync`, but got {ranks.num_ranks}.",
                     hint="Define `sync` in the accumulator, or train with `devices=1`.",
                     argument="devices",
                 )
@@ -229,7 +249,7 @@ class UpdateSums:
         self._weights = [weight for weights in ranks.all_gather_object(self._weights) for weight in weights]
 
     def compute(self, server: Mapping[str, Tensor], clients: Sequence[str], round_idx: int) -> Sums:
-        """Return the sums, zero if there were no uploads."""
+        """Return the sums. They are zero if there were no uploads."""
         denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
         if self._encoded is not None:
             values = self._encoded.compute(server) if self._weights else {}
@@ -241,7 +261,10 @@ class UpdateSums:
 
 
 def apply_sums(server: Mapping[str, Tensor], sums: Sums) -> State:
-    """Return the server's values plus the sums, each divided by its denominator."""
+    """Return the server's values plus the sums, each divided by its denominator.
+
+    The result omits entries whose denominator is 0.
+    """
     state: State = {}
     for name, value in sums.values.items():
         old, denominator = server[name], sums.denominators[name]
@@ -256,17 +279,18 @@ def apply_sums(server: Mapping[str, Tensor], sums: Sums) -> State:
 
 
 def _wide(value: Tensor) -> torch.dtype:
-    """Return the dtype in which updates of an entry are added."""
+    """Return the dtype in which updates of an entry are summed."""
     if value.is_complex():
         return torch.complex128
     return torch.float64 if value.is_floating_point() else torch.int64
 
 
 class Aggregator:
-    """Brings the uploads of one round together, entry by entry, as each entry's reduction says.
+    """Aggregates the uploads of one round. Each entry is combined by its reduction.
 
-    The order in which they come makes no difference, if the clients' numbers are given: rules that keep uploads get
-    them by number, and all others of the library's sum exactly. Entries with the same reduction share an accumulator.
+    The result does not depend on the order of the uploads. Reductions that keep all uploads get them in the order of
+    the client indices. Other built-in reductions compute exact sums. Entries with the same reduction share an
+    accumulator.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction], pipeline: Pipeline | None = None) -> None:
@@ -275,7 +299,8 @@ class Aggregator:
         self.num_uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._aside: State = {}  # where a number of some upload is not finite
+        # Masks of the elements that are not finite in some upload. These elements keep the server's value.
+        self._aside: State = {}
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
             if reduction.is_uploaded and (self.sums is None or name not in self.sums.names):
@@ -291,10 +316,13 @@ class Aggregator:
         client_indices: Sequence[int],
         sums: GroupSums | None = None,
     ) -> None:
-        """Take in uploads of the clients of these numbers, every entry of shape (clients, ...).
+        """Add the uploads of some clients.
 
         Args:
-            sums: Where they have trained vectorized, the weighted sums of entries, see `weighted_sums`.
+            uploads: The uploads, each entry of shape (clients, ...).
+            weights: Weight of each client in means.
+            client_indices: Index of each client in the federation.
+            sums: Weighted sums of entries if the clients trained vectorized, see `weighted_sums`.
         """
         if self.sums is not None:
             self.sums.update(uploads, weights)
@@ -308,9 +336,9 @@ class Aggregator:
         self.num_uploads += len(weights)
 
     def weighted_sums(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> GroupSums:
-        """The weighted sums of clients that have trained side by side, of entries whose means they go into.
+        """Return the weighted sums of vectorized clients, for entries whose accumulator accepts such sums.
 
-        A sum that is finite has finite terms.
+        If a sum is finite, all its terms are finite.
         """
         summed = [n for names, accumulator in self._groups if isinstance(accumulator, AddsClientGroups) for n in names]
         return {n: weighted_sum(uploads[n], weights) for n in summed if uploads[n].is_floating_point()}
@@ -320,14 +348,14 @@ class Aggregator:
             shape = tuple(uploads[name].shape[1:])
             if shape != self._shapes.setdefault(name, shape):
                 raise InvalidValueError(
-                    f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got {shape}.",
+                    f"Expected `{name}` to have shape {self._shapes[name]}, as other clients sent it, but got {shape}.",
                     argument=name,
                     value=shape,
                 )
         return {name: plain_tensor(uploads[name]) for name in names}
 
     def zero_non_finite(self, uploads: State, names: Sequence[str]) -> State:
-        """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""
+        """Return uploads with 0 for the non-finite elements of some entries. These elements keep the server's value."""
         for name in names:
             sound = torch.isfinite(uploads[name])
             self._aside[name] = ~sound.all(dim=0) | self._aside.get(name, False)
@@ -335,14 +363,14 @@ class Aggregator:
         return uploads
 
     def sync(self, ranks: Ranks) -> None:
-        """Take in the uploads that came to the other ranks; all of them do, and come to the same."""
+        """Add the uploads of the other ranks. All ranks call this function and get the same result."""
         if self.sums is not None:
             self.sums.sync(ranks)
         for names, accumulator in self._groups:
             if not isinstance(accumulator, Syncable):
                 raise InvalidValueError(
-                    f"Expected the reduction `{self.reductions[names[0]]}` of `{names[0]}` on one device but got "
-                    f"{ranks.num_ranks}: its accumulator has no `sync`, which takes in other ranks' uploads.",
+                    f"Expected one device for the reduction `{self.reductions[names[0]]}` of `{names[0]}`, but got "
+                    f"{ranks.num_ranks}. Its accumulator has no `sync`, which adds the uploads of other ranks.",
                     hint="Define `sync` in the accumulator, or train with `devices=1`.",
                 )
             accumulator.sync(ranks)
@@ -353,7 +381,11 @@ class Aggregator:
         self.num_uploads = len(self._numbers)
 
     def compute(self, server: Mapping[str, Tensor]) -> State:
-        """The new server state: the old one, with what came together of the uploads."""
+        """Return the new server state: the old state, updated by the aggregated uploads.
+
+        Raises:
+            InvalidValueError: If an entry that was finite becomes non-finite.
+        """
         state = dict(server)
         order = sorted(range(self.num_uploads), key=self._numbers.__getitem__)
         self._numbers.sort()

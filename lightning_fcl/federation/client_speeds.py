@@ -1,4 +1,4 @@
-"""System heterogeneity: how fast each client computes, sends and receives, for rehearsing a deployment."""
+"""System heterogeneity: the speed at which each client computes, uploads and downloads, for the simulated clock."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ _CLIENT = "client"
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one client is.
+    """The speed of one client.
 
     Args:
-        seconds_per_sample: Seconds of local training for each sample of each local epoch; None: not known.
-        upload_bandwidth: Bytes per second up; None: sending takes no time.
-        download_bandwidth: Bytes per second down; None: receiving takes no time.
-        latency: Seconds of each round that depend on nothing: waking up, connecting.
+        seconds_per_sample: Seconds of local training for each sample of each local epoch. None: unknown.
+        upload_bandwidth: Upload bandwidth in bytes per second. None: uploads take no time.
+        download_bandwidth: Download bandwidth in bytes per second. None: downloads take no time.
+        latency: Constant time of each round in seconds, such as for waking up and connecting.
 
     Raises:
-        ValueError: If a number is negative, infinite or none, or a bandwidth is 0.
-
+        ValueError: If a number is negative or not finite, or a bandwidth is 0.
     Example:
         >>> Speed(0.01, upload_bandwidth=1000, download_bandwidth=4000, latency=2).seconds(100, 4000, 4000)
         8.0
@@ -53,13 +52,24 @@ class Speed:
                 _check_number(name, value, above_zero=name.endswith("bandwidth"))
 
     def seconds(self, samples: int, download_bytes: float, upload_bytes: float) -> float:
-        """Seconds from the beginning of the download to the end of the upload; samples count as often as they train."""
+        """Return the seconds from the start of the download to the end of the upload.
+
+        Args:
+            samples: Number of training samples, each counted once per local epoch.
+            download_bytes: Size of the download in bytes.
+            upload_bytes: Size of the upload in bytes.
+        """
         download_seconds = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
         upload_seconds = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
         return self.latency + download_seconds + samples * (self.seconds_per_sample or 0.0) + upload_seconds
 
     def scale(self, compute: float, link: float) -> Speed:
-        """A client that takes so many times as long to compute, and to send and receive."""
+        """Return the speed of a slower client. The latency stays the same.
+
+        Args:
+            compute: Factor of the training time.
+            link: Factor of the download and upload times.
+        """
         upload_bandwidth, download_bandwidth = (
             None if b is None else b / link for b in (self.upload_bandwidth, self.download_bandwidth)
         )
@@ -76,27 +86,30 @@ _FIELDS = tuple(field.name for field in fields(Speed))
 
 
 class ClientSpeeds:
-    """The speeds of a federation's clients: typical ones, how far clients differ, and numbers of their own.
+    """The speeds of a federation's clients: typical values, random differences, and values for single clients.
 
-    A client without numbers of its own takes the typical ones times two factors that it keeps for good, for training
-    and for its link. All that is random depends on the federation's seed, the client's name and the round alone.
+    A client without its own values has the typical values times two random factors, one for its training time and one
+    for its transfer times. The factors stay the same in all rounds. All random numbers depend only on the federation's
+    seed, the client's name and the round.
 
     Args:
-        seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch; None:
-            every client has a number of its own.
-        upload_bandwidth: Its bytes per second up; None: sending takes no time.
-        download_bandwidth: Its bytes per second down; None: receiving takes no time.
-        latency: Its seconds of each round that depend on nothing: waking up, connecting.
-        spread: How far clients differ: the standard deviation of the logarithm of their factors, of median 1. With
-            0.5, one client in six takes more than 1.65 times the typical time.
-        variation: The same of a factor of the whole time that is drawn anew for each client and round.
-        per_client: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
-        path: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
-            empty cell is typical. ``per_client`` goes over it.
+        seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch. None:
+            every client has its own value.
+        upload_bandwidth: Typical upload bandwidth in bytes per second. None: uploads take no time.
+        download_bandwidth: Typical download bandwidth in bytes per second. None: downloads take no time.
+        latency: Typical constant time of each round in seconds, such as for waking up and connecting.
+        spread: Standard deviation of the logarithm of the clients' factors. Their median is 1. With 0.5, one client in
+            six takes more than 1.65 times the typical time.
+        variation: Standard deviation of the logarithm of another factor with median 1. This factor multiplies the whole
+            time of a round, and is drawn for each client and round.
+        per_client: Values for single clients, by client name and argument name. Missing values are the typical ones.
+            ``spread`` does not change these clients.
+        path: YAML file with values as in ``per_client``, or CSV file with a column ``client`` and columns named like
+            the arguments. An empty cell means the typical value. ``per_client`` overrides the file.
 
     Raises:
-        ValueError: If a number is out of range, or a name in ``per_client`` or the file is none of the arguments'.
-        FileNotFoundError: If there is no such file.
+        ValueError: If a number is out of range, or a name in ``per_client`` or in the file is not an argument.
+        FileNotFoundError: If there is no file at ``path``.
 
     Example:
         >>> speeds = ClientSpeeds(0.01, latency=1, per_client={"client1": {"seconds_per_sample": 0.1}})
@@ -133,21 +146,21 @@ class ClientSpeeds:
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients with numbers of their own: each should be one of the stream's."""
+        """The clients with their own values. Each must be a client of the stream."""
         return [*self.per_client]
 
     def check_clients(self, clients: tuple[str, ...]) -> None:
-        """Refuse speeds that do not say how long a client trains."""
+        """Raise MissingValueError if ``seconds_per_sample`` is unknown for a client."""
         missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
         if missing:
             raise MissingValueError(
-                f"Expected `seconds_per_sample` of every client but got none of {format_names(missing, 3)}.",
-                hint="Set it in `ClientSpeeds` for all that have no number of their own.",
+                f"Expected `seconds_per_sample` of every client, but it is missing for {format_names(missing, 3)}.",
+                hint="Set `seconds_per_sample` in `ClientSpeeds`. It applies to all clients without their own value.",
                 argument="seconds_per_sample",
             )
 
     def for_client(self, client: str, seed: int) -> Speed:
-        """How fast a client is."""
+        """Return the speed of a client."""
         if client in self._speeds or not self.spread:
             return self._speeds.get(client, self.typical)
         compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
@@ -156,12 +169,12 @@ class ClientSpeeds:
     def seconds(
         self, client: str, round_idx: int, seed: int, samples: int, download_bytes: float, upload_bytes: float
     ) -> float:
-        """Seconds of a client's round, with the variation that its seed draws. See `Speed.seconds`."""
+        """Return the duration of a client's round in seconds, including the random variation. See `Speed.seconds`."""
         whole = self.for_client(client, seed).seconds(samples, download_bytes, upload_bytes)
         return whole * _factor(self.variation, seed, "speed", "round", client, round_idx) if self.variation else whole
 
     def fingerprint(self) -> dict[str, Any]:
-        """The numbers, for checkpoints; those of clients' own, which may be many, as their digest."""
+        """Return the values, for checkpoints. The values of single clients are included as one digest."""
         digest = (
             hashlib.sha256(json.dumps(self.per_client, sort_keys=True).encode()).hexdigest()[:16]
             if self.per_client
@@ -171,8 +184,9 @@ class ClientSpeeds:
 
 
 def _factor(sigma: float, seed: int, *parts: str | int) -> float:
-    """A log-normal number with median 1."""
-    uniform = ((derive_seed(seed, *parts) >> 4) + 0.5) / 2**52  # exact, and neither 0 nor 1
+    """Return a random number with a log-normal distribution and median 1."""
+    # The number is exact, and neither 0 nor 1.
+    uniform = ((derive_seed(seed, *parts) >> 4) + 0.5) / 2**52
     return math.exp(sigma * NormalDist().inv_cdf(uniform))
 
 
@@ -181,7 +195,7 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
     if not number or value < 0 or (value == 0 and above_zero):  # type: ignore[operator]
         comparison = "above" if above_zero else "at least"
         raise InvalidValueError(
-            f"Expected `{name}` to be a finite number {comparison} 0 but got {value}.", argument=name, value=value
+            f"Expected `{name}` to be a finite number {comparison} 0, but got {value}.", argument=name, value=value
         )
 
 
@@ -192,7 +206,7 @@ def _checked(client: str, speed_values: Any) -> dict[str, float]:
         return numbers
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
+            f"Expected the speed of client {client} to map names from {', '.join(_FIELDS)} to numbers, but got "
             f"{speed_values!r:.100}: {error}",
             argument=client,
             value=speed_values,
@@ -203,30 +217,31 @@ _AGAIN = "Save the file as CSV, in UTF-8."
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The clients' own numbers of a file, as they stand there."""
+    """Return the values of single clients from a file, without checking them."""
     if path.suffix != ".csv":
         content = read_yaml(path)
         if not isinstance(content, Mapping):
             raise InvalidValueError(
-                f"Expected {path} to map clients to their speeds but got {content!r:.100}.", value=path
+                f"Expected {path} to map clients to their speeds, but got {content!r:.100}.", value=path
             )
         return {str(client): own for client, own in content.items()}
     try:
         rows = list(csv.DictReader(read_lines(path, _AGAIN)))
     except csv.Error as error:
-        raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint=_AGAIN) from error
-    if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
+        raise InvalidValueError(f"Expected {path} to be CSV, but got: {error}.", hint=_AGAIN) from error
+    # `csv` stores extra cells of a row under the key None.
+    if any(None in row or _CLIENT not in row for row in rows):
         raise InvalidValueError(
             f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",
-            hint=f"Give the file a header with `{_CLIENT}`, and each row one cell for each column.",
+            hint=f"Add a header with the column `{_CLIENT}`, and give each row one cell per column.",
             argument=_CLIENT,
             value=path,
         )
     clients = [row.pop(_CLIENT) for row in rows]
     if twice := [client for client, times in Counter(clients).items() if times > 1]:
         raise InvalidValueError(
-            f"Expected each client once in {path} but {twice[0]} comes twice.",
-            hint="Remove one of the rows.",
+            f"Expected each client once in {path}, but {twice[0]} appears more than once.",
+            hint="Remove the duplicate rows.",
             argument=_CLIENT,
             value=twice[0],
         )

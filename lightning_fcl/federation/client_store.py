@@ -1,4 +1,4 @@
-"""What each client keeps between rounds, in memory or on disk."""
+"""Client states between rounds, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -23,37 +23,44 @@ from lightning_fcl.io.paths import safe_join
 from lightning_fcl.io.reading import check, regular_file
 
 StateSection = dict[str, Tensor]
-"""What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
+"""State of one client for one method, the model, or the optimizer: a flat dict of tensors."""
 
 ClientState = dict[str, StateSection]
-"""All that one client keeps between rounds: one `StateSection` per section (``model``, ``optimizer``, each method)."""
+"""State of one client between rounds: one `StateSection` per section (``model``, ``optimizer``, each method)."""
 
 RESIDUAL_SECTION = "unsent"
-"""The section of what a client could not send."""
+"""Section with the entries that a client could not send, because it missed a synchronization."""
 
 PROGRESS = "progress"
-"""The section of the rounds that the client has trained in."""
+"""Section with the rounds that a client has trained in."""
 
 WITHIN, SENT, SENDING = "/within", "/sent", "/sending"
-"""What a method's section for the current experience ends with.
+"""Suffixes of the names of sections with a method's state within the current experience.
 
-``WITHIN``: the state that the client trains with in further rounds of the experience, while the method's own section
-has the result for the experience. ``SENT``: what the client has contributed to the experience's sums, and ``SENDING``:
-the same with its latest upload, which counts if that upload was accepted.
+``WITHIN``: the state with which the client trains in further rounds of the experience. The method's own section
+contains the result for the experience. ``SENT``: the client's contribution to the sums of the experience. ``SENDING``:
+the same, including the latest upload. It counts if the server accepted that upload.
 """
 
 RESULT = "result."
-"""What the names of entries of ``PROGRESS`` begin with that tell which methods' sections have a result."""
+"""Prefix of the entries of ``PROGRESS`` that mark the methods' sections with a result."""
 
 _SUFFIX = ".safetensors"
-_MARK = "|uint8"  # what names of stored pixels end with
+# Suffix of the names of images that are stored as uint8 pixels.
+_MARK = "|uint8"
 
 
 @dataclass(frozen=True)
 class PixelEncoding:
-    """Turns images, normalised by a mean and deviation, into their stored pixels and back, to the very same numbers.
+    """Converts normalized images to their uint8 pixels and back to identical numbers.
 
-    These take a quarter of the room. What is of another shape, or was not made of whole pixels, stays as it is.
+    Pixels need a quarter of the memory of single-precision numbers. Tensors of another shape stay unchanged, and so do
+    images that conversion would change.
+
+    Args:
+        mean: Mean of the pixels, used for normalization.
+        std: Standard deviation of the pixels, used for normalization.
+        shape: Shape of one image.
     """
 
     mean: Tensor
@@ -83,26 +90,27 @@ class PixelEncoding:
 
 
 class ClientStore:
-    """Keeps every client's state between rounds, in memory or in one safetensors file per client.
+    """Stores every client's state between rounds, in memory or in one safetensors file per client.
 
-    Each file is written atomically and has a checksum. A file with another checksum is rejected. Tensors of a subclass
-    of `torch.Tensor` are stored as plain tensors, without their attributes.
+    Each file is written atomically and has a checksum. A file whose checksum does not match its content is rejected.
+    Tensors of a subclass of `torch.Tensor` are stored as plain tensors, without their attributes.
 
     Args:
         kind: ``"memory"`` or ``"disk"``.
-        folder: The folder of the files. The files of a round survive a power failure after `sync` or `commit_round`.
+        folder: Folder of the files. The files of a round survive a power failure after `sync` or `commit_round`.
             Default: a temporary folder, which is removed at the end and is never synchronized.
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
         if kind not in ("memory", "disk"):
             raise InvalidValueError(
-                f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.', argument="client_store"
+                f'Expected `client_store` to be "memory" or "disk", but got `{kind}`.', argument="client_store"
             )
         self._states: dict[str, ClientState] = {}
         self._pixels: PixelEncoding | None = None
         self._first = True
-        self._before: dict[str, ClientState | None] | None = None  # of a round, what it has replaced
+        # States from before the current round, of the clients that it has changed. None outside a round.
+        self._before: dict[str, ClientState | None] | None = None
         self._folder: Path | None = None
         self._lasting, self._written = folder is not None, set[Path]()
         if kind == "disk":
@@ -114,7 +122,11 @@ class ClientStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def store_as_uint8(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Keep images that methods remember as stored pixels, see `PixelEncoding`, also those that are there."""
+        """Store images in client states as uint8 pixels, see `PixelEncoding`. Convert states that are already stored.
+
+        Args:
+            scale: Mean, standard deviation and shape of an image. None: store images unchanged.
+        """
         states = {client: self[client] for client in self} if self._first and (scale or self._pixels) else {}
         self._pixels = PixelEncoding(*scale) if scale else None
         for client, state in states.items():
@@ -144,8 +156,8 @@ class ClientStore:
             self._written.add(write_atomic(self._path(client), content, sync=False))
         except DiskFullError as error:
             raise DiskFullError(
-                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
-                'in memory: client_store="memory".'
+                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep the client "
+                'states in memory: client_store="memory".'
             ) from error
 
     def _read(self, client: str) -> ClientState:
@@ -157,14 +169,14 @@ class ClientStore:
         try:
             with safe_open(regular_file(path), "pt") as file:
                 metadata: Mapping[str, str] = file.metadata() or {}
-                # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise,
-                # and empty tensors of several types share an address, which `torch.save` refuses.
+                # Copy the tensors. With memory-mapped tensors, products may round differently, and empty tensors of
+                # several types share an address, which `torch.save` rejects.
                 flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            check(metadata.get("checksum") == _checksum(client, flat), "its checksum is another")
+            check(metadata.get("checksum") == _checksum(client, flat), "its checksum does not match")
         except (SafetensorError, OSError, ValueError) as error:
             raise DamagedFileError(
-                f"Expected the state of client {client} in {path} to be as it was written but {error}.",
-                hint="Resume from the newest checkpoint, which has the states of all clients.",
+                f"Expected the unchanged state of client {client} in {path}, but reading it failed: {error}.",
+                hint="Resume from the newest checkpoint, which contains the states of all clients.",
                 value=path,
             ) from error
         for key, tensor in flat.items():
@@ -173,26 +185,26 @@ class ClientStore:
         return state
 
     def start_round(self) -> None:
-        """What clients keep from here on can be undone, until the round ends."""
+        """Start a round. Until the round ends, `roll_back_round` can undo changes of client states."""
         self.commit_round()
         self._before = {}
 
     def sync(self) -> None:
-        """Let the files written since the last call survive a power failure, unless the folder is temporary."""
+        """Synchronize the files written since the last call to the disk, unless the folder is temporary."""
         if self._lasting:
             sync_files(self._written)
         self._written.clear()
 
     def commit_round(self) -> None:
-        """Keep the states of the round for good."""
+        """End the round and keep its client states. They cannot be rolled back anymore."""
         self.sync()
         for client, previous_state in (self._before or {}).items():
             if previous_state is not None and self._folder is not None:
-                self._aside(client).unlink(missing_ok=True)
+                self._backup_path(client).unlink(missing_ok=True)
         self._before = None
 
     def roll_back_round(self) -> None:
-        """Let clients keep what they had when the round began."""
+        """Restore the client states from before the round."""
         previous_states, self._before = self._before or {}, None
         for client, previous_state in previous_states.items():
             if previous_state is None:
@@ -200,10 +212,10 @@ class ClientStore:
             elif self._folder is None:
                 self._states[client] = previous_state
             else:
-                os.replace(self._aside(client), self._path(client))
+                os.replace(self._backup_path(client), self._path(client))
 
     def _set_aside(self, client: str) -> None:
-        """Before a client keeps something else for the first time in a round."""
+        """Back up a client's state before it changes for the first time in a round."""
         if self._before is None or client in self._before:
             return
         if self._folder is None:
@@ -211,14 +223,14 @@ class ClientStore:
             return
         has_file = self._path(client).exists()
         if has_file:
-            os.replace(self._path(client), self._aside(client))
+            os.replace(self._path(client), self._backup_path(client))
         self._before[client] = {} if has_file else None
 
-    def _aside(self, client: str) -> Path:
+    def _backup_path(self, client: str) -> Path:
         return self._path(client).with_suffix(".before")
 
     def get_section(self, client: str, section: str) -> StateSection:
-        """What a client keeps in a section: that of a method has its class's name."""
+        """Return a section of a client's state. The section of a method has the name of its class."""
         return self[client].get(section, {})
 
     def set_section(self, client: str, section: str, values: StateSection) -> None:
@@ -232,16 +244,16 @@ class ClientStore:
             yield from (unquote(name.removesuffix(_SUFFIX)) for name in names)
 
     def nbytes(self, client: str) -> int:
-        """Bytes of all that a client keeps, as it is stored."""
+        """Return the number of bytes of a client's state in the store."""
         return sum(value.nbytes for memory in self._read(client).values() for value in memory.values())
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether other processes cannot see what clients keep."""
+        """Whether the states are in memory, where other processes cannot read them."""
         return self._folder is None
 
     def share_folder(self, ranks: Ranks) -> None:
-        """Keep files in one folder with other processes from now on: the first of them writes what concerns all."""
+        """Use the folder of rank 0 from now on. Only rank 0 then writes changes that concern all clients."""
         self._folder = ranks.all_gather_object(self._folder)[0]
         self._first = self.is_in_memory or ranks.rank == 0
 
@@ -251,13 +263,13 @@ class ClientStore:
             self._path(client).unlink(missing_ok=True)
 
     def replace_all(self, states: Mapping[str, ClientState]) -> None:
-        """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
+        """Replace the states of all clients. If ranks share a folder, rank 0 does it, and other ranks do nothing."""
         if not isinstance(states, Mapping) or not all(
             isinstance(own, Mapping) and all(isinstance(section, Mapping) for section in own.values())
             for own in states.values()
         ):
             raise InvalidValueError(
-                "Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
+                "Expected `clients` of the checkpoint to map each client to sections of tensors, but got "
                 f"{states!r:.200}.",
                 hint="Resume from another checkpoint.",
                 argument="clients",
@@ -275,12 +287,12 @@ class ClientStore:
 
 
 def trained_rounds(client_state: ClientState) -> list[int]:
-    """Return the rounds that a client has trained in, ascending, if its state has them."""
+    """Return the rounds that a client has trained in, ascending. The list is empty if the state does not have them."""
     return client_state[PROGRESS]["rounds"].tolist() if PROGRESS in client_state else []
 
 
 def with_progress(client_state: ClientState, round_idx: int, experience: int) -> StateSection:
-    """Return the section of the rounds that a client has trained in, with one more."""
+    """Return a client's progress section with one more round."""
     rounds = torch.tensor([round_idx])
     if PROGRESS in client_state:
         rounds = torch.cat([client_state[PROGRESS]["rounds"], rounds])
@@ -295,13 +307,13 @@ def has_result(client_state: ClientState, section: str) -> bool:
 def enter_round(client_state: ClientState, experience: int, accepted: int) -> ClientState:
     """Return a client's state at the start of a round.
 
-    In a further round of an experience each method continues with its state within the experience. When the client
-    enters another experience, the results for the earlier one stay, and what belonged to that experience goes.
+    In a further round of the same experience, each method continues with its state within the experience. When the
+    client enters another experience, the results for the earlier experience stay. The state within it is removed.
 
     Args:
-        client_state: What the client keeps.
+        client_state: The client's stored state.
         experience: The client's experience in the round.
-        accepted: The latest round in which the server accepted an upload of the client; -1 if there is none.
+        accepted: The latest round in which the server accepted an upload of the client. -1 if there is none.
 
     Example:
         >>> progress = {**with_progress({}, round_idx=3, experience=1), "result.EWC": torch.tensor(True)}
@@ -327,7 +339,7 @@ def enter_round(client_state: ClientState, experience: int, accepted: int) -> Cl
 
 
 def local_tensors(client_state: ClientState, device: torch.device) -> StateSection:
-    """What a client goes on from in place of the server's: its own entries, and what it could not send.
+    """Return the tensors that a client uses in place of the server's: its local entries and its unsent entries.
 
     Example:
         >>> local_tensors({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
@@ -341,7 +353,7 @@ def local_tensors(client_state: ClientState, device: torch.device) -> StateSecti
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of a client's name, and of its tensors' names, types, shapes and numbers."""
+    """Return the checksum of a client's name and of the names, dtypes, shapes and values of its tensors."""
     digest = hashlib.sha256(client.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\x1e{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())

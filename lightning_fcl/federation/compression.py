@@ -1,9 +1,9 @@
 """Compression of uploads with error feedback.
 
 A client's *update* of an entry is its state minus the state with which it started, plus the residual of earlier rounds.
-The client sends a code of the update, the server decodes it, and the client keeps the *residual*, the update minus what
-the server decodes (Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory", Algorithm 1). So the sum of the
-decoded updates differs from the sum of all updates by one residual at most.
+The client sends a code of the update, and the server decodes it. The client keeps the *residual*: the update minus the
+decoded update (Seide et al., 2014; Stich et al., 2018, "Sparsified SGD with memory", Algorithm 1). Therefore the sum of
+the decoded updates differs from the sum of all updates by at most one residual.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from lightning_fcl.validation import check_arguments
 DIVERGENCE_HINT = (
     "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
 )
-"""What to do about numbers that are not finite."""
+"""Hint for messages about non-finite numbers."""
 
 RESIDUAL = "residual"
-"""The section of a client's state that has the residuals of compression."""
+"""Section of a client's state with the residuals of compression."""
 
 
 class Compression(UpdateCodec, ABC):
-    """Lossy compression of updates, for each entry by itself, with error feedback.
+    """Lossy compression of updates with error feedback. Each entry is compressed separately.
 
-    It applies to trainable parameters whose reduction is ``compressible`` and whose code is shorter. Buffers are sent
-    as they are: the residual of a variance could make it negative. A subclass defines what is sent.
+    A trainable parameter is compressed if its code is shorter than the parameter. Its reduction must be
+    ``compressible``. Buffers are sent uncompressed, because the residual of a variance could make it negative. A
+    subclass defines the code.
     """
 
     keeps_state = True
 
     @abstractmethod
     def compress(self, updates: Tensor) -> State:
-        """Return the tensors that are sent in place of the updates of several clients, shape (clients, n)."""
+        """Return the tensors to send in place of the updates of several clients, shape (clients, n)."""
 
     def should_compress(self, value: Tensor) -> bool:
-        """Return whether the code of a tensor is shorter than the tensor. Others are sent as they are."""
+        """Return whether the code of a tensor is shorter than the tensor. Otherwise the tensor is sent uncompressed."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
     def codes(self, name: str, setting: Setting) -> bool:
@@ -53,9 +54,9 @@ class Compression(UpdateCodec, ABC):
         for name in setting.trainable:
             if not setting.reductions[name].compressible:
                 raise InvalidValueError(
-                    f"Expected a reduction that can be compressed, such as `mean`, for the parameter `{name}` but got "
+                    f"Expected a reduction that can be compressed, such as `mean`, for the parameter `{name}`, but got "
                     f"`{setting.reductions[name]}`.",
-                    hint="Use another reduction, or leave `compression` out.",
+                    hint="Use another reduction, or remove `compression`.",
                     argument="compression",
                     value=name,
                 )
@@ -75,19 +76,20 @@ class Compression(UpdateCodec, ABC):
             del uploads.values[name]
             uploads.codes[name] = code
             for memory, row in zip(updated_residuals, update - code.decoded(), strict=True):
-                memory[name] = row.clone()  # A row alone would keep those of all clients in memory.
+                # Copy the row, because a view would keep the rows of all clients in memory.
+                memory[name] = row.clone()
 
 
 class TopK(Compression):
-    """The elements of an update with the largest absolute values, for each entry by itself.
+    """Compression that sends only the elements with the largest absolute values of each entry's update.
 
-    Of n elements, ``fraction * n`` are sent, rounded up, with their positions: 4 bytes each, or one bit for each of the
-    n elements, whichever is shorter. With ``bits`` the elements are also quantized as by `Quantize`.
+    Of n elements, ``fraction * n`` are sent, rounded up. Their positions need 4 bytes each, or one bit for each of the
+    n elements, whichever is shorter. With ``bits``, the elements are also quantized as in `Quantize`.
 
     Args:
-        fraction: Share of an entry's elements that are sent, above 0 and up to 1. With 1 and no ``bits``, the code is
-            not shorter, and entries are sent as they are.
-        bits: Bits of each element. None: elements are not quantized.
+        fraction: Fraction of an entry's elements that are sent, above 0 and at most 1. With 1 and without ``bits``,
+            the code is not shorter than the entry, so entries are sent uncompressed.
+        bits: Bits per element, from 2 to 16. None: elements are not quantized.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -104,7 +106,7 @@ class TopK(Compression):
     def __init__(self, fraction: float = 0.1, bits: int | None = None) -> None:
         if not 0 < fraction <= 1:
             raise InvalidValueError(
-                f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.",
+                f"Expected `fraction` to be above 0 and at most 1, but got {fraction}.",
                 argument="fraction",
                 value=fraction,
             )
@@ -133,12 +135,12 @@ class TopK(Compression):
         if "mask" in tensors:
             mask = unpack_mask(tensors["mask"], n)
             if not bool((mask.sum(dim=1) == k).all()):
-                raise InvalidValueError(f"Expected the positions of {k} elements of a code but got another number.")
+                raise InvalidValueError(f"Expected the positions of {k} elements in a code, but got another number.")
             positions = mask.nonzero()[:, 1].view(len(values), k)
         else:
             positions = tensors["positions"].long()
             if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
-                raise InvalidValueError(f"Expected ascending positions from 0 to {n - 1} in a code but got others.")
+                raise InvalidValueError(f"Expected ascending positions from 0 to {n - 1} in a code, but got others.")
         return values.new_zeros(len(values), n).scatter_(1, positions, values)
 
     def scale(self, tensors: State, factors: Tensor) -> State:
@@ -163,18 +165,19 @@ class TopK(Compression):
         return positions + (k * itemsize if self.bits is None else _quantized_nbytes(k, self.bits, itemsize))
 
     def _count(self, n: int) -> int:
-        return math.ceil(round(self.fraction * n, 6))  # 0.07 * 100 is a bit above 7
+        # Round the product first, because 0.07 * 100 is slightly above 7.
+        return math.ceil(round(self.fraction * n, 6))
 
 
 class Quantize(Compression):
-    """Every element of an update as an integer multiple of the scale of its entry, rounded to nearest.
+    """Compression that rounds each element of an update to the nearest integer multiple of a scale.
 
-    The largest absolute value of an entry is ``2^(bits - 1) - 1`` times the scale, which is also sent: 4 bytes, or 8
-    for elements of 8 bytes. Rounding is not stochastic as in Alistarh et al. 2017 (QSGD): error feedback removes the
-    bias.
+    Each entry of each client has its own scale: its largest absolute value divided by ``2^(bits - 1) - 1``. The scale
+    is sent with the code, in 4 bytes, or in 8 bytes if the elements have 8 bytes. Rounding is not stochastic as in QSGD
+    (Alistarh et al., 2017), because error feedback removes the bias.
 
     Args:
-        bits: Bits of each element, from 2 to 16.
+        bits: Bits per element, from 2 to 16.
 
     Raises:
         ValueError: If ``bits`` is out of range.
@@ -210,7 +213,7 @@ class Quantize(Compression):
 def _checked(bits: int) -> int:
     if type(bits) is not int or not 2 <= bits <= 16:
         raise InvalidValueError(
-            f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.", argument="bits", value=bits
+            f"Expected `bits` to be an integer from 2 to 16, but got {bits!r}.", argument="bits", value=bits
         )
     return bits
 
@@ -220,9 +223,10 @@ def _mask_is_shorter(k: int, n: int) -> bool:
 
 
 def _quantize(values: Tensor, bits: int) -> State:
-    """Return every row as multiples of its own scale."""
+    """Return each row as integer multiples of its scale, with the scales."""
     levels = 2 ** (bits - 1) - 1
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision is as coarse as the multiples
+    # Half precision is too coarse for this computation.
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
     scale = wide.abs().amax(dim=1, keepdim=True) / levels
     multiples = (wide / torch.where(scale > 0, scale, 1)).round_().clamp_(-levels, levels)
     integers = multiples.nan_to_num_().int() + levels

@@ -1,16 +1,19 @@
-"""Exact sums: the same bits in any order, in any groups, on any number of processes and threads.
+"""Exact sums: identical bits for any order, any grouping, and any number of processes and threads.
 
-A sum of floating-point numbers depends on their order, since every addition rounds. Here none does. In units of a power
-of two, a number is a whole number and a rest below one unit; the rest has smaller units, and so on until nothing is
-left. Whole numbers are added as 64-bit integers, exactly. So the sum does not depend on what came when:
+A usual sum of floating-point numbers depends on the order of its terms, because every addition rounds. The additions in
+this module do not round. In units of a power of two, a number is an integer plus a remainder below one unit. The
+remainder is split again with smaller units, until nothing remains. The integers are added exactly, as 64-bit integers.
+Therefore the sum does not depend on the order of its terms:
 
-1. What an upload adds, its weight times each of its numbers, is rounded to double precision once, by itself. For
-   numbers of single precision and whole weights below 2^29 even that is exact.
-2. All that follows is exact, whatever the units are. They are chosen for speed alone: so that the numbers of a usual
-   tensor are whole, and one integer for each number is enough.
-3. The total is rounded at the end. There it stands in digits of 42 bits, which are the same for equal totals.
+1. Each term, which is a number of an upload times the client's weight, is rounded to double precision once. In single
+   precision with integer weights below 2^29, even this product is exact.
+2. All further steps are exact for any units. The choice of units affects only the speed: the numbers of a typical
+   tensor are integers in these units, so that one 64-bit integer per number suffices.
+3. The total is rounded at the end. Before this, the total is represented by digits of 42 bits, which are identical for
+   equal totals.
 
-Nothing is cut off: small numbers beside large ones count to their last bit, and no bound must be known beforehand.
+No bits are dropped: small numbers next to large numbers contribute their last bit. No bound of the numbers must be
+given in advance.
 """
 
 from __future__ import annotations
@@ -37,38 +40,46 @@ from lightning_fcl.federation.fixed_point import (
 from lightning_fcl.federation.ranks import Ranks
 
 _WAITING = 4_000_000
-"""Numbers of uploads that wait to be added together."""
+"""Maximum number of elements of uploads that wait to be added together."""
 
 _COHORT_BITS = 46
-"""What is kept of a client group's sum of single precision, from an entry's largest number downwards. So one whole
-number for
-each holds the exact sum of client groups, where their largest numbers are at most twice the first's and at least an
-8th."""
+"""Number of bits kept of a client group's sum in single precision, counted from the largest number of the entry.
+
+With these bits, one integer per element holds the exact sum of client groups, if each group's largest number is at most
+twice and at least an eighth of that of the first group.
+"""
 
 GroupSums = dict[str, tuple[Tensor, float]]
-"""By entry, what some clients come to together, and a unit of it: see `weighted_sum`."""
+"""Weighted sum over some clients, and a unit of the sum, by entry. See `weighted_sum`."""
 
 
 class ExactSum:
-    """The weighted sum of tensors of the shape, device and kind of one: exact, rounded only when it is asked for."""
+    """The exact weighted sum of tensors. Only `total` and `mean` round it.
+
+    Args:
+        reference: Tensor with the shape and the device of the summands. It is complex if they are complex.
+        entry: Name of the entry, for messages.
+    """
 
     def __init__(self, reference: Tensor, entry: str = "value") -> None:
         self._entry = entry
         self._complex = reference.is_complex()
         self._shape = (*reference.shape, 2) if self._complex else reference.shape
         self.size = math.prod(self._shape)
-        self._device = torch.device("cpu") if reference.device.type == "mps" else reference.device  # mps has no float64
-        # Elsewhere than on a CPU each piece costs a wait.
+        # MPS has no float64.
+        self._device = torch.device("cpu") if reference.device.type == "mps" else reference.device
+        # On a GPU each chunk adds waiting time, so use a single chunk.
         self._step = CHUNK_SIZE if self._device.type == "cpu" else max(1, self.size)
         sizes = [min(self._step, self.size - start) for start in range(0, self.size, self._step)]
         self._pieces = [ExactChunk(size, self._device) for size in sizes]
 
     def add(self, values: Tensor, weights: ExactWeights | None = None) -> None:
-        """Add several uploads, shape (clients, ...), each times its weight."""
+        """Add several uploads, shape (clients, ...), each multiplied by its weight."""
         weights = weights or ExactWeights([1.0] * len(values))
         rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
         rows = rows.reshape(len(values), self.size)
-        if rows.dtype is torch.int64:  # in two halves, which fit into double precision
+        # Split 64-bit integers into two halves that fit into double precision.
+        if rows.dtype is torch.int64:
             self._add((rows >> 32).double().mul_(2.0**32), weights)
             rows = rows & 0xFFFFFFFF
         self._add(rows if rows.dtype in NARROW else rows.double(), weights)
@@ -86,12 +97,16 @@ class ExactSum:
                 piece.add(chunk, weights, factor, self._entry)
 
     def add_multiples(self, values: Tensor, unit: float) -> None:
-        """Add numbers of double precision which are multiples of a unit, up to 2^46 of it."""
+        """Add numbers in double precision that are multiples of ``unit``, up to 2^46 units."""
         for piece, chunk in zip(self._pieces, _split(values.to(self._device).view(-1), self._step), strict=False):
             piece.add_multiples(chunk, unit, math.ldexp(unit, _COHORT_BITS))
 
     def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The sum, in double precision, or from there in another type; integers are exact."""
+        """Return the sum in double precision, or converted from double precision to ``dtype``. Integers are exact.
+
+        Raises:
+            InvalidValueError: If a sum is outside the range of ``dtype``.
+        """
         parts = [piece.total() for piece in self._pieces] or [torch.zeros(0, dtype=torch.float64, device=self._device)]
         total = torch.cat(parts).view(self._shape)
         total = torch.view_as_complex(total) if self._complex else total
@@ -103,20 +118,29 @@ class ExactSum:
             rounded = total.to(dtype)
             fits = bool(rounded.isfinite().all())
         else:
-            rounded = self._whole()
+            rounded = self._to_int64()
             low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-            wrapped = (rounded - total).abs() > 2.0**62  # where 64 bits are not enough
+            # Find the sums that do not fit into 64 bits.
+            wrapped = (rounded - total).abs() > 2.0**62
             fits = not bool((wrapped | (rounded < low) | (rounded > high)).any())
         if not fits:
             raise InvalidValueError(
-                f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.", argument=self._entry
+                f"Expected the sum of `{self._entry}` to be in the range of `{dtype}`, but it is outside this range.",
+                argument=self._entry,
             )
         return rounded.to(dtype)
 
     def mean(self, weight: float, reference: Tensor) -> Tensor:
-        """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
+        """Return the sum divided by the sum of the weights, in the dtype of ``reference``.
+
+        Args:
+            weight: Sum of the weights.
+            reference: Tensor whose numbers are near the summands, such as the server's value. Large 64-bit integers are
+                averaged as differences from it.
+        """
         if reference.dtype is torch.int64 and bool((reference.abs() > 1 << 53).any()):
-            change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
+            # Double precision cannot represent all integers of this size, but it can represent their differences.
+            change = copy.deepcopy(self)
             change.add(-reference[None], ExactWeights([weight]))
             return reference.to(self._device) + change._mean(weight, reference.dtype)
         return self._mean(weight, reference.dtype)
@@ -125,20 +149,21 @@ class ExactSum:
         if self._complex:
             return (self.total() / weight).to(dtype)
         mean = torch.empty(self.size, dtype=dtype, device=self._device)
-        for chunk, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no copy of it all
+        # Work in chunks, so that there is no second copy of the whole sum.
+        for chunk, piece in zip(_split(mean, self._step), self._pieces, strict=False):
             chunk.copy_(round_to(piece.total() / weight, dtype))
         return mean.view(self._shape)
 
-    def _whole(self) -> Tensor:
+    def _to_int64(self) -> Tensor:
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         for exponent, digit in self.digits().items():
             whole += digit << exponent if exponent >= 0 else digit >> -exponent
         return whole.view(self._shape)
 
     def digits(self) -> Digits:
-        """The sum as it is, in digits: equal sums have equal ones, where a missing one counts as zeros.
+        """Return the exact sum in digits. Equal sums have equal digits, and a missing digit counts as zero.
 
-        Several processes' digits can be added up, exponent by exponent, and given to `add_digits`.
+        To add the sums of several processes, add their digits of equal exponents, and pass them to `add_digits`.
         """
         parts = [piece.digits() for piece in self._pieces]
         zeros = [torch.zeros(piece.size, dtype=torch.int64, device=self._device) for piece in self._pieces]
@@ -148,7 +173,7 @@ class ExactSum:
         }
 
     def add_digits(self, digits: Mapping[int, Tensor]) -> None:
-        """Add the sums of up to a million others, as their `digits` gives them."""
+        """Add the sums of up to a million other objects, in the format that `digits` returns."""
         for piece, start in zip(self._pieces, range(0, self.size, self._step), strict=True):
             piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
 
@@ -158,13 +183,13 @@ class ExactSum:
     def with_scales(
         self, marks: Iterable[Sequence[IntegerScale | None]]
     ) -> list[tuple[ExactChunk, IntegerScale | None]]:
-        """The pieces, each with the mark that its sum over ranks gets, from those of each rank."""
+        """Return the chunks, each with the common scale of its sum over all ranks, from the scales of each rank."""
         common = map(common_scale, zip(*marks, strict=True))
         return list(zip(self._pieces, common, strict=True))
 
     @property
     def shape_and_type(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape, and whether real or complex, of what is added."""
+        """Shape of the summands, and a dtype that is complex if the summands are complex."""
         return (tuple(self._shape[:-1]), torch.complex64) if self._complex else (tuple(self._shape), torch.float32)
 
 
@@ -173,13 +198,13 @@ class ExactSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, ExactSum] = {}
-        # Single clients' uploads, which are added a stack at a time: the sums are the same, and one takes no longer.
+        # Uploads of single clients are collected and added as one stack. This is faster, and the sums are identical.
         self._waiting: list[Mapping[str, Tensor]] = []
         self._weights: list[float] = []
 
     @property
     def sums(self) -> dict[str, ExactSum]:
-        """Each entry's sum of all that was added."""
+        """The sum of all added values, by entry."""
         self._add_waiting()
         return self._sums
 
@@ -193,12 +218,15 @@ class ExactSums:
             )
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
-        """Add some clients' uploads, every entry of shape (clients, ...), each client's times its weight, if any."""
+        """Add the uploads of some clients, each entry of shape (clients, ...), each client multiplied by its weight.
+
+        Without ``weights``, each weight is 1.
+        """
         if not values:
             return
         weights = weights or [1.0] * len(next(iter(values.values())))
         size = sum(value.numel() for value in values.values())
-        if self._waiting and not _alike(values, self._waiting[0]):
+        if self._waiting and not _have_same_dtypes(values, self._waiting[0]):
             self._add_waiting()
         if len(weights) > 1 or 2 * size > _WAITING:
             self._add(values, ExactWeights(weights))
@@ -209,7 +237,7 @@ class ExactSums:
             self._add_waiting()
 
     def update_group(self, sums: GroupSums) -> None:
-        """Add what clients have come to together."""
+        """Add the weighted sums of a client group, as `weighted_sum` returns them."""
         for name, (value, unit) in sums.items():
             if unit:
                 self._sum(name, value).add_multiples(value, unit)
@@ -219,7 +247,8 @@ class ExactSums:
     def _add(self, values: Mapping[str, Tensor], weights: ExactWeights) -> None:
         for name, value in values.items():
             exact = self._sum(name, value[0])
-            if value.stride(0) or value[0].any():  # else nothing of several clients, which is one in memory
+            # If all clients share one row in memory (stride 0), skip the entry if the row contains only zeros.
+            if value.stride(0) or value[0].any():
                 exact.add(value, weights)
 
     def _sum(self, name: str, reference: Tensor) -> ExactSum:
@@ -228,7 +257,7 @@ class ExactSums:
         return self._sums[name]
 
     def sync(self, ranks: Ranks) -> None:
-        """Let these become the sums over all ranks, some of which may have none."""
+        """Replace the sums by the sums over all ranks. Some ranks may have no sum of an entry."""
         sums = self.sums
         rank_scales = ranks.all_gather_object(
             {name: (exact.shape_and_type, exact.scales()) for name, exact in sums.items()}
@@ -247,29 +276,32 @@ class ExactSums:
             for (piece, mark), whole in zip(fitting, wholes, strict=True):
                 piece.load_integers(mark, whole)
         rest = [piece for piece, mark in parts if mark is None]
-        if rest:  # of such different sizes that one whole number for each does not hold them
+        # These chunks contain numbers of very different sizes, so one integer per number cannot hold their sums.
+        if rest:
             local_digits = [piece.digits() for piece in rest]
             rank_exponents = ranks.all_gather_object([list(digits) for digits in local_digits])
             for piece, digits, *exponents in zip(rest, local_digits, *rank_exponents, strict=True):
                 piece.sync(ranks, digits, sorted(set().union(*exponents)))
 
 
-def _alike(upload: Mapping[str, Tensor], other_upload: Mapping[str, Tensor]) -> bool:
+def _have_same_dtypes(upload: Mapping[str, Tensor], other_upload: Mapping[str, Tensor]) -> bool:
     return upload.keys() == other_upload.keys() and all(
         value.dtype == other_upload[name].dtype for name, value in upload.items()
     )
 
 
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
-    """The sum of some clients' values, shape (clients, ...), each times its weight, in about double precision.
+    """Return the weighted sum of some clients' values, shape (clients, ...), in about double precision, and its unit.
 
-    With it comes a power of two of which its numbers are multiples, where the values are of single precision or less,
-    and some are not zero; else 0.
+    The unit is a power of two, and all numbers of the sum are multiples of it. The unit is 0 if the values are not of
+    single or half precision, or if the sum is zero.
     """
     if values.dim() == 3 and values.mT.is_contiguous() and not values.is_contiguous():
-        total, unit = weighted_sum(values.mT, weights)  # without a copy of all numbers
+        # Transpose, to avoid a copy of all numbers.
+        total, unit = weighted_sum(values.mT, weights)
         return total.mT.contiguous(), unit
-    if values.device.type == "mps":  # which has none
+    # MPS has no float64.
+    if values.device.type == "mps":
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
     columns = values.detach().unsqueeze(-1).flatten(1)
@@ -286,7 +318,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, floa
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest."""
+    """Return a value in the dtype of its entry. For integers, such as `num_batches_tracked`, round to nearest."""
     return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""64-bit integers in place of floating-point numbers, which `lightning_fcl.federation.exact_sum` adds up with."""
+"""Fixed-point arithmetic for `lightning_fcl.federation.exact_sum`: 64-bit integers that represent floats."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import Ranks
 
 Digits = dict[int, Tensor]
-"""Whole numbers by the exponent of their unit: they stand for the sum of ``2.0**exponent * digits[exponent]``."""
+"""Integers by the exponent of their unit. They represent the sum of ``2.0**exponent * digits[exponent]``."""
 
 IntegerScale = tuple[int, int]
-"""The exponent of a unit, and what whole numbers of it may reach."""
+"""Exponent of a unit, and the bound of the integers in this unit."""
 
 CHUNK_SIZE = 1 << 17
-"""How many numbers are worked on at once, in tensors that stay in a CPU's cache."""
+"""Number of elements per chunk. Tensors of this size stay in a CPU's cache."""
 
 NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Bits of types whose numbers, times a whole weight of 29 bits, fit into double precision."""
+"""Significand bits of dtypes whose numbers, times an integer weight of 29 bits, fit into double precision."""
 
-_LOWEST = -1074  # exponent of the smallest number in double precision
-_HIGHEST = 900  # that of the largest number that is taken: a sum of any number of them stays in double precision
-_BITS = 42  # of a digit
-_ROOM = 1 << 62  # what a sum of whole numbers may reach before it becomes digits
+# Exponent of the smallest number in double precision.
+_LOWEST = -1074
+# Exponent of the largest accepted number. A sum of any number of such numbers stays in double precision.
+_HIGHEST = 900
+# Number of bits per digit.
+_BITS = 42
+# Bound of a sum of integers, above which it is converted to digits.
+_ROOM = 1 << 62
 
 
 class ExactWeights:
-    """The weights of several clients, and what sums want to know of them."""
+    """The weights of several clients, and the properties of these weights that sums need."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.column = torch.tensor(weights, dtype=torch.float64)[:, None]
@@ -42,14 +46,18 @@ class ExactWeights:
 
 
 class _Bench(threading.local):
-    """Where a thread works on pieces: new memory for each of them would cost more than the work."""
+    """Buffers of a thread that all chunks reuse. Allocating new memory for each chunk would be slower."""
 
     def __init__(self) -> None:
         self._halves = torch.empty(2, CHUNK_SIZE, dtype=torch.float64, device="cpu")
         self._views: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
 
     def clear(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Two tensors of the shape of ``values``, in double precision, and one of its type, which shares the second."""
+        """Return three buffers with the shape of ``values``. Their content is undefined.
+
+        The first two have double precision. The third has the dtype of ``values``, and can share the memory of the
+        second buffer.
+        """
         if values.device.type != "cpu":
             numbers, spare = (torch.empty_like(values, dtype=torch.float64) for _ in range(2))
             return numbers, spare, torch.empty_like(values)
@@ -67,13 +75,13 @@ _bench = _Bench()
 
 
 def to_float64(values: Tensor) -> Tensor:
-    """Values in double precision, for the moment: in a thread's own place, where there are no more than a piece has."""
+    """Return values in double precision. Up to ``CHUNK_SIZE`` values are in a buffer that the next call overwrites."""
     return values.double() if values.numel() > CHUNK_SIZE else _bench.clear(values)[0].copy_(values)
 
 
 @dataclass
 class _Limb:
-    """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number."""
+    """A sum of integers in units of 2^exponent, plus one offset for each added number."""
 
     exponent: int
     total: Tensor
@@ -84,7 +92,7 @@ class _Limb:
         return self.total - ((self.offsets + (1 << 63)) % (1 << 64) - (1 << 63))
 
     def digits(self) -> Digits:
-        """The sum as digits; the upper ones are too long still."""
+        """Return the sum as digits. The upper digits can still have more than 42 bits."""
         digit_idx, shift = divmod(self.exponent - _LOWEST, _BITS)
         value = self.value()
         low, high = (value & (1 << _BITS - shift) - 1) << shift, value >> _BITS - shift
@@ -92,7 +100,7 @@ class _Limb:
 
 
 class ExactChunk:
-    """The sum of so many numbers that they stay in the cache: limbs that grow, and the digits of full ones."""
+    """The sum of a chunk of numbers that stays in the cache: growing limbs, and the digits of full limbs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -101,7 +109,7 @@ class ExactChunk:
         self._digits: Digits = {}
 
     def add(self, values: Tensor, weights: ExactWeights, column: Tensor | None, entry: str) -> None:
-        """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights."""
+        """Add the values of one client, shape (size,), or of several, (clients, size), with a column of weights."""
         if column is not None and values.dtype is torch.float64:
             for total in _sums(values, weights, column, entry):
                 self._add(total, _bench.clear(total)[1], 1, max_abs(total), 0.0)
@@ -110,30 +118,31 @@ class ExactChunk:
         smallest, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
         _check(largest, weights, entry)
         exact = weights.whole and values.dtype in NARROW
-        # A power of two of which all numbers are multiples: the last bit of the smallest.
+        # All numbers are multiples of this power of two: the last bit of the smallest number.
         unit = math.ldexp(1.0, math.frexp(smallest)[1] - NARROW[values.dtype]) if exact and smallest else 0.0
         numbers.copy_(values)
         times = 1
         if exact and column is None and weights.largest < 1 << 16:
-            times = int(weights.largest)  # integers are multiplied later, at no cost
+            # The integers are multiplied later, at no cost.
+            times = int(weights.largest)
         elif not weights.ones:
             numbers.mul_(weights.largest if column is None else column)
             largest *= weights.largest
         self._add(numbers, spare, times, largest, unit)
 
     def add_multiples(self, values: Tensor, unit: float, largest: float) -> None:
-        """Add numbers of double precision up to ``largest``, shape (size,), which are multiples of ``unit``."""
+        """Add numbers in double precision, shape (size,), which are multiples of ``unit`` and up to ``largest``."""
         numbers, spare, _ = _bench.clear(values)
         self._add(numbers.copy_(values), spare, 1, largest, unit)
 
     def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
-        """Add numbers up to ``largest``, which are multiples of ``unit``, so many times; they are overwritten."""
+        """Add numbers up to ``largest``, which are multiples of ``unit``, ``times`` times. Overwrite the numbers."""
         clients = len(numbers) if numbers.dim() == 2 else 1
         while largest > 0:
             limb = self._limb(math.frexp(largest)[1], times, clients)
             complete = math.ldexp(1.0, limb.exponent) <= unit
-            # Between 2^52 and 2^53 units, the last bit of a number is one unit. So this sum is rounded to units, and
-            # its bits count them from those of the offset.
+            # Between 2^52 and 2^53 units, the last bit of a number is one unit. Therefore this sum is rounded to units,
+            # and its bits minus the bits of the offset are the number of units.
             offset = math.ldexp(1.5, 52 + limb.exponent)
             rounded = torch.add(numbers, offset, out=numbers if complete else spare)
             bits = rounded.view(torch.int64)
@@ -144,7 +153,7 @@ class ExactChunk:
             largest = max_abs(numbers.sub_(rounded.sub_(offset)))
 
     def _limb(self, size: int, times: int, rows: int) -> _Limb:
-        """A limb for numbers below 2^size, which leaves at least 20 bits of the largest."""
+        """Return a limb for numbers below 2^size. The limb holds at least 20 bits of the largest number."""
         fitting = [
             limb
             for limb in self._limbs
@@ -157,7 +166,7 @@ class ExactChunk:
         else:
             if len(self._limbs) == 3:
                 self.add_digits(self._limbs.pop(0).digits())
-            # Units so small that little is left over, and yet room for many uploads.
+            # Choose units so small that the remainder is small, but large enough to add many uploads.
             exponent = max(_LOWEST, size - 50 + max(0, times.bit_length() // 2 - 1))
             limb = _Limb(exponent, torch.zeros(self.size, dtype=torch.int64, device=self._device))
             self._limbs.append(limb)
@@ -176,23 +185,32 @@ class ExactChunk:
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def scale(self) -> IntegerScale | None:
-        """The unit of the sum's whole numbers and what these may reach; None: more than one limb has them."""
+        """Return the unit and the bound of the sum's integers, or None if the sum needs more than one limb."""
         if self._digits or len(self._limbs) > 1:
             return None
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
 
     def to_integers(self, unit_exponent: int) -> Tensor:
-        """The sum in units of 2^exponent, of one limb whose unit is no smaller, in memory that others can reach."""
+        """Return the sum on the CPU, in units of ``2^unit_exponent``.
+
+        The sum must have at most one limb, whose unit is not smaller.
+        """
         if not self._limbs:
             return torch.zeros(self.size, dtype=torch.int64, device="cpu")
         return (self._limbs[0].value() << self._limbs[0].exponent - unit_exponent).cpu()
 
     def load_integers(self, mark: IntegerScale, whole: Tensor) -> None:
-        """Be the sum of whole numbers in the units of a mark."""
+        """Replace the sum by integers with the given scale."""
         self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
 
     def sync(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
-        """Become the sum of all ranks' digits, of which these are its own; together they are of some exponents."""
+        """Replace the sum by the sum of all ranks' digits.
+
+        Args:
+            ranks: The ranks.
+            digits: The digits of this rank.
+            exponents: The exponents of the digits of all ranks.
+        """
         zeros = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         numbers = torch.cat([digits.get(exponent, zeros) for exponent in exponents])
         ranks.all_reduce(numbers)
@@ -200,22 +218,25 @@ class ExactChunk:
         self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
 
     def total(self) -> Tensor:
-        if len(self._limbs) == 1 and not self._digits:  # the same as below, where it is all in 62 bits
+        # If the whole sum is in one limb (62 bits), the result is identical to that of the general case below.
+        if len(self._limbs) == 1 and not self._digits:
             return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
         total = torch.zeros(self.size, dtype=torch.float64, device=self._device)
         left_out = torch.zeros_like(total)
-        for exponent, digit in self.digits().items():  # from the lowest to the highest, each above all before
+        # The digits come in ascending order. The unit of each digit is above the sum of all lower digits.
+        for exponent, digit in self.digits().items():
             high = digit.double().mul_(math.ldexp(1.0, exponent))
             rounded_sum = high + total
-            left_out += total - (rounded_sum - high)  # exactly what the sum has been rounded by
+            # This difference is exactly the rounding error of the sum.
+            left_out += total - (rounded_sum - high)
             total = rounded_sum
         return total + left_out
 
 
 def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> list[Tensor]:
-    """Numbers of several clients, shape (clients, size), added up: a few tensors whose exact sum is theirs.
+    """Return a few tensors whose exact sum is the weighted sum of rows, shape (clients, size).
 
-    Each number, times its weight, is cut into parts of so few bits that no sum of all clients' is rounded.
+    Each number times its weight is split into parts with so few bits that the sum of all clients' parts is not rounded.
     """
     bits = 52 - len(rows).bit_length()
     width = max(1, CHUNK_SIZE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
@@ -232,7 +253,8 @@ def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> li
         while largest > 0:
             if level == len(sums):
                 sums.append(rows.new_zeros(rows.shape[1]))
-            offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])  # as in `ExactChunk`
+            # The offset rounds the numbers as in `ExactChunk`.
+            offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])
             torch.add(rest, offset, out=high).sub_(offset)
             torch.sum(high, dim=0, out=sums[level][start : start + width])
             largest, level = max_abs(rest.sub_(high)), level + 1
@@ -240,7 +262,7 @@ def _sums(rows: Tensor, weights: ExactWeights, column: Tensor, entry: str) -> li
 
 
 def max_abs(values: Tensor) -> float:
-    """The largest absolute value, or NaN if there is one."""
+    """Return the largest absolute value, or NaN if a value is NaN."""
     return max(abs(bound.item()) for bound in torch.aminmax(values))
 
 
@@ -254,7 +276,7 @@ def _check(largest: float, weights: ExactWeights, entry: str) -> None:
 
 
 def _carry(*summands: Mapping[int, Tensor]) -> Digits:
-    """The digits of a sum, from the lowest to the highest, each from -2^41 on and below 2^41: only one way is left."""
+    """Return the digits of a sum in ascending order. Carries are propagated so that each digit is in [-2^41, 2^41)."""
     digits: Digits = {}
     exponents = {exponent for summand in summands for exponent in summand}
     if not exponents:
@@ -272,7 +294,7 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
 
 
 def common_scale(marks: Sequence[IntegerScale | None]) -> IntegerScale | None:
-    """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room."""
+    """Return the smallest unit and the bound of the sum in this unit, or None if 62 bits are not enough."""
     nonzero_marks = [mark for mark in marks if mark is not None and mark[1]]
     exponent = min((mark[0] for mark in nonzero_marks), default=0)
     bound = sum(bound << unit - exponent for unit, bound in nonzero_marks)
