@@ -80,9 +80,9 @@ def load_state_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
-    """Raise InvalidValueError if a state does not match a module, or has non-finite numbers that the module has not.
+    """Raise InvalidValueError if a state does not match a module.
 
-    Names, dtypes and shapes must match.
+    Names, dtypes and shapes must match. If a tensor of the module is finite, the tensor of the state must be finite.
     """
     expected_state: State = module.state_dict()
     missing, unknown = (

@@ -1,4 +1,4 @@
-"""FedBuff: asynchronous rounds, in which the server steps whenever its buffer of uploads is full."""
+"""FedBuff: asynchronous rounds, in which the server aggregates whenever its buffer of uploads is full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ _KEPT = "asynchronous"
 
 @dataclass(frozen=True, order=True)
 class Flight:
-    """A client from its download, of a round's state, to its arrival, in nanoseconds; of equals the first by place."""
+    """A client between its download of a round's state and the arrival of its upload, in nanoseconds.
+
+    Flights are ordered by arrival time. Flights with equal arrival times are ordered by the client's position in the
+    plan.
+    """
 
     arrival_ns: int
     position: int
@@ -46,7 +50,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Clock:
-    """The state of a deployment between two steps of the server."""
+    """The simulated clock between two server steps: the time and the clients in flight."""
 
     time_ns: int = 0
     flights: tuple[Flight, ...] = ()
@@ -54,7 +58,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Known:
-    """A round that was looked at: who was unavailable then, what the clock says of it, and the clock after it."""
+    """The cached timing of a round: the unavailable clients, the timing, and the clock after the round."""
 
     unavailable: frozenset[str]
     timed: RoundTiming
@@ -62,24 +66,26 @@ class _Known:
 
 
 class FedBuff(Synchronization):
-    """Buffered asynchronous rounds (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation").
+    """Buffered asynchronous rounds (Nguyen et al., 2022, "Federated Learning with Buffered Asynchronous Aggregation").
 
-    As many clients as `participation` says train at any time. When ``buffer_size`` uploads have come, the server steps,
-    which ends a round. What an upload adds is its difference from the state that its client had downloaded, times
-    ``(1 + staleness) ** -staleness_exponent``, where the staleness is the number of the server's steps in between
-    (Algorithm 1). Whoever has arrived makes room for another, which the lots of the round prefer. The server's learning
-    rate is that of a ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round in
-    which its upload arrives. Entries that are averaged but not learnt are averaged as they are.
+    `participation` sets the number of clients that train concurrently. When ``buffer_size`` uploads have arrived, the
+    server aggregates them, and the round ends. A client's update is the difference between its upload and the state
+    that it downloaded. The server multiplies the update by ``(1 + staleness) ** -staleness_exponent``, where the
+    staleness is the number of server steps since the download (Algorithm 1).
+
+    When an upload arrives, another client starts. The client is drawn by the client sampling of the round. The server's
+    learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round
+    in which its upload arrives. Averaged entries that are not trained, such as buffers, are averaged without the
+    staleness factor.
 
     Args:
-        speeds: How fast clients are.
-        buffer_size: Number of uploads with which the server steps; fewer, where no other client has data.
-        staleness_exponent: How much less stale uploads count; 0: as much as fresh ones.
+        speeds: Speeds of the clients.
+        buffer_size: Number of uploads per server step. A round has fewer if no other client has data.
+        staleness_exponent: Exponent that reduces the weight of stale updates. 0: stale and fresh updates count equally.
 
     Raises:
         ValueError: If an argument is out of range.
-        TypeError: If ``speeds`` are something else.
-
+        TypeError: If ``speeds`` is not a `ClientSpeeds`.
     Example:
         >>> FedBuff(ClientSpeeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
         0.5
@@ -94,12 +100,13 @@ class FedBuff(Synchronization):
         at_least(0, staleness_exponent=staleness_exponent)
         self.buffer_size = buffer_size
         self.staleness_exponent = staleness_exponent
-        self._first = 0  # of the rounds that this fit knows
+        # The first round whose timing this fit can compute.
+        self._first = 0
         self._start = Clock()
         self._known: dict[int, _Known] = {}
 
     def staleness_weight(self, staleness: int) -> float:
-        """The factor of what an upload adds that is so many steps behind."""
+        """Return the factor of an update that is ``staleness`` server steps old."""
         return float((1 + staleness) ** -self.staleness_exponent)
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
@@ -107,8 +114,8 @@ class FedBuff(Synchronization):
         clients = len(context.plan.clients)
         if self.buffer_size > clients:
             raise InvalidValueError(
-                f"Expected `buffer_size` to be at most the stream's {clients} clients but got {self.buffer_size}: a "
-                "client has one upload in it at a time.",
+                f"Expected `buffer_size` to be at most the stream's {clients} clients, but got {self.buffer_size}. "
+                "Each client has at most one upload in the buffer.",
                 hint=f"Use `buffer_size={clients}` or less.",
                 argument="buffer_size",
                 value=self.buffer_size,
@@ -124,29 +131,29 @@ class FedBuff(Synchronization):
         return self._start if round_idx == self._first else self._at(round_idx - 1).clock
 
     def in_flight_versions(self, round_idx: int) -> list[int]:
-        """The rounds from whose states somebody is under way when a round begins, ascending."""
+        """Return the rounds whose states the clients in flight downloaded, ascending, at the start of a round."""
         return sorted({flight.version for flight in self.clock_at(round_idx).flights})
 
     def state_dict(self, round_idx: int) -> dict[str, Any]:
-        """The clock at the beginning of a round, as plain values."""
+        """Return the clock at the start of a round, as plain values."""
         clock = self.clock_at(round_idx)
         flights = [[one.arrival_ns, one.position, one.client, one.version] for one in clock.flights]
         return {"round": round_idx, "now": clock.time_ns, "flights": flights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the clock at the beginning of a round."""
+        """Restore the clock at the start of a round."""
         clock = Clock(state["now"], tuple(Flight(*one) for one in state["flights"]))
         self._first, self._start, self._known = state["round"], clock, {}
 
     def start_round(self, round_idx: int) -> None:
-        """A round begins: who takes part in it stays as it is, and nobody asks for earlier ones any more."""
+        """Start a round: its clients do not change anymore, and the timing of earlier rounds is deleted."""
         self._start, self._first = self.clock_at(round_idx), round_idx
         self._known = {number: known for number, known in self._known.items() if number >= round_idx}
 
     def _at(self, round_idx: int) -> _Known:
         if round_idx < self._first:
             raise InvalidValueError(
-                f"Expected a round from {self._first} on but got {round_idx}, which has passed.",
+                f"Expected a round from {self._first} on, but got {round_idx}, which has ended.",
                 argument="round_idx",
                 value=round_idx,
             )
@@ -163,17 +170,17 @@ class FedBuff(Synchronization):
     def _advanced(
         self, round_idx: int, clock: Clock, unavailable_clients: Collection[str]
     ) -> tuple[RoundTiming, Clock]:
-        """Let time pass until the buffer is full: a round, and the clock after it."""
+        """Advance the clock until the buffer is full. Return the timing of the round and the clock after it."""
         plan, time_ns = self.context.plan, clock.time_ns
         present = self.context.client_participation.candidates(plan, round_idx).difference(unavailable_clients)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
         may_start = present - {flight.client for flight in flights}
-        order = draw_client_order(plan, round_idx, self.context.client_participation.seed)[
-            ::-1
-        ].tolist()  # the first to start comes last
+        # Reverse the order, because clients are taken from the end of the list.
+        order = draw_client_order(plan, round_idx, self.context.client_participation.seed)[::-1].tolist()
         waiting_positions = [place for place in order if plan.clients[place] in may_start]
         while len(staleness) < self.buffer_size:
-            if not (flights and flights[0].arrival_ns <= time_ns):  # all that arrive now have arrived
+            # All uploads with the current arrival time arrive before other clients start.
+            if not (flights and flights[0].arrival_ns <= time_ns):
                 self._fill(flights, waiting_positions, round_idx, time_ns)
             if not flights:
                 break
@@ -185,7 +192,7 @@ class FedBuff(Synchronization):
                 skipped.add(flight.client)
         if not staleness:
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round_idx} but none has any.",
+                f"Expected at least one client with data in round {round_idx}, but no client has data.",
                 hint="Lower `max_epochs`.",
                 argument="max_epochs",
             )
@@ -198,7 +205,7 @@ class FedBuff(Synchronization):
         )
 
     def _fill(self, flights: list[Flight], waiting_positions: list[int], round_idx: int, time_ns: int) -> None:
-        """Let clients download as long as there is room."""
+        """Start waiting clients until the number of concurrent clients is reached."""
         clients = self.context.plan.clients
         room = count_sampled_clients(self.context.client_participation.fraction_or_count, len(clients)) - len(flights)
         for _ in range(min(room, len(waiting_positions))):
@@ -212,22 +219,22 @@ class FedBuff(Synchronization):
         return partial(BufferedServer, self, current_round)
 
     def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
-        """Refuse reductions of what clients send that are no means."""
+        """Raise InvalidValueError if an entry that clients upload has a reduction other than a mean."""
         for name, reduction in reductions.items():
             if reduction.is_uploaded and not reduction.averages:
                 raise InvalidValueError(
-                    f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` "
-                    f"has `{reduction}`: what it makes of uploads to different states of the server is not defined.",
-                    hint="Use a `Deadline`, or a model or method without it.",
+                    f"Expected the reduction `mean` for all entries that clients upload in asynchronous rounds, but "
+                    f"`{name}` has `{reduction}`, which is not defined for uploads to different server states.",
+                    hint="Use `Deadline`, or a model or method without this entry.",
                     argument="mean",
                 )
 
     def check(self, pipeline: Pipeline) -> None:
         if pipeline.mask is not None:
             raise InvalidValueError(
-                f"Expected no `{type(pipeline.mask).__name__}` beside `FedBuff`, which scales the uploads of single "
+                f"Expected no `{type(pipeline.mask).__name__}` with `FedBuff`, which scales the uploads of single "
                 "clients, but got one.",
-                hint="Leave it out, or use a `Deadline` as the `synchronization`.",
+                hint="Remove it, or use `Deadline` as the `synchronization`.",
                 argument="upload_transforms",
                 value=type(pipeline.mask).__name__,
             )
@@ -238,14 +245,16 @@ class FedBuff(Synchronization):
 
 
 class BufferedServer(FederatedServer):
-    """A server whose clients start from its state at their download, and arrive some steps later."""
+    """A server whose clients start from its state at their download, and upload some server steps later."""
 
     def __init__(self, synchronization: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
         super().__init__(*arguments)
         self._schedule = synchronization
         self._round = current_round
-        self._following = 0  # the round after the last one that was finished
-        self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round
+        # The round after the last finished round.
+        self._following = 0
+        # By round: the states that clients in flight have downloaded, and the state of the current round.
+        self._versions: dict[int, State] = {}
 
     def start_round(
         self,
@@ -255,20 +264,21 @@ class BufferedServer(FederatedServer):
         round_idx: int = 0,
     ) -> None:
         super().start_round(module, rules, extra_tensors, round_idx)
-        self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
+        # A module can declare other reductions in each round.
+        self._schedule.check_reductions(self.reductions)
         round_idx = self._round()
         self._schedule.start_round(round_idx)
         earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round_idx}
         self._versions = {**earlier, round_idx: self.state}
 
     def _like_now(self, version: State) -> State:
-        """An earlier state on the device of the present one: a checkpoint's comes back on the CPU."""
+        """Return an earlier state on the device of the current state. A checkpoint loads states on the CPU."""
         changing = {name: value for name, value in self.state.items() if not self.reductions[name].once}
         for name, value in changing.items():
             if name not in version or version[name].shape != value.shape:
                 raise InvalidValueError(
-                    f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
-                    "but it is not so: the module has changed, or a checkpoint is damaged.",
+                    f"Expected the state that a client downloaded to contain `{name}` of shape {tuple(value.shape)}, "
+                    "but it does not. The module has changed, or the checkpoint is damaged.",
                     hint="Start without `ckpt_path`.",
                     argument=name,
                 )
@@ -310,9 +320,9 @@ class BufferedServer(FederatedServer):
         return True
 
     def _brought_up(self, name: str, value: Tensor, client: str, is_update: bool) -> Tensor:
-        """Return a client's upload of an entry as if it had started with the server's present state.
+        """Return a client's upload of an entry as if the client had started with the current server state.
 
-        The update of a trainable parameter counts less if it is stale. Other entries stay as they are.
+        A stale update of a trainable parameter is multiplied by its staleness weight. Other entries are not scaled.
         """
         age = self._staleness.get(client, 0)
         if not age:
@@ -339,7 +349,8 @@ class BufferedServer(FederatedServer):
         buffer_state = state.get(_KEPT)
         if not isinstance(buffer_state, Mapping) or not _is_whole(buffer_state):
             raise InvalidValueError(
-                f"Expected `{_KEPT}` of the checkpoint to say who is under way, and from which state, but got "
+                f"Expected `{_KEPT}` of the checkpoint to contain the clients in flight and the states that they "
+                f"downloaded, but got "
                 f"{buffer_state!r:.200}.",
                 hint="Resume from another checkpoint.",
                 argument=_KEPT,
@@ -350,7 +361,7 @@ class BufferedServer(FederatedServer):
 
 
 def _is_whole(buffer_state: Mapping[str, Any]) -> bool:
-    """Whether a clock of a checkpoint is one, with the states from which clients are under way."""
+    """Return whether a clock from a checkpoint is valid and contains the states that clients in flight downloaded."""
     versions, flights = buffer_state.get("versions"), buffer_state.get("flights")
     if not (isinstance(versions, Mapping) and isinstance(flights, list)):
         return False

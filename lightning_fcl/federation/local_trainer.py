@@ -1,4 +1,4 @@
-"""How some clients of a round train: what a local trainer is given, what it gives back, and who brings one."""
+"""Local training of a client group: the protocol of local trainers, and their results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What some clients' local training has come to.
+    """The result of the local training of a client group.
 
     Args:
-        uploads: What the clients send, every entry of shape (clients, ...).
-        method_states: For each client, the memory of each method.
-        module_state: The only client's own state, which stands in the module; None: the clients' are their uploads.
-        optimizer_state: The only client's optimizer's state; None where it does not last.
-        has_finite_loss: Whether the loss of each client's every step was finite, shape (clients,); None where nobody
-            has looked.
+        uploads: Uploads of the clients, each entry of shape (clients, ...).
+        method_states: State of each method for each client.
+        module_state: State of the client if the group has a single client, whose state is in the module. None: the
+            states of the clients are in ``uploads``.
+        optimizer_state: Optimizer state of the single client. None: the optimizer state is not kept.
+        has_finite_loss: Whether the loss of each client was finite in every step, shape (clients,). None: not checked.
     """
 
     uploads: State
@@ -38,7 +38,7 @@ class LocalResult:
     has_finite_loss: Tensor | None = None
 
     def trained_state(self, row: int) -> State:
-        """The state that a client's training has left."""
+        """Return the state of a client after its training."""
         return (
             self.module_state
             if self.module_state is not None
@@ -47,23 +47,23 @@ class LocalResult:
 
 
 class LocalTrainer(Protocol):
-    """Trains some clients of a round, side by side: from what they receive to what they upload.
+    """Trains a client group of a round: from the states that the clients download to their uploads.
 
-    One object trains all clients of a fit, some at a time. `lightning_fcl.local_training.sequential` and ``vectorized``
-    have those for modules in general; a module may bring its own, see `HasLocalTrainer`.
+    One object trains all clients of a fit, one group after the other. `lightning_fcl.local_training.sequential` and
+    ``vectorized`` contain the trainers for all modules. A module can provide its own trainer, see `HasLocalTrainer`.
     """
 
     @property
     def num_vectorized_clients(self) -> int:
-        """How many clients train side by side."""
+        """Number of clients per vectorized step."""
 
     @property
     def is_stacked(self) -> bool:
-        """Whether batches have a first dimension for the clients, even if it is one client."""
+        """Whether batches have a first dimension for the clients, even if there is only one client."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """What Lightning steps in place of the module's own optimizer; None: that one."""
+        """The optimizer that Lightning steps in place of the module's optimizer. None: the module's optimizer."""
 
     def start(
         self,
@@ -72,40 +72,42 @@ class LocalTrainer(Protocol):
         method_states: Sequence[Sequence[StateSection]],
         optimizer_states: Sequence[StateSection],
     ) -> None:
-        """Begin with some clients.
+        """Start the local training of a client group.
 
         Args:
-            clients: Their parts in the round.
-            states: The state that each starts from: the server's, and its own entries; one object where they are alike.
-            method_states: What each remembers for each method.
-            optimizer_states: What is left of each one's optimizer; empty where it begins afresh.
+            clients: The clients in the current round.
+            states: State from which each client starts: the server's state with the client's local entries. Identical
+                states are one object.
+            method_states: State of each method for each client.
+            optimizer_states: Optimizer state of each client. Empty if the client starts with a new optimizer.
         """
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """One step's loss.
+        """Return the loss of one step.
 
         Args:
-            batch: The batch; where they are stacked, of the clients that still have one, which come first.
-            batch_idx: Its number within these clients' local training; None where the module's step takes none.
-            weight: Share of each sample in its client's mean, shape (these clients, batch), 0 for padding; None where
-                batches are not stacked.
+            batch: The batch. If batches are stacked, it contains only the clients that still have a batch. These
+                clients come first.
+            batch_idx: Index of the batch in the local training of this group. None: the module's step takes no index.
+            weight: Weight of each sample in its client's mean, shape (clients in the batch, batch), 0 for padding.
+                None: batches are not stacked.
         """
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Call ``step``, with those clients left as they are that are done: all but the first ``active``."""
+        """Call ``step`` without changing the clients that are done, which are all but the first ``active``."""
 
     def finish(self) -> LocalResult:
-        """End these clients' local training."""
+        """Finish the local training of the client group and return the result."""
 
 
 @runtime_checkable
 class HasLocalTrainer(FederatedModule, Protocol):
-    """A module whose clients train in a way of their own."""
+    """A module that provides its own local trainer."""
 
     def configure_local_trainer(self, federation: FederationProtocol, loss_methods: Sequence[str]) -> LocalTrainer:
-        """The trainer of this module's clients.
+        """Return the local trainer for the clients of this module.
 
         Args:
-            federation: The federation, whose strategy says what is asked for.
-            loss_methods: Names of the methods that add to the loss.
+            federation: The federation, which contains the settings for training.
+            loss_methods: Names of the methods that add a term to the loss.
         """

@@ -10,15 +10,15 @@ from lightning_fcl.library_errors import LibraryError, first_line, match_error
 
 
 class Reason(Enum):
-    """A reason for sequential training. The value is the text, with a place for each detail."""
+    """A reason for sequential training. The value is the text, with a placeholder for each detail."""
 
     # Settings.
     COHORT_SIZE = "`max_vectorized_clients` is 1"
     PARAMETERS = "the module has more than {:,} parameters"
-    KEEP_OPTIMIZER = "`keep_optimizer_state` is True, and each client keeps its optimizer"
+    KEEP_OPTIMIZER = "`keep_optimizer_state` is True, so each client has its own optimizer"
     PRECISION = "the precision is {}"
     OPTIMIZERS = "the module has several optimizers"
-    OPTIMIZER = "`{}` does not update each number independently of the others"
+    OPTIMIZER = "`{}` does not update each element independently of the others"
     FINETUNING = "`{}` adds parameters to the optimizer during training"
     OVERRIDES = "{}"
     MANUAL = "`{}` uses manual optimization. Automatic optimization can be vectorized"
@@ -33,19 +33,21 @@ class Reason(Enum):
     METHOD_PADDING = (
         "`{}` computes statistics of a batch without `step.mean` or `step.sample_weight`, and padding changes them"
     )
-    METHOD_DIFFERS = "`{}` gives another result if it is vectorized"
+    METHOD_DIFFERS = "`{}` gives a different result when it is vectorized"
     METHOD_STATE = "`penalty` or `task_weight` of `{}` changes {}, which all clients of a step share"
 
     # Random numbers.
     RANDOM = "a layer, a loss or a method draws random numbers"
-    OTHER_RANDOM = "the module draws random numbers of NumPy or Python. `torch.nn.functional.dropout` can be vectorized"
+    OTHER_RANDOM = (
+        "the module draws random numbers with NumPy or Python. `torch.nn.functional.dropout` can be vectorized"
+    )
 
     # Training on padded batches.
     NO_SAMPLE_LOSS = "`{}` does not define `sample_loss`, as `Classifier` does"
     NOT_TENSORS = "the batches are not pairs of tensors"
     OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
     FORWARD_STATE = "`forward` or `sample_loss` changes attributes or buffers of the module"
-    NOT_REPEATABLE = "the step gives another result each time, or depends on a counter that is not the client's"
+    NOT_REPEATABLE = "the step gives a different result each time, or depends on a counter that is not the client's"
     LOSS_LOGS = "`sample_loss` or `forward` logs, and padding would be logged as well"
 
     # The module's own training step.
@@ -56,19 +58,19 @@ class Reason(Enum):
         "the step updates a metric of torchmetrics that is not a part of the module, or reads its value. Make it an "
         "attribute, and log the metric object"
     )
-    LOG_VALUE = "the step logs `{}`, which is not a number, or with a `reduce_fx` of its own"
+    LOG_VALUE = "the step logs `{}`, which is not a number or has a custom `reduce_fx`"
     LOGGER = "the step uses the logger. Use `self.log`"
     NO_LOSS = "the step returns no loss for some batches. Return a loss of zero"
     BATCH_CONTENT = "the batches contain a `{}`, and only tensors can be stacked"
     SHAPES = "the batches of two clients have different shapes"
     CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or a hook of the epoch"
-    WRITES_PARAMETER = "the step writes {}, a parameter that the optimizer trains"
-    STATE = "the step changes {}, which the next client would see. Use a registered buffer, and write it in place"
+    WRITES_PARAMETER = "the step writes to {}, a parameter that the optimizer trains"
+    STATE = "the step changes {}, which the next client would see. Use a registered buffer, and write to it in place"
     OUTSIDE = "the step changes {} outside the module"
-    NEW_BUFFER = "the step replaces the buffer `{}`. Write it in place"
-    STEP_LOSS = "the step has another loss if it is vectorized"
-    STEP_GRADIENTS = "the step has other gradients if it is vectorized"
-    STEP_LOGS = "the step logs other values if it is vectorized"
+    NEW_BUFFER = "the step replaces the buffer `{}`. Write to it in place"
+    STEP_LOSS = "the vectorized step has a different loss"
+    STEP_GRADIENTS = "the vectorized step has different gradients"
+    STEP_LOGS = "the vectorized step logs different values"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Obstacle:
 
     Args:
         reason: The reason.
-        details: Names and values for its text.
+        details: Names and values that replace the placeholders of the text.
 
     Example:
         >>> str(Obstacle(Reason.METHOD_TRAINS, ("SI",)))
@@ -92,7 +94,7 @@ class Obstacle:
 
 
 class ObstacleError(ValueError):
-    """An obstacle that a step meets."""
+    """An obstacle found in a training step."""
 
     def __init__(self, reason: Reason, *details: object) -> None:
         self.obstacle = Obstacle(reason, details)
@@ -107,7 +109,7 @@ _KNOWN = {
 
 
 def obstacle_of(error: Exception) -> Obstacle:
-    """Return the obstacle that an error of a vectorized step stands for."""
+    """Return the obstacle that an error of a vectorized step indicates."""
     if isinstance(error, ObstacleError):
         return error.obstacle
     known_reason = next((reason for kind, reason in _KNOWN.items() if match_error(error, kind)), None)

@@ -1,4 +1,4 @@
-"""Packing: tensors as bytes that take less room, without loss."""
+"""Packing: lossless conversion of tensors to fewer bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from lightning_fcl.errors import InvalidValueError
 
 
 def pack_nonzero(value: Tensor) -> Tensor:
-    """Return a tensor's nonzero elements behind a bit for each element, as bytes, or the tensor if it is not longer.
+    """Return a tensor's nonzero elements as bytes, or the tensor if it is not longer.
+
+    The bytes start with one bit per element of the tensor, which is set if the element is not zero.
 
     Example:
         >>> value = torch.tensor([0.0] * 15 + [1.0])
@@ -28,10 +30,10 @@ def pack_nonzero(value: Tensor) -> Tensor:
 
 
 def unpack_nonzero(packed: Tensor, reference: Tensor) -> Tensor:
-    """Return the tensor that `pack_nonzero` has packed, of the shape, dtype and device of ``reference``.
+    """Return the tensor that `pack_nonzero` packed, with the shape, dtype and device of ``reference``.
 
     Raises:
-        InvalidValueError: If the bytes are not those of such a tensor.
+        InvalidValueError: If the bytes do not represent such a tensor.
     """
     if packed.dtype == reference.dtype and packed.shape == reference.shape:
         return packed
@@ -50,12 +52,12 @@ def unpack_nonzero(packed: Tensor, reference: Tensor) -> Tensor:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Return truth values, shape (..., n), as bits, shape (..., ceil(n / 8))."""
+    """Return booleans, shape (..., n), as bits, shape (..., ceil(n / 8))."""
     return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little")).to(mask.device)
 
 
 def unpack_mask(packed: Tensor, n: int) -> Tensor:
-    """Return the truth values that `pack_mask` has packed, shape (..., n)."""
+    """Return the booleans that `pack_mask` packed, shape (..., n)."""
     bits = np.unpackbits(packed.cpu().numpy(), axis=-1, count=n, bitorder="little")
     return torch.from_numpy(bits.astype(bool)).to(packed.device)
 
@@ -78,7 +80,7 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_integers(packed: Tensor, n: int, bits: int) -> Tensor:
-    """Return the integers that `pack_integers` has packed, shape (clients, n)."""
+    """Return the integers that `pack_integers` packed, shape (clients, n)."""
     packed_array = packed.cpu().numpy()
     if bits == 8:
         numbers = packed_array.astype(np.int32)
@@ -96,6 +98,6 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 def _unreadable(packed: Tensor, reference: Tensor) -> InvalidValueError:
     return InvalidValueError(
-        f"Expected the nonzero elements of a tensor of {reference.dtype} and shape {tuple(reference.shape)} but got "
+        f"Expected the nonzero elements of a tensor of {reference.dtype} and shape {tuple(reference.shape)}, but got "
         f"{packed.dtype} of shape {tuple(packed.shape)}."
     )

@@ -1,4 +1,4 @@
-"""The pipeline: the transforms of uploads in their order."""
+"""The pipeline: the upload transforms of a federation, in order."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_fcl.validation import format_code_names
 
 @dataclass
 class Pipeline:
-    """The transforms of a federation, in order.
+    """The upload transforms of a federation, in order.
 
     Args:
         transforms: The transforms.
 
     Raises:
-        InvalidValueError: If the transforms are not in the order of `Stage`, or exclude each other.
+        InvalidValueError: If the transforms are not in the order of `Stage`, or cannot be combined.
     """
 
     transforms: Sequence[UploadTransform] = ()
@@ -43,7 +43,7 @@ class Pipeline:
         stages = [transform.stage for transform in self.transforms]
         if stages != sorted(stages):
             raise InvalidValueError(
-                f"Expected `upload_transforms` in the order {', '.join(s.name.lower() for s in Stage)} but got "
+                f"Expected `upload_transforms` in the order {', '.join(s.name.lower() for s in Stage)}, but got "
                 f"{', '.join(s.name.lower() for s in stages)}.",
                 hint="Change the order of the list.",
                 argument="upload_transforms",
@@ -53,7 +53,7 @@ class Pipeline:
             names = [type(transform).__name__ for transform in self.transforms if transform.stage is stage]
             if len(names) > 1:
                 raise InvalidValueError(
-                    f"Expected at most one transform of the stage {stage.name.lower()} but got {', '.join(names)}.",
+                    f"Expected at most one transform of the stage {stage.name.lower()}, but got {', '.join(names)}.",
                     hint="Remove all but one.",
                     argument="upload_transforms",
                     value=names,
@@ -61,9 +61,9 @@ class Pipeline:
         codec, mask = self.codec, self.mask
         if codec is not None and mask is not None and not codec.linear:
             raise InvalidValueError(
-                f"Expected a linear `compression` beside `{type(mask).__name__}`, whose server adds encoded updates, "
-                f"but got `{type(codec).__name__}`.",
-                hint="Leave `compression` out.",
+                f"Expected a linear `compression` with `{type(mask).__name__}`, for which the server adds encoded "
+                f"updates, but got `{type(codec).__name__}`.",
+                hint="Remove `compression`.",
                 argument="compression",
                 value=type(codec).__name__,
             )
@@ -75,7 +75,7 @@ class Pipeline:
 
     @property
     def mask(self) -> UploadTransform | None:
-        """The transform that lets the server see sums only, if there is one."""
+        """The transform that lets the server see only sums, if there is one."""
         return next((one for one in self.transforms if one.sums_only), None)
 
     @property
@@ -106,17 +106,17 @@ class Pipeline:
             for name in setting.uploaded:
                 if not setting.reductions[name].additive:
                     raise InvalidValueError(
-                        f"Expected a reduction that depends on a sum of uploads, such as `mean` or `sum`, for "
-                        f"`{name}` beside `{type(summing[0]).__name__}`, which sees sums only, but got "
+                        f"Expected a reduction that depends only on the sum of uploads, such as `mean` or `sum`, for "
+                        f"`{name}` with `{type(summing[0]).__name__}`, but got "
                         f"`{setting.reductions[name]}`.",
-                        hint=f"Use another reduction, or leave `{type(summing[0]).__name__}` out.",
+                        hint=f"Use another reduction, or remove `{type(summing[0]).__name__}`.",
                         argument="reductions",
                         value=name,
                     )
         if self.mask is not None and setting.senders:
             raise InvalidValueError(
-                f"Expected no method whose clients send messages beside `{type(self.mask).__name__}`, which sees sums "
-                f"only, but got {', '.join(setting.senders)}.",
+                f"Expected no method with client messages, because `{type(self.mask).__name__}` lets the server see "
+                f"only sums, but got {', '.join(setting.senders)}.",
                 hint=f"Remove the method, or `{type(self.mask).__name__}`.",
                 argument="callbacks",
                 value=list(setting.senders),
@@ -132,16 +132,16 @@ class Pipeline:
     def received(
         self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
     ) -> Uploads:
-        """Return the upload of one client from the tensors that it has sent, see `Uploads.sent`.
+        """Return the upload of one client from the tensors that it sent, see `Uploads.sent`.
 
         Args:
             clients: The client.
-            weight: Its weight.
-            tensors: The tensors, by name.
-            optional: Entries that a client leaves out if they equal the server's state.
+            weight: Weight of the client.
+            tensors: The tensors by name.
+            optional: Entries that a client omits if they equal the server's state.
 
         Raises:
-            InvalidValueError: If a tensor is missing, is not expected, or has another dtype or shape.
+            InvalidValueError: If a tensor is missing or unexpected, or has another dtype or shape.
         """
         setting, remaining_tensors = self.setting, dict(tensors)
         origins = {name: setting.reductions[name].empty_upload(setting.state[name]) for name in setting.uploaded}
@@ -152,7 +152,7 @@ class Pipeline:
             if codec is not None and name in coded:
                 forms = codec.forms(reference)
                 code_tensors = {
-                    part: _taken(remaining_tensors, f"{name}/{part}", form).to(reference.device)[None]
+                    part: _pop_tensor(remaining_tensors, f"{name}/{part}", form).to(reference.device)[None]
                     for part, form in forms.items()
                 }
                 uploads.codes[name] = Code(codec, code_tensors, reference)
@@ -161,7 +161,7 @@ class Pipeline:
                 uploads.values[name] = reference[None]
             else:
                 reduction = setting.reductions[name]
-                packed = _taken(
+                packed = _pop_tensor(
                     remaining_tensors,
                     name,
                     (reference.dtype, tuple(reference.shape)) if reduction.has_static_size else None,
@@ -170,11 +170,11 @@ class Pipeline:
                     uploads.values[name] = reduction.unpack(packed.to(reference.device), reference)[None]
                 except InvalidValueError as error:
                     raise InvalidValueError(
-                        f"Expected `{name}` to be what `{reduction}` packs. {error}", argument=name
+                        f"Expected `{name}` in the format that `{reduction}` packs. {error}", argument=name
                     ) from error
         if remaining_tensors:
             raise InvalidValueError(
-                f"Expected no {format_code_names(remaining_tensors)} in an upload.",
+                f"Expected an upload without other tensors, but got {format_code_names(remaining_tensors)}.",
                 argument=next(iter(remaining_tensors)),
             )
         return uploads
@@ -185,13 +185,13 @@ class Pipeline:
             transform.encode(uploads)
 
     def decode(self, uploads: Uploads) -> None:
-        """Decode uploads on the server. The result has no codes."""
+        """Decode uploads on the server. Afterwards, the uploads contain no codes."""
         for transform in reversed(self.transforms):
             transform.decode(uploads)
 
     @property
     def changes_sums(self) -> bool:
-        """Whether a transform changes the sums of a round, also those of a round without clients."""
+        """Whether a transform changes the sums of a round, even of a round without clients."""
         return any(map(changes_sums, self.transforms))
 
     def on_sum(self, sums: Sums) -> None:
@@ -222,14 +222,20 @@ def changes_sums(transform: UploadTransform) -> bool:
     return type(transform).on_sum is not UploadTransform.on_sum
 
 
-def _taken(tensors: dict[str, Tensor], name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None) -> Tensor:
-    """Remove a tensor from others and return it, if it has the dtype and shape of a form."""
+def _pop_tensor(
+    tensors: dict[str, Tensor], name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None
+) -> Tensor:
+    """Remove a tensor from ``tensors`` and return it.
+
+    Raises:
+        InvalidValueError: If the tensor is missing, or does not have the dtype and shape of ``form``.
+    """
     if name not in tensors:
-        raise InvalidValueError(f"Expected `{name}` in an upload but it is missing.", argument=name)
+        raise InvalidValueError(f"Expected `{name}` in an upload, but it is missing.", argument=name)
     tensor = tensors.pop(name)
     if form is not None and (tensor.dtype, tuple(tensor.shape)) != form:
         raise InvalidValueError(
-            f"Expected `{name}` to be {form[0]} of shape {form[1]} but got {tensor.dtype} of shape "
+            f"Expected `{name}` to be {form[0]} of shape {form[1]}, but got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)}.",
             argument=name,
         )

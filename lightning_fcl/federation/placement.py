@@ -1,4 +1,4 @@
-"""Which rank trains which client group of a round, and keeps its clients' states: nothing that a result depends on."""
+"""Placement: the assignment of client groups and client states to ranks. Results do not depend on it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from lightning_fcl.federation.client_store import ClientState, ClientStore
 from lightning_fcl.federation.ranks import Ranks, gather_by_client
 from lightning_fcl.federation.server import FederatedServer
 
-_NOISE = 0.3  # of a usual pace
-_SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to do before a client moves elsewhere
+# Relative difference from the median time per sample up to which a client counts as typical.
+_NOISE = 0.3
+# Fraction of a rank's fair share of a round. The rank can have this much more work before a client group moves away.
+_SLACK = 0.05
 
 
 class Placement:
-    """Shares out whole client groups among ranks: the longest first, each to the rank that has least to do by then.
+    """Assigns whole client groups to ranks: the longest first, each to the rank with the least work so far.
 
-    How long a client group takes is known from its clients' earlier rounds, and before from their samples. Clients
-    whose states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
+    The time of a client group is estimated from earlier rounds of its clients. In the first round, it is estimated from
+    the numbers of samples. Clients with states in memory return to the rank that has their states, as long as all ranks
+    have about the same amount of work.
 
     Example:
         >>> from lightning_fcl.federation.ranks import SingleRank
@@ -31,26 +34,34 @@ class Placement:
 
     def __init__(self, ranks: Ranks, clients: Sequence[str], store: ClientStore) -> None:
         self.ranks = ranks
-        self.order: dict[str, int] = {}  # of the round's clients: the numbers of their client groups
+        # Index of the client group of each client in the current round.
+        self.order: dict[str, int] = {}
         self._clients = clients
         self._store = store
         self._rank_of = {client: number % ranks.num_ranks for number, client in enumerate(clients)}
-        self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
-        self._pace: dict[str, float] = {}  # of all rounds
-        self._began = 0.0  # when the client group at hand has
+        # Seconds per sample of each client: in the current round, and in the latest round of the client.
+        self._seconds: dict[str, float] = {}
+        self._pace: dict[str, float] = {}
+        # Time at which the current client group started.
+        self._began = 0.0
         self._complete = ranks.num_ranks == 1 or not store.is_in_memory
         if not self._complete:
             for client in [client for client in store if not self.hosts(client)]:
                 store.delete(client)
 
     def hosts(self, client: str) -> bool:
-        """Whether this rank looks after a client: it has the client's state, and tests the client's model."""
+        """Return whether this rank hosts a client: it has the client's state, and tests the client's model."""
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def assign(self, client_groups: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
-        """Share out a round's client groups of clients, who have so many samples; the numbers of this rank's.
+        """Assign the client groups of a round to ranks, move the client states, and return the groups of this rank.
 
-        What their clients keep comes along.
+        Args:
+            client_groups: The clients of each group.
+            samples: Number of samples of each client.
+
+        Returns:
+            Indices of the client groups that this rank trains.
         """
         self.order = {client: number for number, names in enumerate(client_groups) for client in names}
         ranks = self._ranks_for(client_groups, [self._expected(names, samples) for names in client_groups])
@@ -58,10 +69,10 @@ class Placement:
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
 
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
-        """The seconds that a client group takes, or so."""
+        """Return the estimated training time of a client group in seconds, or its samples before the first round."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
-        # Clocks differ by what else a machine does: only who is clearly slower, or faster, counts as such.
+        # Measured times also depend on the load of the machine. Only clear differences from the median count.
         clear = [pace if abs(pace / usual - 1) > _NOISE else usual for pace in paces]
         return sum(samples[client] * pace for client, pace in zip(names, clear, strict=True))
 
@@ -80,7 +91,7 @@ class Placement:
         return ranks
 
     def _move(self, rank_by_client: Mapping[str, int]) -> None:
-        """Bring what clients keep to the ranks that they train on now."""
+        """Move client states to the ranks on which the clients train now."""
         leaving = {client for client, rank in rank_by_client.items() if self._rank_of[client] != rank}
         if self._store.is_in_memory and leaving:
             leaving_states = {client: self._store[client] for client in leaving if self.hosts(client)}
@@ -96,17 +107,17 @@ class Placement:
         self._complete = not self._store.is_in_memory
 
     def start_timer(self) -> None:
-        """A client group begins to train."""
+        """Start the timer of a client group's local training."""
         self._began = time.monotonic()
 
     def record_time(self, clients: ClientRounds) -> None:
-        """Note how long a client group's local training took."""
+        """Record the duration of a client group's local training."""
         if self.ranks.num_ranks > 1:
             seconds = (time.monotonic() - self._began) / max(1, int(clients.num_samples.sum()))
             self._seconds |= dict.fromkeys(clients.client_ids, seconds)
 
     def sync(self, server: FederatedServer) -> None:
-        """When the clients of all ranks have trained: bring together what they sent, and how long it took."""
+        """Merge the uploads and the training times of all ranks, after all clients have trained."""
         if self.ranks.num_ranks > 1:
             server.sync(self.ranks, self.order)
             for rank_seconds in self.ranks.all_gather_object(self._seconds):
@@ -114,7 +125,10 @@ class Placement:
             self._seconds = {}
 
     def gather_all(self) -> dict[str, ClientState]:
-        """What all clients keep, on every rank; all ranks ask, but where `sync_all` was called and no round since."""
+        """Return the states of all clients on every rank.
+
+        All ranks must call this function. This is not necessary between `sync_all` and the next round.
+        """
         if self._complete:
             return {client: self._store[client] for client in self._store}
         return gather_by_client(
@@ -122,12 +136,12 @@ class Placement:
         )
 
     def sync_all(self) -> None:
-        """Bring what all clients keep to every rank: when a fit has ended, any of them may be asked."""
+        """Copy the states of all clients to every rank, so that every rank can read them after the fit."""
         for client, client_state in self.gather_all().items() if not self._complete else ():
             self._store[client] = client_state
         self._complete = True
 
 
 def to_cpu(client_state: ClientState) -> ClientState:
-    """What a client keeps, where other processes can take it."""
+    """Return a client's state on the CPU, so that other processes can receive it."""
     return {section: {name: value.cpu() for name, value in memory.items()} for section, memory in client_state.items()}

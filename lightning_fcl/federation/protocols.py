@@ -1,8 +1,9 @@
-"""What the parts of a federation may know of each other: typed contracts, and nothing else.
+"""Protocols: typed contracts between the parts of a federation.
 
-The small protocols say what a module may offer beyond Lightning's `training_step`. Whoever asks says
-``isinstance(module, HasSampleLoss)``, and none is required. A user's module may have such names with other meanings:
-those of `FederatedModule` count if it says so. How clients train is in `lightning_fcl.federation.local_trainer`.
+The small protocols describe what a module can offer in addition to Lightning's `training_step`. No protocol is
+required. The library checks them with ``isinstance(module, HasSampleLoss)``. A user's module can use the same names
+with other meanings. Therefore the names in subclasses of `FederatedModule` count only if the module has the attribute
+``lightning_fcl_protocols``. The protocols of local training are in `lightning_fcl.federation.local_trainer`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CurrentRound(Protocol):
-    """A round, and the client that trains in it now; None where several do side by side."""
+    """The current round, and the client that trains in it. The client is None if several clients train vectorized."""
 
     round_idx: int
 
@@ -43,7 +44,7 @@ class CurrentRound(Protocol):
 
 
 class FederationProtocol(Protocol):
-    """What methods, tasks and callbacks know of a fit: see `lightning_fcl.simulation.federation.Federation`."""
+    """The federation as methods, tasks and callbacks see it: `lightning_fcl.simulation.federation.Federation`."""
 
     server: FederatedServer
     participation: Participation
@@ -71,7 +72,7 @@ class FederationProtocol(Protocol):
 
 
 def find_federation(trainer: L.Trainer) -> FederationProtocol | None:
-    """The federation that a Trainer runs; None for a plain Trainer.
+    """Return the federation that a Trainer runs, or None for a plain Trainer.
 
     Example:
         >>> import lightning.pytorch as L
@@ -83,31 +84,34 @@ def find_federation(trainer: L.Trainer) -> FederationProtocol | None:
 
 
 def require_federation(trainer: L.Trainer, name: str, reason: str) -> FederationProtocol:
-    """The federation that a Trainer runs, for a callback that needs one.
+    """Return the federation that a Trainer runs, for a callback that requires one.
 
     Args:
         trainer: The Trainer.
-        name: The callback's name, for the message.
-        reason: What a plain Trainer lacks, or what to do in one.
+        name: Name of the callback, for the message.
+        reason: What a plain Trainer lacks, or how to use the callback with it.
+
+    Raises:
+        InvalidValueError: If the Trainer is a plain Trainer.
 
     Example:
         >>> import lightning.pytorch as L
         >>> require_federation(L.Trainer(barebones=True, accelerator="cpu"), "APFL", "it has no clients")
         Traceback (most recent call last):
         lightning_fcl.errors.InvalidValueError: \
-Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
+Expected a Trainer with `strategy="federated"` for `APFL`, but got a plain one: it has no clients.
     """
     federation = find_federation(trainer)
     if federation is None:
         raise InvalidValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {reason}.',
+            f'Expected a Trainer with `strategy="federated"` for `{name}`, but got a plain one: {reason}.',
             argument="strategy",
         )
     return federation
 
 
 def get_ranks(trainer: L.Trainer) -> Ranks:
-    """The processes of a Trainer's federation; a plain Trainer's is alone.
+    """Return the ranks of a Trainer's federation. A plain Trainer has a single rank.
 
     Example:
         >>> import lightning.pytorch as L
@@ -120,33 +124,37 @@ def get_ranks(trainer: L.Trainer) -> Ranks:
 
 @runtime_checkable
 class ClientEndListener(Protocol):
-    """A callback that is told when a client's local training is done, the client's state in the module."""
+    """A callback that is called after each client's local training. The client's state is then in the module."""
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """After the upload of a client."""
+        """Called after the upload of a client."""
 
 
 @runtime_checkable
 class ClientStateReader(ClientEndListener, Protocol):
-    """A `ClientEndListener` that does not always look at the client's state: where nobody does, it is not loaded."""
+    """A `ClientEndListener` that does not always read the client's state.
+
+    If no callback reads the state, it is not loaded into the module.
+    """
 
     def needs_client_state(self, pl_module: L.LightningModule) -> bool:
-        """Whether it does in the round that begins."""
+        """Return whether this callback reads client states in the next round."""
 
 
 @runtime_checkable
 class RoundEndListener(Protocol):
-    """A callback that is told when a round is done, the server's state in the module."""
+    """A callback that is called at the end of each round. The server's state is then in the module."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After the aggregation."""
+        """Called after the aggregation."""
 
 
 @runtime_checkable
 class FederatedModule(Protocol):
-    """A module that says ``lightning_fcl_protocols = True``: what it has by the names below means what they say.
+    """A module that sets ``lightning_fcl_protocols = True``.
 
-    The library's tasks do.
+    With it, the attributes that the protocols below name have the meaning that is documented here. The tasks of the
+    library set it.
     """
 
     lightning_fcl_protocols: ClassVar[bool]
@@ -154,81 +162,81 @@ class FederatedModule(Protocol):
 
 @runtime_checkable
 class HasSampleLoss(FederatedModule, Protocol):
-    """A module that states the loss of samples apart from its training step."""
+    """A module that defines the loss of each sample, separately from its training step."""
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of every sample, shape (batch,)."""
+        """Return the loss of each sample, shape (batch,)."""
 
 
 @runtime_checkable
 class Vectorizable(HasSampleLoss, Protocol):
-    """A module whose training step is the mean of its `sample_loss`, so that clients can train side by side."""
+    """A module whose training step is the mean of its `sample_loss`, so that clients can train vectorized."""
 
     def sequential_reason(self) -> Obstacle | None:
-        """Return the obstacle to vectorized training that the module knows of, or None."""
+        """Return the obstacle to vectorized training that the module reports, or None."""
 
     def update_train_loss(self, total: Tensor, samples: int) -> None:
-        """Add to the training loss of the epoch."""
+        """Add the total loss of some samples to the training loss of the epoch."""
 
 
 @runtime_checkable
 class HasFeatures(FederatedModule, Protocol):
-    """A module that tells the features behind its output."""
+    """A module that provides the features from which it computes its output."""
 
     @property
     def features(self) -> int:
-        """How many there are."""
+        """Number of features."""
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features)."""
+        """Return the features, shape (batch, features)."""
 
 
 @runtime_checkable
 class HasLogitMask(FederatedModule, Protocol):
-    """A module that tells a sample apart among some classes only."""
+    """A module that classifies each sample among a subset of the classes."""
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
-        """The logits of these classes, -inf for others: same shape as ``output``."""
+        """Return the logits with -inf for classes outside the subset. Same shape as ``output``."""
 
 
 @runtime_checkable
 class HasNumClasses(FederatedModule, Protocol):
-    """A module that tells a number of classes apart."""
+    """A module that classifies samples into a number of classes."""
 
     num_classes: int
 
 
 @runtime_checkable
 class HasMetrics(FederatedModule, Protocol):
-    """A module that says what its predictions are measured by, in place of accuracy."""
+    """A module that defines the metrics of its predictions, in place of accuracy."""
 
     def configure_metrics(self) -> Mapping[str, Metric]:
-        """New metrics of ``(predictions, targets)``, by name; curves and matrices are of the first."""
+        """Return new metrics of ``(predictions, targets)`` by name. Curves and matrices show the first metric."""
 
 
 @runtime_checkable
 class HasLocalModels(FederatedModule, Protocol):
-    """A module that tells whether a client's own state predicts: sums do not, before they are solved."""
+    """A module that defines whether a client's own state can predict. For example, sums cannot before a solve."""
 
     is_adapting: bool
-    """Whether the module is not to be tested at all in the round at hand."""
+    """Whether the module must not be tested in the current round."""
 
     @property
     def client_state_predicts(self) -> bool:
-        """Whether a client's state predicts in the round at hand."""
+        """Whether a client's state can predict in the current round."""
 
 
 @runtime_checkable
 class HasAggregationHook(FederatedModule, Protocol):
-    """A module that has something left to do when the uploads have come together."""
+    """A module that has to do something after the aggregation."""
 
     def on_after_aggregation(self) -> None:
-        """The server's state is in the module: finish it, in closed form for example."""
+        """Finish the server's state, for example in closed form. The server's state is in the module."""
 
 
 @runtime_checkable
 class HasFingerprint(FederatedModule, Protocol):
-    """A module that has arguments which a checkpoint must share to be continued."""
+    """A module with arguments that a checkpoint must match to be resumed."""
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """The arguments, as plain values."""
+        """Return the arguments as plain values."""

@@ -1,4 +1,4 @@
-"""Ranks: the processes among which the clients of one federation are shared out, and what they say to each other."""
+"""Ranks: the processes that share the clients of one federation, and their communication."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes that run one federation. All of them call all of this, in the same order.
+    """The processes that run one federation. All ranks call the same functions in the same order.
 
-    What they hand each other has no order that a result could depend on: whole numbers are added up, and other values
-    come back by rank.
+    Results do not depend on the order of communication: integers are added exactly, and other values are returned by
+    rank.
     """
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     @property
     def rank(self) -> int:
-        """Which one this is, from 0."""
+        """Index of this rank, from 0."""
 
     def all_gather_object(self, value: T) -> Sequence[T]:
-        """What each of them has, by rank."""
+        """Return the values of all ranks, in the order of the ranks."""
 
     def all_reduce(self, numbers: Tensor) -> None:
-        """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
+        """Replace integers, shape (n,), by their sum over all ranks, in place."""
 
 
 class SingleRank:
@@ -46,11 +46,14 @@ class SingleRank:
 
 
 SINGLE_RANK = SingleRank()
-"""A process that runs a federation on its own."""
+"""The single rank of a federation that runs in one process."""
 
 
 def gather_by_client(ranks: Ranks, local_values: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
-    """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients."""
+    """Return the values of all clients from all ranks. Each client has a value on one rank.
+
+    With several ranks, the clients are in the given order.
+    """
     if ranks.num_ranks == 1:
         return dict(local_values)
     value_by_client = {

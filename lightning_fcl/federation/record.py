@@ -10,24 +10,23 @@ from lightning_fcl.federation.ranks import Ranks
 
 @dataclass
 class RoundRecord:
-    """What happened in one round: bytes per client on the wire, and who did not make it.
+    """The record of one round: the bytes of each client, and the clients whose uploads are missing.
 
     Args:
-        accepted: Clients whose upload was taken.
-        upload_bytes: Bytes that each client sent.
-        download_bytes: Bytes that each client received.
-        dropped: Clients whose upload was refused, and why.
-        no_data: Clients that were sampled but had no data, or too few samples to train on.
-        missed_sync: Clients that trained but missed the synchronisation.
-        diverged: Clients whose loss was not finite in some step, though all that they sent is.
-        master: In a swarm, the client that brought the uploads together.
-        late_clients: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
-        staleness: There, how many rounds ago clients had downloaded, where any.
-        duplicate_claims: In a deployment, clients that several nodes say they are, and these nodes, first the one that
-            is let in.
-        upload_limits: In a deployment, what an upload may be at most: the samples that it counts as, and how far it may
-            go.
-        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
+        accepted: Clients whose upload was accepted.
+        upload_bytes: Bytes that each client uploaded.
+        download_bytes: Bytes that each client downloaded.
+        dropped: Clients whose upload was dropped, with the reason.
+        no_data: Sampled clients that had no data, or too few samples to train on.
+        missed_sync: Clients that trained but missed the synchronization.
+        diverged: Clients whose loss was non-finite in some step, although their upload is finite.
+        master: Client that aggregated the uploads, in a swarm.
+        late_clients: Clients whose uploads would arrive too late on the simulated clock. They did not train.
+        staleness: Number of rounds since each client's download on the simulated clock, if above 0.
+        duplicate_claims: In a deployment, clients whose name several nodes use, with these nodes. The first node is the
+            one that is admitted.
+        upload_limits: In a deployment, the maximum number of samples and the maximum update norm of an upload.
+        simulated_seconds: Duration of the round on the simulated clock in seconds. None: there is no simulated clock.
     """
 
     accepted: list[str] = field(default_factory=list)
@@ -45,15 +44,15 @@ class RoundRecord:
     simulated_seconds: float | None = None
 
     def add_upload_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        """Count bytes that a client uploads: its state, or a message of a method."""
         self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
 
     def add_download_bytes(self, client: str, number: int) -> None:
-        """Count bytes that a client receives."""
+        """Count bytes that a client downloads."""
         self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
     def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
-        """Take in what happened to the other ranks' clients, in the round's order of clients."""
+        """Merge the records of all ranks, in the round's order of clients."""
         parts = [vars(record) for record in ranks.all_gather_object(self)]
         for name, value in vars(self).items():
             if isinstance(value, dict):

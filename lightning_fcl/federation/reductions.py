@@ -1,29 +1,30 @@
-"""Reductions: how the entries of a federated state come together at the end of a round.
+"""Reductions: how the server combines the uploads of each entry of a state at the end of a round.
 
-Every entry of a module's state has one *reduction*. These are known by name:
+Every entry of a module's state has one *reduction*. The built-in reductions have these names:
 
 ========================  ===========================================================================================
-``mean``                  average of the uploads, weighted by client (the default; FedAvg)
-``sparse_mean``           average of each number over the uploads where it is not zero, weighted by client; if there
-                          is none, the server's. Zeros do not travel (a base of which clients send parts)
-``sum``                   a client starts each round at zero; the uploads are added to the server's value
-``none``                  stays with the client: never uploaded, never downloaded
-``download``              the server's: clients receive it and send nothing back
-``fixed``                 the same everywhere from the start: it never travels (a reservoir's random weights)
+``mean``                  mean of the uploads, weighted by client (the default; FedAvg)
+``sparse_mean``           mean of each element over the uploads where it is not zero, weighted by client; the server's
+                          value if there is no such upload. Zeros are not transmitted
+``sum``                   sum of the server's value and the uploads; clients start each round at zero
+``local``                 client-local: never uploaded or downloaded
+``download_only``         the server's value: clients download it and upload nothing
+``constant``              identical everywhere from the start: never transmitted (random weights of a reservoir)
 ``median``                coordinate-wise median of the uploads (unweighted)
-``trimmed_mean``          coordinate-wise mean without a tenth at each end (unweighted); ``TrimmedMean(0.2)``: a fifth
-``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together;
-                          ``Krum(1)`` allows for one client that lies
+``trimmed_mean``          coordinate-wise mean without 10 % of the values at each end (unweighted);
+                          ``TrimmedMean(0.2)`` removes 20 % at each end
+``krum``                  the upload that is nearest to its neighbors, selected over all ``krum`` entries together;
+                          ``Krum(1)`` assumes one malicious client
 ========================  ===========================================================================================
 
-Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
-which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact_sum`). Of clients
-that have trained side by side, a mean takes in one weighted sum, in double precision.
+Results do not depend on the order of the uploads, on how many arrive at once, or on the process that adds them. Means
+and sums are exact (`lightning_fcl.federation.exact_sum`). The other reductions use sorted values or the clients'
+indices. For vectorized clients, a mean adds one weighted sum that is computed in double precision.
 
-All but the last three stream: their memory does not grow with the number of clients.
+The memory of all reductions except the last three does not grow with the number of clients.
 
-A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherever a name does: in a module's
-``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, and in YAML as a
+A custom reduction is a subclass of `Reduction` with an `Accumulator`. Use an object of it in place of a name: in a
+module's ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, or in YAML as a
 ``class_path``.
 """
 
@@ -41,10 +42,10 @@ from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 
 
 class Reduction:
-    """How entries come together: where a client starts, what travels, and what the server makes of the uploads.
+    """Defines the value at which a client starts, what clients transmit, and how the server combines the uploads.
 
-    A subclass gives a ``name`` and a `make_accumulator`, which entries with the same reduction share: its arguments,
-    plain values, say whether two are the same.
+    A subclass defines ``name`` and `make_accumulator`. Entries with equal reductions share an accumulator. Reductions
+    are equal if they have the same class and equal arguments, which must be plain values.
 
     Example:
         >>> from lightning_fcl.federation.accumulators import GatheringAccumulator
@@ -61,22 +62,22 @@ class Reduction:
     """
 
     name: str
-    """What it is called in messages and checkpoints."""
+    """Name in messages and checkpoints."""
 
     is_downloaded: bool = True
-    """Whether a client receives the server's value at the start of a round."""
+    """Whether a client downloads the server's value at the start of a round."""
 
     is_uploaded: bool = True
-    """Whether a client sends its value at the end of a round."""
+    """Whether a client uploads its value at the end of a round."""
 
     once: bool = False
-    """Whether a client keeps the server's value, which never changes, and receives it once."""
+    """Whether a client downloads the server's value only once and keeps it. The value never changes."""
 
     is_local: bool = False
-    """Whether the entry is local to a client: each client continues with its own value of the round before."""
+    """Whether the entry is client-local: each client continues with its own value of the previous round."""
 
     additive: bool = False
-    """Whether the result depends on the uploads only by their sum.
+    """Whether the result depends on the uploads only through their sum.
 
     If so, the result is the server's value plus the sum of the uploads' differences from `empty_upload`. If the
     reduction is also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided by
@@ -87,7 +88,7 @@ class Reduction:
     """Whether the result depends on the clients' weights."""
 
     compressible: bool = False
-    """Whether the entry may be uploaded as a lossy code, see `lightning_fcl.federation.compression.Compression`."""
+    """Whether the entry can be compressed with loss, see `lightning_fcl.federation.compression.Compression`."""
 
     @property
     def averages(self) -> bool:
@@ -95,49 +96,54 @@ class Reduction:
         return self.additive and self.weighted
 
     def initial_value(self, server: Tensor) -> Tensor:
-        """The value at which a client starts a round, from the server's; from its shape if not ``is_downloaded``."""
+        """Return the value at which a client starts a round.
+
+        It depends on the server's value, or only on its shape if the reduction is not ``is_downloaded``.
+        """
         return server
 
     def empty_upload(self, server: Tensor) -> Tensor:
-        """The value of a client that has nothing to send."""
+        """Return the value of a client that has nothing to upload."""
         return self.initial_value(server)
 
     def pack(self, value: Tensor) -> Tensor:
-        """Return the tensor that is sent in place of one client's value. A subclass that overrides it has `unpack`."""
+        """Return the tensor to send in place of a client's value. A subclass that overrides it also needs `unpack`."""
         return value
 
     def unpack(self, packed: Tensor, reference: Tensor) -> Tensor:
-        """Return the value that `pack` has packed.
+        """Return the value that `pack` packed.
 
         Args:
             packed: The tensor that was sent.
-            reference: A tensor of the value's shape, dtype and device.
+            reference: A tensor with the value's shape, dtype and device.
 
         Raises:
-            InvalidValueError: If no such value is packed like this.
+            InvalidValueError: If `pack` cannot return such a tensor for this reference.
         """
         if packed.dtype != reference.dtype or packed.shape != reference.shape:
             raise InvalidValueError(
-                f"Expected {reference.dtype} of shape {tuple(reference.shape)} but got {packed.dtype} of shape "
+                f"Expected {reference.dtype} of shape {tuple(reference.shape)}, but got {packed.dtype} of shape "
                 f"{tuple(packed.shape)}."
             )
         return packed
 
     def upload_nbytes(self, value: Tensor) -> int:
-        """Return the number of bytes of one client's value as it is sent."""
+        """Return the number of bytes that one client sends for a value."""
         return self.pack(value).nbytes
 
     def make_accumulator(self) -> Accumulator:
-        """What takes in a round's uploads: a new one for each round."""
-        raise NotImplementedError(f"Expected `{type(self).__name__}`, whose entries travel up, to have an accumulator.")
+        """Return a new accumulator for the uploads of one round."""
+        raise NotImplementedError(
+            f"Expected `{type(self).__name__}` to define `make_accumulator`, because its entries are uploaded."
+        )
 
     @property
     def has_static_size(self) -> bool:
-        """Whether the number of bytes of a value as it is sent depends on its shape and dtype alone."""
+        """Whether the number of bytes to send for a value depends only on its shape and dtype."""
         return type(self).pack is Reduction.pack
 
     def fingerprint(self) -> dict[str, Any]:
-        """What makes this reduction the one that it is, for checkpoints."""
+        """Return the name and the arguments, for checkpoints."""
         return {"name": self.name, **vars(self)}
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +157,7 @@ class Reduction:
 
 
 class Mean(Reduction):
-    """``mean``."""
+    """The mean of the uploads, weighted by client (``mean``)."""
 
     name = "mean"
     additive = weighted = compressible = True
@@ -161,7 +167,7 @@ class Mean(Reduction):
 
 
 class SparseMean(Reduction):
-    """``sparse_mean``."""
+    """The weighted mean of each element over the uploads where it is not zero (``sparse_mean``)."""
 
     name = "sparse_mean"
     weighted = True
@@ -170,7 +176,7 @@ class SparseMean(Reduction):
         return torch.zeros_like(server)
 
     def pack(self, value: Tensor) -> Tensor:
-        """Return a bit for each element and the nonzero elements, or the value if it has no more bytes.
+        """Return one bit per element and the nonzero elements, or the value if it has no more bytes.
 
         Example:
             >>> value = torch.tensor([0.0] * 15 + [1.0])
@@ -187,7 +193,7 @@ class SparseMean(Reduction):
 
 
 class Sum(Reduction):
-    """``sum``."""
+    """The sum of the server's value and the uploads (``sum``). Clients start each round at zero."""
 
     name = "sum"
     is_downloaded = False
@@ -201,7 +207,7 @@ class Sum(Reduction):
 
 
 class DeltaSum(Sum):
-    """The reduction of what clients receive, and send changes of, which are added to it."""
+    """A sum for entries that clients download. Clients upload changes, which are added to the server's value."""
 
     name = "delta_sum"
     is_downloaded = True
@@ -214,7 +220,7 @@ class DeltaSum(Sum):
 
 
 class Local(Reduction):
-    """``none``."""
+    """The reduction of client-local entries, which are never uploaded or downloaded (``local``)."""
 
     name = "local"
     is_downloaded = is_uploaded = False
@@ -222,14 +228,14 @@ class Local(Reduction):
 
 
 class DownloadOnly(Reduction):
-    """``download``."""
+    """The reduction of entries that clients download and do not upload (``download_only``)."""
 
     name = "download_only"
     is_uploaded = False
 
 
 class Constant(Reduction):
-    """``fixed``."""
+    """The reduction of entries that are identical everywhere and never transmitted (``constant``)."""
 
     name = "constant"
     is_downloaded = is_uploaded = False
@@ -242,4 +248,4 @@ METRIC_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": lambda numbers, sizes: numbers.amin(),
     "max": lambda numbers, sizes: numbers.amax(),
 }
-"""How Lightning reduces numbers that are logged, by them and the sizes of their batches, both of shape (batches,)."""
+"""Lightning's reductions of logged numbers. Arguments: the numbers and their batch sizes, shape (batches,) each."""

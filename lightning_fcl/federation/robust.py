@@ -1,7 +1,7 @@
-"""Clients that fail or lie: uploads not finite or far from those before, and reductions that bound a few of them.
+"""Robust aggregation: median, trimmed mean, Krum, and checks for non-finite or too large changes of the server.
 
-Median, trimmed mean and Krum do not depend on the order of the uploads: the first two sort the values, and Krum takes
-the first by number of equals.
+Median, trimmed mean and Krum do not depend on the order of the uploads. The first two sort the values. If uploads are
+equally near to their neighbors, Krum takes the one with the lowest client index.
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ from lightning_fcl.validation import at_least, check_arguments, format_code_name
 
 UploadRows = Mapping[str, list[Tensor]]
 
-_NUMBERS = 1 << 20  # of all uploads, that are looked at together
+# Number of elements of all uploads that are processed together.
+_NUMBERS = 1 << 20
 
 
 def median(stack: Tensor) -> Tensor:
-    """Coordinate-wise median over the first dimension; the mean of the middle two for an even number."""
+    """Return the coordinate-wise median over the first dimension. For an even number, average the middle two values."""
     values, last = stack.sort(dim=0).values, len(stack) - 1
     middle = torch.lerp(values[last // 2].double(), values[-(-last // 2)].double(), 0.5)
-    return round_to(middle + 0.0, stack.dtype)  # no zero has a sign, which could be that of whoever came first
+    # Adding 0.0 removes the sign of zeros, which could depend on the order of the uploads.
+    return round_to(middle + 0.0, stack.dtype)
 
 
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
-    """Coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end."""
+    """Return the coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end.
+
+    Raises:
+        InvalidValueError: If ``trim`` is not at least 0 and below 0.5.
+    """
     if not 0 <= trim < 0.5:
         raise InvalidValueError(
-            f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.", argument="trim", value=trim
+            f"Expected `trim` to be at least 0 and below 0.5, but got {trim}.", argument="trim", value=trim
         )
     k = int(trim * len(stack))
     rest = ExactSum(stack[0])
@@ -46,22 +52,28 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
 
 
 def krum(uploads: Tensor, num_malicious_clients: int) -> int:
-    """Index of the upload with the smallest summed squared distance to its nearest neighbours (Blanchard et al. 2017).
+    """Return the index of the upload nearest to its neighbors (Krum; Blanchard et al., 2017).
 
-    Of flattened uploads, shape (clients, parameters), with ``clients - byzantine - 2`` neighbours, at least 1. The
-    first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
+    This upload has the smallest sum of squared distances to its ``clients - num_malicious_clients - 2`` nearest
+    neighbors, but at least 1 neighbor. If several uploads have the same sum, the first one is selected. With one
+    neighbor, two uploads that are each other's nearest neighbors have the same sum.
+
+    Args:
+        uploads: Flattened uploads, shape (clients, parameters).
+        num_malicious_clients: Assumed number of malicious clients.
     """
     return _nearest([uploads], num_malicious_clients)
 
 
 def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
-    """The same for uploads some columns of which come at a time."""
-    # Not by products of matrices, which would tell two equal distances apart.
+    """Return the same index as `krum`, for uploads that are split into groups of columns."""
+    # Do not compute distances by matrix products, because rounding would make equal distances different.
     distances = sum(
         torch.cdist(piece, piece, compute_mode="donot_use_mm_for_euclid_dist") ** 2
         for piece in (piece.double() for piece in pieces)
     )
-    assert isinstance(distances, Tensor)  # there are uploads
+    # `sum` returns a tensor, because there is at least one upload.
+    assert isinstance(distances, Tensor)
     clients = len(distances)
     if clients == 1:
         return 0
@@ -71,7 +83,7 @@ def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
 
 
 def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Uploads of an entry, some of their numbers at a time, shape (clients, numbers): nowhere is a copy of all."""
+    """Yield the uploads of an entry in parts of shape (clients, elements), so that they are never copied as a whole."""
     size = max(1, _NUMBERS // len(rows))
     yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
 
@@ -83,7 +95,7 @@ def _by_coordinate(rule: Callable[[Tensor], Tensor]) -> Accumulator:
 
 
 class Median(Reduction):
-    """``median``."""
+    """The coordinate-wise median of the uploads, unweighted (``median``)."""
 
     name = "median"
     compressible = True
@@ -93,7 +105,7 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """``trimmed_mean``, of which the ``trim`` fraction of the values is cut at each end.
+    """The coordinate-wise mean of the uploads without the ``trim`` fraction of values at each end (``trimmed_mean``).
 
     Raises:
         ValueError: If ``trim`` is not at least 0 and below 0.5.
@@ -104,7 +116,8 @@ class TrimmedMean(Reduction):
 
     @check_arguments
     def __init__(self, trim: float = 0.1) -> None:
-        trimmed_mean(torch.zeros(1), trim)  # looks at the range
+        # Raise an error if `trim` is out of range.
+        trimmed_mean(torch.zeros(1), trim)
         self.trim = trim
 
     def make_accumulator(self) -> Accumulator:
@@ -112,7 +125,7 @@ class TrimmedMean(Reduction):
 
 
 class Krum(Reduction):
-    """``krum``, of whose clients ``num_malicious_clients`` many may lie.
+    """The upload that is nearest to its neighbors (``krum``), of which ``num_malicious_clients`` may be malicious.
 
     Raises:
         ValueError: If ``num_malicious_clients`` is negative.
@@ -137,14 +150,19 @@ class Krum(Reduction):
 def find_non_finite(
     states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: GroupSums
 ) -> tuple[dict[int, list[str]], list[str]]:
-    """The clients, by number, with entries that are not finite among those that they send or go on from.
+    """Find clients with non-finite numbers in the entries that they upload or keep.
 
-    Numbers that are not finite with the server are no fault of a client's: the entries that have such come second.
+    A number that was already non-finite at the start of the round does not count.
 
     Args:
-        states: The clients' states, every entry of shape (clients, ...).
-        start: What they began with.
-        sums: What some entries of all clients come to.
+        states: The clients' states, each entry of shape (clients, ...).
+        start: The state with which the clients started.
+        reductions: The reduction of each entry.
+        sums: Weighted sums over all clients, of some entries.
+
+    Returns:
+        The names of the non-finite entries by row of the client, and the uploaded entries that were already non-finite
+        at the start. Both are empty if all numbers are finite.
     """
     numbers = {
         name: value
@@ -152,8 +170,8 @@ def find_non_finite(
         if (reductions[name].is_uploaded or reductions[name].is_local)
         and (value.is_floating_point() or value.is_complex())
     }
-    # A sum that is finite has finite terms; only where one is not must every number be looked at. Rows that are one in
-    # memory are looked at once.
+    # A finite sum has only finite terms, so check each number only if a sum is not finite. If all clients share one row
+    # in memory, check this row once.
     unique_values = {name: value[0] if value.stride(0) == 0 else value for name, value in numbers.items()}
     unique_values |= {name: value for name, (value, _) in sums.items()}
     if all(cmath.isfinite(value.sum().item()) for value in unique_values.values()):
@@ -172,38 +190,43 @@ def find_non_finite(
 
 
 def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: str) -> None:
-    """Refuse a state with which every client would diverge: one with learnt numbers that are not finite."""
+    """Raise InvalidValueError if some of the named entries are not finite, because all clients would diverge."""
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise InvalidValueError(
-            f"Expected a server state of finite numbers but {format_code_names(wrong)} is not finite {situation}.",
+            f"Expected finite numbers in the server state, but {format_code_names(wrong)} is not finite {situation}.",
             argument=wrong[0],
         )
 
 
 def check_stays_finite(previous_state: Mapping[str, Tensor], updated_state: Mapping[str, Tensor]) -> None:
-    """Refuse what a round's uploads come to if it is not finite where the server was: before anybody keeps it."""
+    """Raise InvalidValueError if the aggregation made a finite entry of the server state non-finite."""
     suspect_names = [
         name
         for name, value in updated_state.items()
         if value is not previous_state[name] and not torch.isfinite(value.sum())
     ]
-    situation = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
+    situation = "after the aggregation of a round. Resume from the checkpoint before it with other reductions"
     check_finite(
         updated_state, [name for name in suspect_names if torch.isfinite(previous_state[name]).all()], situation
     )
 
 
 def squared_change(previous_value: Tensor, updated_value: Tensor) -> float:
-    """The sum of the squares by which numbers have changed, where they are finite on both sides."""
+    """Return the sum of the squared changes of all elements that are finite before and after."""
     wide = torch.complex128 if updated_value.is_complex() else torch.float64
     sound = (updated_value != previous_value) & torch.isfinite(previous_value) & torch.isfinite(updated_value)
     return float((updated_value.to(wide) - previous_value.to(wide)).where(sound, 0).abs().square().sum())
 
 
 def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[str, Tensor]) -> float:
-    """How far entries moved together, by `squared_change` each: so many times the larger of their norm before and 1."""
+    """Return the norm of the change of several entries, divided by the larger of their previous norm and 1.
+
+    Args:
+        changes: The `squared_change` of each entry.
+        previous_state: The entries before the change.
+    """
     size = sum(
         float(previous_state[n].double().where(torch.isfinite(previous_state[n]), 0).square().sum()) for n in changes
     )
@@ -213,18 +236,21 @@ def relative_update_norm(changes: Mapping[str, float], previous_state: Mapping[s
 def check_update_norm(
     previous_state: Mapping[str, Tensor], updated_state: Mapping[str, Tensor], names: Sequence[str], max_norm: float
 ) -> None:
-    """Refuse what a round comes to if it is further from the server than so many times the larger of its norm and 1."""
+    """Raise InvalidValueError if a round changes the server state too much.
+
+    The limit is ``max_norm`` times the larger of the norm of the named entries and 1.
+    """
     comparable_names = [name for name in names if previous_state[name].shape == updated_state[name].shape]
     times = relative_update_norm(
         {name: squared_change(previous_state[name], updated_state[name]) for name in comparable_names}, previous_state
     )
     if not times <= max_norm:
         raise InvalidValueError(
-            f"Expected a round to move the server by at most {max_norm:g} times the larger of its norm and 1 but it "
-            "would "
-            f"by {times:.3g} times.",
+            f"Expected a round to change the server state by at most {max_norm:g} times the larger of its norm and 1, "
+            "but the change would be "
+            f"{times:.3g} times as large.",
             hint="Resume from the checkpoint before this round with other reductions, a lower learning rate of "
-            "`server_optimizer`, or a larger `max-update-norm` of the run's configuration.",
+            "`server_optimizer`, or a larger `max-update-norm` in the run's configuration.",
             argument="max-update-norm",
             value=times,
         )

@@ -1,4 +1,4 @@
-"""Entries of the server that clients keep: `lightning_fcl.federation.reductions.Reduction.once`."""
+"""Entries that clients download only once, see `lightning_fcl.federation.reductions.Reduction.once`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fcl.federation.reductions import Reduction
 
 
 class SentOnce:
-    """The entries of the server that a client receives once, and the clients that have received them.
+    """The entries that each client downloads only once, and the clients that have received them.
 
     Example:
         >>> import torch
@@ -32,12 +32,12 @@ class SentOnce:
     def begin_round(
         self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
     ) -> None:
-        """Find the entries that a client derives from the model that it receives: they equal their first values."""
+        """Find the entries that clients derive from the downloaded model, because they have their initial values."""
         constant_names = [name for name in extra if reductions[name].once]
         self.derived = {name for name in constant_names if torch.equal(extra[name][0], state[name])}
 
     def offer(self, download_state: State, reductions: Mapping[str, Reduction]) -> State:
-        """Let clients download the entries whose reduction says so once from now on, and return all others."""
+        """Set the entries that clients download only once from now on, and return all other entries."""
         self.sizes = {name: value.nbytes for name, value in download_state.items() if reductions[name].once}
         return {name: value for name, value in download_state.items() if name not in self.sizes}
 
@@ -58,16 +58,16 @@ class SentOnce:
         return sum(self.sizes[name] for name in self.kept(client))
 
     def note(self, record: RoundRecord) -> None:
-        """Note that the clients of a round have received all entries, except clients that were dropped."""
+        """Record that all clients of a round have received the entries, except dropped clients."""
         if self.sizes:
             recipients = record.download_bytes.keys() - record.dropped.keys()
             self.received = {**self.received, **dict.fromkeys(recipients, tuple(self.sizes))}
 
     def forget(self, client: str) -> None:
-        """Send a client all entries again: an answer of the client did not come."""
+        """Send a client all entries again in the next round, because its answer did not arrive."""
         self.received.pop(client, None)
 
 
 def kept_once(client_tensors: Mapping[str, Tensor], reductions: Mapping[str, Reduction]) -> State:
-    """Return the entries that a client keeps."""
+    """Return the entries that a client downloads only once and keeps."""
     return {name: value for name, value in client_tensors.items() if name in reductions and reductions[name].once}

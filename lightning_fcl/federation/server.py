@@ -1,4 +1,4 @@
-"""The server: a federation's state from round to round."""
+"""The server of a federation, and its state between rounds."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from lightning_fcl.validation import check_clients, format_code_names, format_na
 log = logging.getLogger(__name__)
 
 ExtraTensors = Mapping[str, tuple[Tensor, Reduction | str]]
-"""Entries of the server's state beside the module's, such as ``"FedProto.prototypes"``: first value and reduction."""
+"""Entries of the server's state in addition to the module's (``"FedProto.prototypes"``): initial value, reduction."""
 
 
 class FederatedServer:
-    """The server: its state from round to round, and the two messages of a round, download and upload.
+    """The server of a federation: its state between rounds, and the download and the upload of each round.
 
     Args:
-        client_store: Keeps the clients' states.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, all ``"trained_samples"`` (these and
-            the replayed ones), ``"uniform"``, or a number each.
-        server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
+        client_store: Store of the clients' states.
+        client_weights: A client's weight in means: ``"samples"`` of the round, ``"trained_samples"`` (also counts
+            replay samples), ``"uniform"``, or a dict with a number for each client.
+        server_optimizer: Function that makes the optimizer that steps the server on the pseudo-gradient.
         transforms: The transforms of uploads, in the order of `lightning_fcl.federation.uploads.Stage`.
 
     Example:
@@ -75,9 +75,8 @@ class FederatedServer:
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained_samples", "uniform"):
             raise InvalidValueError(
-                'Expected `client_weights` to be "samples", "trained_samples", "uniform" or a weight per client but '
-                "got "
-                f'"{client_weights}".',
+                'Expected `client_weights` to be "samples", "trained_samples", "uniform" or a weight per client, but '
+                f'got "{client_weights}".',
                 argument="client_weights",
             )
         self.client_store = client_store
@@ -85,27 +84,41 @@ class FederatedServer:
             client_weights = {str(client): weight for client, weight in client_weights.items()}
         self.client_weights: ClientWeights = client_weights
         self.pipeline = Pipeline(transforms)
-        self.seed = 0  # of the federation
-        self.senders: Sequence[str] = ()  # sections of the methods whose clients send messages
-        self.messages: dict[str, dict[str, State]] = {}  # that arrived in the round, by section and client
-        self.max_update_norm = math.inf  # how far a round may move it: so many times the larger of its norm and 1
+        # Seed of the federation.
+        self.seed = 0
+        # Sections of the methods whose clients send messages.
+        self.senders: Sequence[str] = ()
+        # Messages that arrived in the round, by section and client.
+        self.messages: dict[str, dict[str, State]] = {}
+        # Maximum change of the state per round, relative to the larger of its norm and 1.
+        self.max_update_norm = math.inf
         self.state: State = {}
-        self.client_index: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
-        self.extra_tensors: State = {}  # entries beside the module's, from round to round
+        # Index of each client. It defines an order of clients that does not depend on the arrival of uploads.
+        self.client_index: dict[str, int] = {}
+        # Entries in addition to the module's, which keep their values between rounds.
+        self.extra_tensors: State = {}
         self.sent_once = SentOnce()
         self.reductions: dict[str, Reduction] = {}
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
-        self._learnt: list[str] = []  # the trainable parameters that clients send in this round
-        self._frozen: list[str] = []  # the others, which travel only if training changes them all the same
-        self._published: State | None = None  # of the frozen parameters, those that are still as every device got them
-        self._untouched: list[str] | None = None  # their names, of a fit that goes on
-        self.accepted: dict[str, int] = {}  # each client's latest round whose upload was taken
+        # Trainable parameters that clients upload in this round.
+        self._learnt: list[str] = []
+        # Frozen parameters, which clients upload only if training changes them.
+        self._frozen: list[str] = []
+        # Frozen parameters that are unchanged since all devices received them.
+        self._published: State | None = None
+        # Names of `_published` in a fit that is resumed.
+        self._untouched: list[str] | None = None
+        # Latest round in which the upload of each client was accepted.
+        self.accepted: dict[str, int] = {}
         self.record, self.aggregator = RoundRecord(), Aggregator({})
-        self._changed: set[str] = set()  # of the frozen, by some client
-        self._memories: dict[str, ClientState] = {}  # of the transforms, by client, until the uploads are accepted
-        self._exchanged: dict[str, StateSection] = {}  # what clients keep from the messages of transforms in the round
+        # Frozen parameters that a client changed in this round.
+        self._changed: set[str] = set()
+        # New client states of transforms, by client, until they are saved.
+        self._memories: dict[str, ClientState] = {}
+        # Tensors that clients keep from the messages of transforms until the round ends.
+        self._exchanged: dict[str, StateSection] = {}
 
     def start_fit(
         self,
@@ -114,8 +127,9 @@ class FederatedServer:
         extra_tensors: ExtraTensors | None = None,
         round_idx: int = 0,
     ) -> None:
-        """Begin a fit with a module's state as the server's. See `start_round`."""
-        if self._server_optimizer is not None:  # of an earlier fit, which this one continues
+        """Start a fit with a module's state as the server's state. See `start_round`."""
+        # The optimizer of an earlier fit exists if this fit continues the earlier fit.
+        if self._server_optimizer is not None:
             self._restored, self._server_optimizer = self._server_optimizer.state_dict(), None
         self._published = None
         self.start_round(module, rules, extra_tensors, round_idx)
@@ -127,22 +141,27 @@ class FederatedServer:
         extra_tensors: ExtraTensors | None = None,
         round_idx: int = 0,
     ) -> None:
-        """Take a module's state as the server's, and forget the uploads and the record of the round before.
+        """Start a round with a module's state as the server's state. Delete the previous round's uploads and record.
 
         Args:
-            module: Its own ``reductions`` attribute, if it has one, declares its entries, in each round anew.
-            rules: Pattern -> reduction, over the module's own.
-            extra_tensors: Entries beside the module's, which clients download and upload as all others. The server
-                keeps their values from round to round, in ``extra_tensors``; the one given here counts where it has
-                none yet.
-            round_idx: The number of the round.
+            module: The module. If it has a ``reductions`` attribute, the attribute defines the reductions of the
+                module's entries. It is read again in each round.
+            rules: Reductions by pattern, which override the module's.
+            extra_tensors: Entries in addition to the module's. Clients download and upload them like other entries. The
+                server keeps their values between rounds, in the attribute ``extra_tensors``. A value given here is used
+                only if the server has no value yet.
+            round_idx: Index of the round.
+
+        Raises:
+            InvalidValueError: If the module already has an entry of ``extra_tensors``, or the state is not finite.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
         for name, (value, reduction) in (extra_tensors or {}).items():
             if name in self.state:
                 raise InvalidValueError(
-                    f"Expected extra entries beside those of the module but got `{name}`, which it has.", argument=name
+                    f"Expected extra entries in addition to the module's, but the module already has `{name}`.",
+                    argument=name,
                 )
             self.reductions[name] = get_reduction(name, reduction)
             self.state[name] = self.extra_tensors[name] = plain_tensor(self.extra_tensors.get(name, value)).to(
@@ -151,7 +170,7 @@ class FederatedServer:
         self.sent_once.begin_round(extra_tensors or {}, self.state, self.reductions)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].is_uploaded]
         self._find_frozen(module)
-        check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")
+        check_finite(self.state, self._learnt, "before a round. Start with a module that has only finite numbers")
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
@@ -165,7 +184,7 @@ class FederatedServer:
         self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
-        """The frozen parameters that a round may bring together, and those that no device needs to be sent."""
+        """Find the frozen parameters that a round may aggregate, and those that no device needs to download."""
         self._frozen = frozen_parameters(module, self.reductions)
         if self._published is None:
             untouched_names, self._untouched = self._frozen if self._untouched is None else self._untouched, None
@@ -175,10 +194,11 @@ class FederatedServer:
             for name, value in self._published.items()
             if name in self._frozen and torch.equal(value, self.state[name])
         }
-        self.state.update(self._published)  # one tensor, not two
+        # Store one tensor instead of two equal ones.
+        self.state.update(self._published)
 
     def _offer(self, state: State) -> None:
-        """Let clients download this state from now on."""
+        """Set the state that clients download from now on."""
         self.state = state
         self._start = {name: self.reductions[name].initial_value(value) for name, value in state.items()}
         download_state = {name: value for name, value in state.items() if self.reductions[name].is_downloaded}
@@ -195,20 +215,21 @@ class FederatedServer:
 
     @property
     def optimizer_settings(self) -> dict[str, Any] | None:
-        """The settings of the optimizer that steps the server; None: none does."""
+        """Settings of the optimizer that steps the server, or None if there is no such optimizer."""
         if self._factory is None:
             return None
         return get_settings(make_optimizer(self._factory, [nn.Parameter(torch.zeros(1))], "server_optimizer"))
 
     @property
     def has_local_state(self) -> bool:
-        """Whether anything stays with the clients: local entries, or the state of transforms."""
+        """Whether clients keep local entries, or states of transforms."""
         return any(reduction.is_local for reduction in self.reductions.values()) or self.pipeline.keeps_state
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
-        """The state that each client starts a round from, and all that it has kept.
+        """Return the state that each client starts a round from, and the stored state of each client.
 
-        The state is the server's with the client's own entries: one object for all clients that have none.
+        A client starts from the server's state with the client's local entries. Clients without such entries share one
+        object.
         """
         client_states = [self.client_store[client] for client in clients]
         states = [
@@ -222,12 +243,12 @@ class FederatedServer:
         return states, client_states
 
     def _started(self, client_state: ClientState) -> State:
-        """The state that a client starts from which has some of its own."""
+        """Return the start state of a client that has local or unsent entries."""
         local_entries = {
             n: v for n, v in client_state.get("model", {}).items() if n in self._start and self.reductions[n].is_local
         }
         client_entries = {**client_state.get(RESIDUAL_SECTION, {}), **local_entries}
-        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
+        # Entries from a store on disk or from a checkpoint are on the CPU.
         return {n: client_entries[n].to(v.device) if n in client_entries else v for n, v in self._start.items()}
 
     def upload(
@@ -236,15 +257,15 @@ class FederatedServer:
         states: Mapping[str, Tensor],
         messages: Messages | None = None,
     ) -> list[bool]:
-        """Encode the uploads of clients, count their bytes and accept them, in a simulation.
+        """Encode the uploads of clients, count their bytes, and accept the uploads, in a simulation.
 
         Args:
-            client_rounds: The clients.
-            states: Their states, every entry of shape (clients, ...).
-            messages: What each client sends to a method beside its state, by section of the method.
+            client_rounds: The clients in the current round.
+            states: States of the clients, each entry of shape (clients, ...).
+            messages: Messages of each client to methods, by section of the method.
 
         Returns:
-            Whether each client's upload was accepted. Uploads with numbers that are not finite are dropped.
+            Whether each client's upload was accepted. Uploads with non-finite numbers are dropped.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.from_rounds(client_rounds)
         uploads, usable_flags, sums, non_finite_entries = self.encode(parts, states, messages)
@@ -261,20 +282,22 @@ class FederatedServer:
     def encode(
         self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Messages | None = None
     ) -> tuple[Uploads, list[bool], GroupSums, list[str]]:
-        """Do the clients' part of an upload: drop what is not finite, and apply the transforms.
+        """Do the client side of an upload: drop clients with non-finite numbers, and apply the transforms.
 
         Returns:
-            The uploads of the clients whose numbers are finite, whether each client is one of them, the weighted sums
-            of their entries as far as they are known, and the entries in which numbers of the server are not finite.
+            The uploads of the clients with finite numbers, whether each client is one of them, the weighted sums of
+            entries if they are known, and the entries in which the server has non-finite numbers.
         """
         missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
             raise InvalidValueError(
-                f"Expected clients' states with {format_code_names(missing)}, which travel up, but they have none.",
+                f"Expected client states to contain {format_code_names(missing)}, which clients upload, but they do "
+                "not.",
                 argument=missing[0],
             )
         weights = compute_client_weights(self.client_weights, parts)
-        plain = not self.pipeline.transforms  # otherwise other numbers are added
+        # If there are transforms, the server adds other numbers than these states.
+        plain = not self.pipeline.transforms
         sums = self.aggregator.weighted_sums(states, weights) if len(parts) > 1 and plain else {}
         usable_flags, non_finite_entries = self.drop_non_finite(parts, states, sums)
         rows = [row for row, fine in enumerate(usable_flags) if fine]
@@ -302,25 +325,25 @@ class FederatedServer:
         return uploads, usable_flags, sums, non_finite_entries
 
     def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
-        """Return the upload of one client from the tensors that its node has sent, see `Pipeline.received`."""
+        """Return the upload of one client from the tensors that its node sent, see `Pipeline.received`."""
         (weight,) = compute_client_weights(self.client_weights, clients)
         return self.pipeline.received(clients, weight, tensors, self._frozen)
 
     def decode(self, uploads: Uploads) -> None:
-        """Decode uploads, unless the server may see sums only."""
+        """Decode uploads, unless the server may see only sums."""
         if self.pipeline.mask is None:
             self.pipeline.decode(uploads)
 
     def accept(
         self, uploads: Uploads, sums: GroupSums | None = None, non_finite_entries: Sequence[str] | None = None
     ) -> list[bool]:
-        """Do the rest of the server's part of an upload: drop what is not finite, and add.
+        """Do the rest of the server side of an upload: drop uploads with non-finite numbers, and add all others.
 
         Args:
-            uploads: The uploads, decoded.
-            sums: The weighted sums of entries, as far as they are known.
-            non_finite_entries: Entries in which numbers of the server are not finite, if all other numbers of the
-                uploads are known to be finite. None: check the uploads.
+            uploads: The decoded uploads.
+            sums: Weighted sums of entries, if they are known.
+            non_finite_entries: Entries in which the server has non-finite numbers, if all other numbers of the uploads
+                are known to be finite. None: check the uploads.
 
         Returns:
             Whether each client's upload was accepted.
@@ -355,7 +378,7 @@ class FederatedServer:
         return accepted_flags
 
     def send(self, client: str, tensors: State) -> State:
-        """Send a client tensors beside the download of the state, and count their bytes. Return what it receives."""
+        """Send tensors to a client in addition to the state, count their bytes, and return what the client receives."""
         self.record.add_download_bytes(client, sum(value.nbytes for value in tensors.values()))
         return tensors
 
@@ -366,8 +389,8 @@ class FederatedServer:
 
         Args:
             clients: The clients.
-            ranks: The ranks, each of which simulates some of the clients.
-            hosts: Whether this rank simulates a client.
+            ranks: The ranks. Each of them simulates some of the clients.
+            hosts: Function that returns whether this rank simulates a client.
             is_after_upload: Whether the uploads have arrived.
         """
 
@@ -387,7 +410,7 @@ class FederatedServer:
             (transform.after_upload if is_after_upload else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> bool:
-        """Change decoded uploads of clients that started with an older state of the server. Return if there are any."""
+        """Correct decoded uploads of clients that started with an older server state. Return whether there are any."""
         return False
 
     def _origins(self, clients: Sequence[str]) -> State:
@@ -395,7 +418,7 @@ class FederatedServer:
         return {name: of.empty_upload(self.state[name]) for name, of in self.reductions.items() if of.is_uploaded}
 
     def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
-        """Drop clients whose decoded uploads are not finite, see `drop_non_finite`."""
+        """Drop clients whose decoded uploads are not finite. Return the same as `drop_non_finite`."""
         if not uploads.are_updates:
             return self.drop_non_finite(uploads.clients, uploads.values, {})
         faults: dict[int, list[str]] = {}
@@ -410,14 +433,18 @@ class FederatedServer:
     def drop_non_finite(
         self, client_rounds: ClientRounds, states: Mapping[str, Tensor], sums: GroupSums
     ) -> tuple[list[bool], list[str]]:
-        """Drop clients by name whose numbers are not finite: whether each is of use, and which entries none has so."""
+        """Drop clients with non-finite numbers.
+
+        Returns:
+            Whether each client has only finite numbers, and the entries in which the server has non-finite numbers.
+        """
         faults, non_finite_entries = find_non_finite(states, self._start, self.reductions, sums)
         for row, at_fault in faults.items():
             self._drop(client_rounds[row], at_fault)
         return [row not in faults for row in range(len(client_rounds))], non_finite_entries
 
     def _leave_out(self, uploads: Uploads) -> None:
-        """Leave out the frozen parameters of the clients that have not changed them."""
+        """Mark the frozen parameters that clients have not changed, so that the clients do not upload them."""
         for name in self._frozen:
             value = uploads.values[name]
             unchanged_flags = (value == self.state[name]).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
@@ -425,7 +452,7 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Leave out an upload, and what the client could not send before, from which it would never recover."""
+        """Drop an upload and the client's unsent entries. With these entries, its next uploads would also be dropped."""
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
@@ -443,9 +470,10 @@ class FederatedServer:
         method_states: Mapping[str, StateSection],
         missed_sync: bool = False,
     ) -> None:
-        """Keep what stays with a client: its own entries of ``state``, and ``method_states`` by section.
+        """Save a client's local entries of ``state``, and its ``method_states`` by section.
 
-        A client that ``missed_sync`` the synchronisation keeps what it would have sent, and goes on from it.
+        If the client missed the synchronization (``missed_sync``), also save the entries that it would have uploaded.
+        The client continues from them.
         """
         local_entries = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].is_local}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed_sync and self.reductions[n].is_uploaded}
@@ -455,11 +483,11 @@ class FederatedServer:
             self.client_store[client] = client_state
 
     def sync(self, ranks: Ranks, order: Mapping[str, int]) -> None:
-        """Take in what came to the other ranks: uploads, and what happened.
+        """Merge the uploads, messages and records of all ranks.
 
         Args:
             ranks: The ranks.
-            order: Where a client stands in the round's order.
+            order: Position of each client in the round's order.
         """
         self.aggregator.sync(ranks)
         self.record.sync(ranks, order)
@@ -472,8 +500,13 @@ class FederatedServer:
                 self.messages[section] = dict(sorted(client_messages, key=lambda item: order.get(item[0], -1)))
 
     def aggregate(self) -> State:
-        """Bring the uploads together; the new server state."""
-        frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}  # to the bit
+        """Aggregate the uploads and return the new server state.
+
+        Raises:
+            InvalidValueError: If the new state is not finite, or changes by more than ``max_update_norm``.
+        """
+        # Frozen parameters that no client changed stay bitwise identical.
+        frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}
         aggregate = self.aggregator.compute(self.state)
         if self.aggregator.sums is not None and (self.aggregator.num_uploads or self.pipeline.changes_sums):
             sums = self.aggregator.sums.compute(self.state, [*self.record.accepted], self.pipeline.setting.round_idx)
@@ -483,17 +516,18 @@ class FederatedServer:
         aggregate |= frozen
         self.pipeline.on_aggregate(self.state, aggregate)
         if not (self.aggregator.num_uploads or self.pipeline.changes_sums):
-            log.warning("No upload of this round was usable: the server state stays as it was.")
+            log.warning("No upload of this round was usable: the server state did not change.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
-            situation = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
+            situation = "after a step of the server's optimizer. Lower the learning rate of `server_optimizer`"
             check_finite(aggregate, self._learnt, situation)
         if self.max_update_norm < math.inf:
             rules = {n: of for n, of in self.reductions.items() if of.is_uploaded and of.is_downloaded}
             moving = [name for name in rules if self.state[name].is_floating_point()]
             check_update_norm(self.state, aggregate, moving, self.max_update_norm)
         self.extra_tensors.update({name: aggregate[name] for name in self.extra_tensors if name in aggregate})
-        self.aggregator = Aggregator({})  # the next one may take as much room
+        # Release the memory of this round's aggregator, because the next one may need as much.
+        self.aggregator = Aggregator({})
         self._offer(aggregate)
         self.sent_once.note(self.record)
         self.pipeline.end_round()
@@ -501,13 +535,13 @@ class FederatedServer:
         return aggregate
 
     def undo_round(self) -> None:
-        """Restore what clients and transforms keep from before the round, which was interrupted."""
+        """Restore the states of clients and transforms from before a round that was interrupted."""
         self._memories = {}
         self.pipeline.undo_round()
         self.client_store.roll_back_round()
 
     def get_section(self, section: str) -> State:
-        """What it keeps for a method, by name."""
+        """Return the tensors that the server keeps for a method, by name."""
         return {
             n.removeprefix(f"{section}."): value
             for n, value in self.extra_tensors.items()
@@ -515,24 +549,27 @@ class FederatedServer:
         }
 
     def check_clients(self, stream_clients: Sequence[str], explicit_clients: Iterable[str] = ()) -> None:
-        """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
+        """Raise an error if weights or other settings do not match the clients of the stream.
+
+        Each client that a setting names must be in the stream. If there is a weight per client, each must be positive.
+        """
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         check_clients("names", {*explicit_clients, *(weights or ())}, stream_clients)
         if unweighted_clients := [
             client for client in stream_clients if weights is not None and not weights.get(client, 0) > 0
         ]:
             raise InvalidValueError(
-                "Expected `client_weights` to give each client a positive weight but it gives none to "
+                "Expected `client_weights` to give each client a positive weight, but it gives none to "
                 f"{format_names(unweighted_clients)}.",
                 hint='Add a number above 0 for each, or use `client_weights="samples"`.',
                 argument="client_weights",
             )
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps beside the server's state, which is the module's.
+        """Return what a checkpoint stores in addition to the module's state, which is the server's state.
 
         Args:
-            clients: What clients keep, where the store has not all of it.
+            clients: States of all clients. Required if the store does not contain all of them.
         """
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.client_store[client] for client in self.client_store} if clients is None else clients
@@ -542,7 +579,7 @@ class FederatedServer:
         return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **progress_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has kept, before `start_fit`."""
+        """Restore the state from a checkpoint. Call this before `start_fit`."""
         self.client_store.replace_all(state["clients"])
         self.extra_tensors = dict(state.get("extra", {}))
         self.accepted = {str(client): int(round_idx) for client, round_idx in state.get("accepted", {}).items()}

@@ -1,4 +1,4 @@
-"""Optimizers: made from parameters, their state as tensors by name, moved to others; and those that step the server."""
+"""Optimizers: creation, conversion of their states to named tensors, and the optimizer of the server."""
 
 from __future__ import annotations
 
@@ -17,38 +17,41 @@ from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.client_store import StateSection
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Makes an optimizer from parameters."""
+"""Function that makes an optimizer from parameters."""
 
 SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
-"""What schedules set in an optimizer's groups."""
+"""Settings of an optimizer's groups that learning rate schedules change."""
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
-    """An optimizer of these parameters.
+    """Return an optimizer of the given parameters.
 
     Args:
-        factory: Makes it.
+        factory: Function that makes the optimizer.
         parameters: The parameters.
-        name: The argument that the factory was given as, for messages.
+        name: Name of the argument that contains the factory, for messages.
+
+    Raises:
+        InvalidValueError: If the factory fails, does not return an optimizer, or uses a setting that is not finite.
 
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
         Traceback (most recent call last):
         lightning_fcl.errors.InvalidValueError: \
-Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Correct \
+Expected `optimizer` to make an optimizer from parameters, but got: Invalid learning rate: -1.0. Correct \
 the arguments of the optimizer that `optimizer` makes.
     """
     try:
         optimizer = factory(parameters)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}.",
+            f"Expected `{name}` to make an optimizer from parameters, but got: {str(error).rstrip('.')}.",
             hint=f"Correct the arguments of the optimizer that `{name}` makes.",
             argument=name,
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise InvalidValueError(
-            f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(optimizer).__name__}.", argument=name
+            f"Expected `{name}` to make a `torch.optim.Optimizer`, but got {type(optimizer).__name__}.", argument=name
         )
     check_optimizer(optimizer)
     return optimizer
@@ -77,7 +80,7 @@ Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, 
 
 
 def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, Any]:
-    """The settings with which an optimizer or a schedule begins, as far as they are plain values, for checkpoints.
+    """Return the current settings of an optimizer or a schedule that are plain values, for checkpoints.
 
     Example:
         >>> get_settings(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
@@ -97,19 +100,19 @@ def get_settings(optimizer_or_schedule: Optimizer | LRScheduler) -> dict[str, An
 
 
 def is_plain(value: object) -> bool:
-    """Whether something is a number, a word, or a list of such."""
+    """Return whether a value is None, a number, a string, or a list of such values."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer's groups hold beside their parameters."""
+    """Return the settings of an optimizer's groups, without their parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Let an optimizer's groups hold these values, beside their parameters, and no others."""
+    """Replace the settings of an optimizer's groups. The groups keep their parameters."""
     for group, new_values in zip(optimizer.param_groups, values, strict=True):
         for name in group.keys() - new_values.keys() - {"params"}:
             del group[name]
@@ -117,16 +120,19 @@ def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) 
 
 
 def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str, Any]] = ()) -> StateSection:
-    """An optimizer's state as a flat dict of tensors.
+    """Return an optimizer's state as a flat dict of tensors.
 
     Args:
         optimizer: The optimizer.
-        initial_settings: The `group_values` with which it began afresh: what else its groups hold by now is kept, but
-            for what schedules set.
+        initial_settings: The `group_values` of the optimizer when it was new. Settings that have changed since then are
+            part of the result, except those that schedules change.
 
     Returns:
-        ``"<number of the parameter>.<name>"``, and ``"group.<number of the group>.<name>"``, ``"number..."`` if it is
-        a number of Python.
+        Tensors with the keys ``"<index of the parameter>.<name>"`` and ``"group.<index of the group>.<name>"``. For
+        Python numbers, ``"number"`` replaces ``"group"``.
+
+    Raises:
+        InvalidValueError: If the state contains a value that is neither a tensor nor a number.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {f"{i}.{name}": v for i, p in enumerate(parameters) for name, v in optimizer.state.get(p, {}).items()}
@@ -137,9 +143,9 @@ def optimizer_state(optimizer: Optimizer, initial_settings: Sequence[Mapping[str
     for key, value in state.items():
         if not isinstance(value, Tensor | int | float):
             raise InvalidValueError(
-                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer_state=True` but "
+                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer_state=True`, but "
                 f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
-                hint="Leave `keep_optimizer_state` out.",
+                hint="Remove `keep_optimizer_state`.",
                 argument="keep_optimizer_state",
                 value=type(optimizer).__name__,
             )
@@ -156,7 +162,7 @@ def _equal(value: object, other: object) -> bool:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
-    """Give an optimizer, which begins afresh, what `optimizer_state` took."""
+    """Load a state that `optimizer_state` returned into a new optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in state.items():
         prefix, rest = key.split(".", 1)
@@ -168,7 +174,7 @@ def load_optimizer_state(optimizer: Optimizer, state: StateSection) -> None:
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
-    """The same optimizer for other parameters: ``twins`` by the `id` of those that they stand for."""
+    """Return a new optimizer with the same settings. ``twins`` maps the `id` of each parameter to its replacement."""
     groups = [
         {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
         for group in optimizer.param_groups
@@ -177,14 +183,14 @@ def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> 
 
 
 class ServerOptimizer:
-    """Steps the server's parameters with a `torch.optim` optimizer on the pseudo-gradient (Reddi et al. 2021).
+    """Steps the server's parameters with a `torch.optim` optimizer on the pseudo-gradient (Reddi et al., 2021).
 
-    The pseudo-gradient is the server state minus the aggregate: ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=.9)``
-    FedAvgM, ``Adam`` FedAdam. It moves the floating-point parameters that are averaged; buffers take the aggregate.
+    The pseudo-gradient is the server state minus the aggregate. ``SGD(lr=1)`` is FedAvg, ``SGD(lr=1, momentum=.9)`` is
+    FedAvgM, and ``Adam`` is FedAdam. All entries that are not in ``names``, such as buffers, take the aggregate.
 
     Args:
-        factory: Makes the optimizer from a list of parameters.
-        names: The entries that it moves.
+        factory: Function that makes the optimizer from a list of parameters.
+        names: Names of the parameters that the optimizer steps.
 
     Example:
         >>> import torch
@@ -201,7 +207,7 @@ class ServerOptimizer:
         self._pending: dict[str, object] | None = None
 
     def step(self, server: Mapping[str, Tensor], aggregate: Mapping[str, Tensor]) -> State:
-        """The server state after one step from ``server`` towards ``aggregate``."""
+        """Return the server state after one step from ``server`` towards ``aggregate``."""
         if self._optimizer is None:
             self._parameters = [nn.Parameter(server[name].clone()) for name in self._names]
             self._optimizer = make_optimizer(self._factory, self._parameters, "server_optimizer")
@@ -215,10 +221,10 @@ class ServerOptimizer:
         return {**aggregate, **updated_parameters}
 
     def state_dict(self) -> dict[str, object]:
-        """The optimizer's state, for checkpoints; before the first step the one it took over, if any."""
+        """Return the optimizer's state, for checkpoints. Before the first step, this is the loaded state, if any."""
         return self._optimizer.state_dict() if self._optimizer is not None else self._pending or {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take over the state of an earlier run at the next step."""
+        """Set the state of an earlier run. It is loaded at the next step."""
         self._optimizer = None
         self._pending = state or None

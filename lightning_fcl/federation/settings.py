@@ -16,9 +16,9 @@ class FederationSettings:
         rules: Reductions by pattern, which override those of the module.
         local_epochs: Passes over a client's data per round.
         max_vectorized_clients: Maximum number of clients per vectorized step.
-        keep_optimizer_state: Whether a client's optimizer state lasts from round to round.
-        stops_unusable: Whether a round whose uploads were all dropped ends the fit.
-        seed: Seed of participation and of each client's randomness. None: the global seed.
+        keep_optimizer_state: Whether each client keeps its optimizer state between rounds.
+        stops_unusable: Whether the fit ends after a round in which all uploads were dropped.
+        seed: Seed of client sampling and of each client's random numbers. None: the global seed.
     """
 
     rules: ReductionRules

@@ -1,4 +1,4 @@
-"""A swarm: nodes without a server, one of which brings the round's uploads together; some may be out of reach."""
+"""A swarm: nodes without a server. One node aggregates the uploads of a round, and nodes can be unreachable."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from lightning_fcl.validation import check_arguments
 
 
 class Swarm:
-    """How the nodes of a federation without a server find together (Kröger et al.: an ad hoc master).
+    """A federation without a server, in which an ad hoc master aggregates the uploads (Kröger et al.).
 
-    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and does not change
-    the result. A node that misses a synchronisation goes on from its own weights, and sends what it has when it is in
-    reach again.
+    The master of a round is the first reachable node. It does not transmit anything itself, and the choice of the
+    master does not change the result. A node that misses a synchronization continues from its own weights. It uploads
+    them when it is reachable again.
 
     Args:
-        missed_sync_prob: Probability that a node misses a round's synchronisation.
-        missed_rounds: For each node, rounds (from 0) whose synchronisation it misses in any case.
-        leaves_at: For each node that leaves for good, the first round without it.
-
-    Raises:
+        missed_sync_prob: Probability that a node misses the synchronization of a round.
+        missed_rounds: For each node, the rounds (from 0) whose synchronization it always misses.
+        leaves_at: For each node that leaves permanently, the first round without it.
         ValueError: If ``missed_sync_prob`` is not a probability below 1, or a round is negative.
 
     Example:
@@ -42,7 +40,7 @@ class Swarm:
     ) -> None:
         if not 0 <= missed_sync_prob < 1:
             raise InvalidValueError(
-                f"Expected `missed_sync_prob` to be at least 0 and below 1 but got {missed_sync_prob}.",
+                f"Expected `missed_sync_prob` to be at least 0 and below 1, but got {missed_sync_prob}.",
                 argument="missed_sync_prob",
                 value=missed_sync_prob,
             )
@@ -52,7 +50,7 @@ class Swarm:
         for round_idx in self.explicit_rounds:
             if round_idx < 0:
                 raise InvalidValueError(
-                    f"Expected rounds of `missed_rounds` and `leaves_at` from 0 on but got {round_idx}.",
+                    f"Expected rounds of `missed_rounds` and `leaves_at` to be at least 0, but got {round_idx}.",
                     argument="leaves_at" if round_idx in self.leaves_at.values() else "missing",
                     value=round_idx,
                 )
@@ -72,13 +70,13 @@ class Swarm:
         return {node for node, first in self.leaves_at.items() if round_idx >= first}
 
     def misses_sync(self, node: str, round_idx: int, seed: int) -> bool:
-        """Whether a node misses a round's synchronisation: it depends on nothing but node, round and seed."""
+        """Return whether a node misses the synchronization of a round. It depends only on node, round and seed."""
         if round_idx in self.missed_rounds.get(node, ()):
             return True
         return bool(np.random.default_rng(derive_seed(seed, "swarm", node, round_idx)).random() < self.missed_sync_prob)
 
     def elect_master(self, reachable_clients: Sequence[str]) -> str | None:
-        """Who brings the uploads together: the first of the nodes in reach, if there is any."""
+        """Return the client that aggregates the uploads: the first reachable client, or None if there is none."""
         return reachable_clients[0] if reachable_clients else None
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Participation and timing: which clients train in a round, and which uploads arrive in time.
+"""Client sampling and timing: which clients train in a round, and which uploads arrive in time.
 
-Both are functions of the seed, the plan, the clients' names, their speeds and the sizes of messages. Nothing that
-training decides changes them, so they are known before the round and equal on every machine. A late client is not
-trained. The clock counts nanoseconds as integers, so that sums of times do not depend on their order.
+Both depend only on the seed, the plan, the clients' names, their speeds and the sizes of messages. Training does not
+change them, so they are known before the round and identical on every machine. A late client does not train. The clock
+counts nanoseconds as integers, so that sums of times do not depend on their order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimingContext:
-    """What a schedule is made for.
+    """The federation for which a `Synchronization` computes the timing.
 
     Args:
+        plan: The plan of the stream.
+        client_participation: The client sampling.
         local_epochs: Passes over a client's samples per round.
-        download_bytes: Bytes that each client receives in a round, as ``upload_bytes`` those that it sends.
+        download_bytes: Bytes that each client downloads in a round.
+        upload_bytes: Bytes that each client uploads in a round.
         reductions: The reduction of each entry of the server's state.
     """
 
@@ -55,14 +58,14 @@ class TimingContext:
 
 @dataclass(frozen=True)
 class RoundTiming:
-    """What the clock says of a round.
+    """The timing of a round.
 
     Args:
-        clients: The clients whose uploads count, in the plan's order.
-        no_data: Clients that were sampled but have no data, or too few samples to train on.
-        late_clients: Clients whose uploads come too late.
-        duration_s: Seconds from the end of the round before.
-        staleness: Rounds that have ended since a client's download, where there are any.
+        clients: Clients whose uploads count, in the plan's order.
+        no_data: Sampled clients that have no data, or too few samples to train on.
+        late_clients: Clients whose uploads arrive too late.
+        duration_s: Seconds since the end of the previous round.
+        staleness: Number of rounds that ended since each client's download, if above 0.
     """
 
     clients: list[str]
@@ -73,13 +76,20 @@ class RoundTiming:
 
 
 class Synchronization(ABC):
-    """When the uploads of clients, who are so fast, come, and which of them make up a round."""
+    """Base class of the rules that define when uploads arrive, and which uploads make up a round.
+
+    Args:
+        speeds: Speeds of the clients.
+
+    Raises:
+        TypeError: If ``speeds`` is not a `ClientSpeeds`.
+    """
 
     context: TimingContext
-    """What it was begun with."""
+    """The argument of `start`."""
 
     time: ClassVar[str] = "per round"
-    """When the number of clients of `Participation` trains."""
+    """Phrase for messages: when the number of clients of `Participation` trains."""
 
     def __init__(self, speeds: ClientSpeeds) -> None:
         if not isinstance(speeds, ClientSpeeds):
@@ -91,24 +101,28 @@ class Synchronization(ABC):
         self.speeds = speeds
 
     def start(self, context: TimingContext, round_idx: int = 0) -> None:
-        """Take over what it is made for; a fit goes on from ``round_idx``."""
+        """Set the federation for which the timing is computed. The fit starts or resumes at ``round_idx``."""
         self.speeds.check_clients(context.plan.clients)
         self.context = context
 
     @abstractmethod
     def round_timing(self, round_idx: int) -> RoundTiming:
-        """What the clock says of a round, also of one that is yet to come."""
+        """Return the timing of a current or future round."""
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
-        """What makes the server, which is told the round, from the arguments of a `FederatedServer`."""
+        """Return a function that makes the server from the arguments of `FederatedServer`.
+
+        Args:
+            current_round: Function that returns the index of the current round.
+        """
         return FederatedServer
 
     def check(self, pipeline: Pipeline) -> None:
-        """Raise InvalidValueError if the schedule cannot be combined with transforms of uploads."""
+        """Raise InvalidValueError if the synchronization cannot be combined with transforms of uploads."""
         return
 
     def client_duration_ns(self, client: str, round_idx: int) -> int:
-        """Nanoseconds of a client that downloads in a round, from there to the end of its upload."""
+        """Return the nanoseconds from a client's download in a round to the end of its upload."""
         context = self.context
         samples = context.local_epochs * len(context.plan.train[round_idx][client])
         seed, sizes = context.client_participation.seed, (context.download_bytes, context.upload_bytes)
@@ -116,7 +130,7 @@ class Synchronization(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
+        """Return the arguments, for checkpoints."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -124,20 +138,22 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Deadline(Synchronization):
-    """Synchronous rounds that end when enough uploads have come, or at a deadline (Bonawitz et al. 2019, section 2.2).
+    """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    Whoever takes longer for download, training and upload is late, as if it had not been drawn. If nobody is in time,
-    the round waits for the first. Draw more clients than the ``target_uploads`` (the paper 1.3 times as many): the
-    round does not wait for the slowest.
+    A round ends when enough uploads have arrived, or at the deadline.
+
+    A client is late if its download, training and upload take longer. A late client counts like a client that was not
+    sampled. If no client is in time, the round waits for the first upload. Sample more clients than ``target_uploads``
+    (1.3 times as many in the paper), so that the round does not wait for the slowest clients.
 
     Args:
-        speeds: How fast clients are.
-        timeout: Seconds from a round's beginning after which no upload counts; None: the round waits.
-        target_uploads: Number of uploads with which a round ends; None: all that are in time.
+        speeds: Speeds of the clients.
+        timeout: Deadline in seconds after the start of a round. Later uploads do not count. None: no deadline.
+        target_uploads: Number of uploads at which a round ends. None: all uploads that are in time.
 
     Raises:
         ValueError: If an argument is out of range.
-        TypeError: If ``speeds`` are something else.
+        TypeError: If ``speeds`` is not a `ClientSpeeds`.
 
     Example:
         >>> from lightning_fcl import FederatedStream
@@ -158,7 +174,8 @@ class Deadline(Synchronization):
             at_least(1, target_uploads=target_uploads)
         self.timeout = timeout
         self.target_uploads = target_uploads
-        self._known: tuple[TimingContext, int, list[str], RoundTiming] | None = None  # what was asked last
+        # The timing of the latest call, with its arguments.
+        self._known: tuple[TimingContext, int, list[str], RoundTiming] | None = None
 
     def round_timing(self, round_idx: int) -> RoundTiming:
         context = self.context
@@ -166,16 +183,14 @@ class Deadline(Synchronization):
         if self._known is not None and self._known[0] is context and self._known[1:3] == (round_idx, sampled_clients):
             return self._known[3]
         arrives = {client: self.client_duration_ns(client, round_idx) for client in sampled_clients}
-        first = sorted(
-            sampled_clients, key=arrives.__getitem__
-        )  # stable: of those that come at once, in the plan's order
+        # The sort is stable, so uploads that arrive at the same time keep the plan's order.
+        first = sorted(sampled_clients, key=arrives.__getitem__)
         limit = arrives[first[-1]] if self.timeout is None else nanoseconds(self.timeout)
         counted_clients = [client for client in first if arrives[client] <= limit][: self.target_uploads] or first[:1]
         last, in_time = arrives[counted_clients[-1]], {*counted_clients}
         late = [client for client in sampled_clients if client not in in_time]
-        in_vain = (
-            bool(late) and len(counted_clients) != self.target_uploads and last <= limit
-        )  # it waits until the deadline
+        # If too few uploads arrive, the round waits until the deadline.
+        in_vain = bool(late) and len(counted_clients) != self.target_uploads and last <= limit
         end = limit if in_vain else last
         timed = RoundTiming([client for client in sampled_clients if client in in_time], skipped, late, end / NANO)
         self._known = context, round_idx, sampled_clients, timed
@@ -187,7 +202,7 @@ class Deadline(Synchronization):
 
 
 def count_sampled_clients(participation: float | int, num_clients: int) -> int:
-    """How many of so many clients take part: a float is their share, an int their number; at least one.
+    """Return the number of clients per round. A float is a fraction of all clients, an int is a number. At least 1.
 
     Example:
         >>> count_sampled_clients(0.25, 10), count_sampled_clients(0.01, 10), count_sampled_clients(4, 10)
@@ -197,28 +212,28 @@ def count_sampled_clients(participation: float | int, num_clients: int) -> int:
 
 
 def draw_client_order(plan: Plan, round_idx: int, seed: int) -> NDArray[np.int64]:
-    """The clients' places in the order in which a round's lots prefer them, shape (clients,)."""
+    """Return the random order of the clients in a round, as their positions in the plan, shape (clients,)."""
     return np.argsort(derive_keys(plan.client_keys, seed, round_idx, "participation"), kind="stable")
 
 
 class Participation:
-    """Decides who takes part in each round of a federation.
+    """Samples the clients of each round of a federation.
 
-    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
+    The sampling depends only on the seed, the round and the clients' names, not on earlier rounds.
 
     Attributes:
-        min_samples: Samples that a client needs to train in a round. A client with fewer samples counts as one without
-            data.
+        min_samples: Number of samples that a client needs to train in a round. A client with fewer samples counts as a
+            client without data.
 
     Args:
-        fraction_or_count: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
-            least one.
-        seed: Seed of all choices.
-        swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
-        synchronization: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
+        fraction_or_count: Clients per round, sampled again in each round. A float is a fraction (1.0: all clients), an
+            int is a number. At least one client is sampled.
+        seed: Seed of the sampling.
+        swarm: Nodes that leave or miss a synchronization, and a master. None: a federation with a server.
+        synchronization: Rule for the uploads that arrive in time on the simulated clock. None: all uploads count.
 
     Raises:
-        ValueError: If ``fraction_or_count`` is out of range, or there are a swarm and a schedule.
+        ValueError: If ``fraction_or_count`` is out of range, or both ``swarm`` and ``synchronization`` are given.
 
     Example:
         >>> participation = Participation(fraction_or_count=2, swarm=Swarm(leaves_at={"client1": 3}))
@@ -236,7 +251,7 @@ class Participation:
     ) -> None:
         if not fraction_or_count > 0 or (isinstance(fraction_or_count, float) and fraction_or_count > 1):
             raise InvalidValueError(
-                "Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                "Expected `participation` to be a fraction above 0 and at most 1.0, or a number of clients, but got "
                 f"{fraction_or_count}.",
                 hint="Use 1.0 for all clients.",
                 argument="participation",
@@ -244,10 +259,10 @@ class Participation:
             )
         if swarm is not None and synchronization is not None:
             raise InvalidValueError(
-                f"Expected no `swarm` beside `synchronization` but got {swarm.fingerprint()}: a "
-                f"`{type(synchronization).__name__}` is "
-                "kept by a server, which a swarm has not.",
-                hint="Leave `swarm` or `synchronization` out.",
+                f"Expected no `swarm` with `synchronization`, but got {swarm.fingerprint()}. "
+                f"`{type(synchronization).__name__}` "
+                "requires a server, which a swarm does not have.",
+                hint="Remove `swarm` or `synchronization`.",
                 argument="swarm",
                 value=swarm,
             )
@@ -257,41 +272,42 @@ class Participation:
         self.synchronization = synchronization
         self.min_samples = 1
         self.withdrawn_clients: set[str] = set()
-        self._master: str | None = None  # of the last round
+        # Master of the previous round.
+        self._master: str | None = None
 
     @property
     def explicit_clients(self) -> list[str]:
-        """The clients that the settings name: each should be one of the stream's."""
+        """The clients that the settings name. Each must be a client of the stream."""
         speed_clients = self.synchronization.speeds.explicit_clients if self.synchronization is not None else []
         return [*speed_clients, *(self.swarm.explicit_nodes if self.swarm is not None else ())]
 
     @property
     def may_miss_sync(self) -> bool:
-        """Whether clients may miss a synchronisation, and go on from their own state."""
+        """Whether clients can miss a synchronization and continue from their own state."""
         return self.swarm is not None and bool(self.swarm.missed_sync_prob or self.swarm.missed_rounds)
 
     @property
     def is_full(self) -> bool:
-        """Whether each client trains, and is heard, in each round in which it has data."""
+        """Whether each client trains and uploads in each round in which it has data."""
         everyone = isinstance(self.fraction_or_count, float) and self.fraction_or_count == 1.0
         return everyone and self.swarm is None and self.synchronization is None
 
     def describe(self, clients: int) -> str:
-        """Return how many of the stream's clients train, such as "1 of 10 clients per round"."""
+        """Return how many of the stream's clients train, for example "1 of 10 clients per round"."""
         time = "per round" if self.synchronization is None else self.synchronization.time
         return f"{min(clients, count_sampled_clients(self.fraction_or_count, clients))} of {clients} clients {time}"
 
     def check_rounds(self, rounds: int) -> None:
-        """Raise ValueError if the swarm names a round that is not one of the stream's first ``rounds``."""
+        """Raise ValueError if the swarm names a round that is not among the first ``rounds`` rounds of the stream."""
         if self.swarm is None:
             return
         for round_idx in self.swarm.explicit_rounds:
             if round_idx >= rounds:
                 raise InvalidValueError(
-                    "Expected `missed_rounds` and `leaves_at` of the swarm to name rounds of the stream, 0 to "
+                    "Expected `missed_rounds` and `leaves_at` of the swarm to contain rounds of the stream, from 0 to "
                     f"{rounds - 1}, "
-                    f"but got {round_idx}, which never comes.",
-                    hint="Name an earlier one.",
+                    f"but got {round_idx}.",
+                    hint="Use an earlier round.",
                     argument="leaves_at" if round_idx in self.swarm.leaves_at.values() else "missed_rounds",
                     value=round_idx,
                 )
@@ -301,8 +317,8 @@ class Participation:
         for round_idx in range(min(rounds, plan.num_rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round_idx):
                 raise MissingValueError(
-                    f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
-                    f"{round_idx}, and the module cannot train on a batch of one sample.",
+                    f"Expected a client with at least {self.min_samples} samples in each round, but round "
+                    f"{round_idx} has none. The module cannot train on a batch of one sample.",
                     hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
                     argument="min_samples",
                 )
@@ -311,21 +327,23 @@ class Participation:
         """Return the clients that can train in a round: those that are available and have enough samples."""
         current = plan.train[round_idx]
         present = current.keys() - self.unavailable(round_idx)
-        if self.min_samples > 1:  # the server of a deployment does not know samples
+        # Do not read samples if every number is enough. The server of a deployment does not know them.
+        if self.min_samples > 1:
             present = {client for client in present if not 0 < len(current[client]) < self.min_samples}
         return present
 
     def sample_on_time_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
-        """As `sample_clients`; where there is a schedule, those train whose uploads come in time."""
+        """Return the sampled clients whose uploads arrive in time, and those without data. See `sample_clients`."""
         if self.synchronization is None:
             return self.sample_clients(plan, round_idx)
         timed = self.synchronization.round_timing(round_idx)
         return timed.clients, timed.no_data
 
     def sample_clients(self, plan: Plan, round_idx: int) -> tuple[list[str], list[str]]:
-        """Return the sampled clients of a round and those of them that have too few samples, in the plan's order.
+        """Return the sampled clients of a round, and the sampled clients that have too few samples.
 
-        At least one client trains. Unavailable clients do not change the sampling of the others.
+        Both lists are in the plan's order. At least one client trains. Unavailable clients do not change the sampling
+        of other clients.
 
         Raises:
             ValueError: If no client has data in the round.
@@ -334,10 +352,10 @@ class Participation:
         present = self.candidates(plan, round_idx)
         if not present:
             absence_note = (
-                f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+                f" that is available (unavailable: {', '.join(sorted(absent))}). Lower `max_epochs`" if absent else ""
             )
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round_idx} but none has any{absence_note}.",
+                f"Expected a client with data in round {round_idx}, but there is no client with data{absence_note}.",
                 argument="max_epochs",
             )
         number = count_sampled_clients(self.fraction_or_count, len(clients))
@@ -350,29 +368,29 @@ class Participation:
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def expected_clients(self, plan: Plan, round_idx: int) -> list[str]:
-        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        """Return the clients that are expected to train in a round, in the plan's order. Empty if no client can."""
         return self.sample_on_time_clients(plan, round_idx)[0] if self.candidates(plan, round_idx) else []
 
     def unavailable(self, round_idx: int) -> set[str]:
-        """The clients that have left the swarm, or were withdrawn."""
+        """Return the clients that have left the swarm, or were withdrawn."""
         return self.withdrawn_clients | (self.swarm.departed_nodes(round_idx) if self.swarm is not None else set())
 
     def withdraw(self, client: str) -> None:
-        """Let a client take part in no later round."""
+        """Exclude a client from all later rounds."""
         self.withdrawn_clients.add(client)
 
     def misses_sync(self, client: str, round_idx: int) -> bool:
-        """Whether a client trains in a round but misses its synchronisation."""
+        """Return whether a client trains in a round but misses its synchronization."""
         return self.swarm is not None and self.swarm.misses_sync(client, round_idx, self.seed)
 
     def elect_master(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Name the master of a round in a swarm, the first of the clients in reach, over whose radio nothing went."""
+        """Record the master of a round in a swarm: the first reachable client. Its transmitted bytes count as 0."""
         if self.swarm is None:
             return
         record.master = self.swarm.elect_master([client for client in clients if client in record.upload_bytes])
         if record.master is None:
             return
         if self._master not in (None, *record.upload_bytes):
-            log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
+            log.warning("The swarm's master %s is unreachable. The new master is %s.", self._master, record.master)
         self._master = record.master
         record.upload_bytes[record.master] = record.download_bytes[record.master] = 0

@@ -1,11 +1,11 @@
-"""Uploads: everything that leaves a client, and the list of transforms that it passes through.
+"""Uploads: all tensors that leave a client, and the transforms that change them.
 
-Each tensor that a client sends in a round, an entry of the module, an entry that the server keeps for a method, or a
-message of a method, is in an `Uploads` object, together with the tensors of other clients that train vectorized. In a
-simulation and on a node of a deployment, the object passes through the same list:
+An `Uploads` object contains each tensor that a client sends in a round: the entries of the module, the entries that the
+server keeps for a method, and the messages of methods. It also contains the tensors of other clients that train
+vectorized. In a simulation and on a node of a deployment, the object passes through the same steps:
 
 =======================  ====================================================================================
-Where                    What happens
+Where                    Step
 =======================  ====================================================================================
 client                   `UploadTransform.encode` of each transform, first to last; then the bytes are counted
 server, each upload      `UploadTransform.decode`, last to first; check of finite values; sum
@@ -13,10 +13,10 @@ server, sum of a round   `UploadTransform.on_sum`, last to first; division by th
 server, aggregate        `UploadTransform.on_aggregate`, first to last; server optimizer
 =======================  ====================================================================================
 
-With a transform that has ``sums_only`` (a mask), the server adds encoded values, and there is no decoding, no check of
-finite values and no scaling of stale uploads for a single client.
+With a transform that has ``sums_only`` (a mask), the server adds encoded values. It does not decode the upload of a
+single client, check it for finite values, or scale it if it is stale.
 
-Values that are local to a client are not part of an upload.
+Client-local values are not part of an upload.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from lightning_fcl.federation.packing import pack_nonzero
 from lightning_fcl.federation.reductions import Reduction
 
 Messages = Mapping[str, Sequence[State]]
-"""What each of several clients sends to methods beside the entries, by section of the method."""
+"""Messages of each client to methods in addition to the entries, by section of the method."""
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors, by name."""
 
 
 class Stage(IntEnum):
-    """The positions of transforms in a list, which is ascending."""
+    """The position of a transform in the list of transforms, which must be in ascending order."""
 
     COMPRESSION = 1
     CLIP = 2
@@ -57,7 +57,7 @@ class Code:
     """The encoded updates of several clients for one entry.
 
     Args:
-        codec: The transform that decodes them.
+        codec: The transform that decodes the updates.
         tensors: The tensors that are sent, by name, each of shape (clients, ...).
         reference: A tensor of the shape, dtype and device of one client's update.
     """
@@ -73,7 +73,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a transform is told about the federation before each round.
+    """The properties of the federation that each transform receives before a round.
 
     Args:
         state: The server's state at the start of the round.
@@ -107,20 +107,20 @@ class Uploads:
         weights: The weight of each client in means.
         reductions: The reduction of each entry.
         values: The entries, each of shape (clients, ...): states, or updates if ``are_updates``.
-        origins: The value of each entry from which an update is measured, `Reduction.empty_upload` of the state with
-            which the client started. It has the shape of one client's value, or (clients, ...) if clients started with
+        origins: Value of each entry from which an update is measured: `Reduction.empty_upload` of the state with which
+            the client started. It has the shape of one client's value, or (clients, ...) if clients started with
             different states.
         are_updates: Whether ``values`` are updates, which are values minus origins.
         client_states: The state of each client at the start of the round, by section.
 
     Attributes:
-        codes: Entries that are sent encoded. They are not among ``values``.
-        messages: What clients send to a method beside the entries, by section of the method: a dict of tensors for each
-            client.
-        unchanged: Names of the entries that each client leaves out because they equal the state that the server sent.
-        memories: New client state of transforms, by section: a dict of tensors for each client. It replaces the state
-            before when the server has accepted the upload.
-        exchanged: What each client keeps from the messages of transforms until the round ends, see `Exchange`.
+        codes: Entries that are sent encoded. They are not in ``values``.
+        messages: Messages of clients to methods in addition to the entries, by section of the method: a dict of tensors
+            for each client.
+        unchanged: Names of the entries that each client omits, because they equal the state that the server sent.
+        memories: New client states of transforms, by section: a dict of tensors for each client. They replace the
+            previous states when the server has accepted the upload.
+        exchanged: Tensors that each client keeps from the messages of transforms until the round ends, see `Exchange`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Uploads:
         self.values[name] = update if self.are_updates else self.origins[name] + update
 
     def norms(self) -> Tensor:
-        """Return the joint L2 norm of everything that each client uploads, as decoded, float64 of shape (clients,)."""
+        """Return the joint L2 norm of each client's decoded upload, float64 of shape (clients,)."""
         squares = torch.zeros(len(self), dtype=torch.float64)
         for name in self.names:
             squares += _squares(self.update(name)).cpu()
@@ -179,7 +179,7 @@ class Uploads:
         return squares.sqrt()
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply everything that each client uploads by a factor, shape (clients,), as the server decodes it.
+        """Multiply each client's decoded upload by a factor, shape (clients,).
 
         Integers are rounded toward zero.
         """
@@ -199,7 +199,7 @@ class Uploads:
         return {**self.values, **coded}
 
     def sent(self, row: int) -> State:
-        """Return the tensors that one client sends, packed, by name. Their bytes are those of the upload."""
+        """Return the packed tensors that one client sends, by name. Their size is the size of the upload."""
         state = {
             name: self.reductions[name].pack(value[row])
             for name, value in self.values.items()
@@ -212,7 +212,7 @@ class Uploads:
         return state
 
     def nbytes(self) -> list[int]:
-        """Return the number of bytes that each client sends: those of `sent`."""
+        """Return the number of bytes that each client sends, which is the size of the tensors in `sent`."""
         reductions = self.reductions
         static_values = [value for name, value in self.values.items() if reductions[name].has_static_size]
         static_nbytes = sum(
@@ -238,9 +238,9 @@ class Sums:
 
     Args:
         values: The sum of the clients' weighted updates for each entry.
-        denominators: The number that each sum is divided by. 0: the entry keeps the server's value.
+        denominators: The number by which each sum is divided. 0: the entry keeps the server's value.
         clients: Names of the clients whose uploads are in the sums.
-        round: The number of the round.
+        round: Index of the round.
     """
 
     values: State
@@ -254,22 +254,26 @@ class Exchange:
 
     Args:
         clients: The clients.
-        answers: Returns the clients' answers to questions.
+        answers: Function that returns the clients' answers to questions.
     """
 
     def __init__(self, clients: Sequence[str], answers: Callable[[Mapping[str, State]], Mapping[str, State]]) -> None:
         self.clients, self._answers = clients, answers
 
     def ask(self, questions: Mapping[str, State]) -> Mapping[str, State]:
-        """Send tensors to clients, and return the tensors that each answers, see `UploadTransform.answer`."""
+        """Send tensors to clients, and return the tensors with which each client answers.
+
+        Args:
+            questions: The tensors for each client. `UploadTransform.answer` answers them.
+        """
         return self._answers(questions)
 
 
 class UploadTransform:
     """A step between what clients send and what the server aggregates.
 
-    A subclass overrides some of the functions, which change their argument in place. Each is called in a simulation and
-    in a deployment. Client state is kept in ``uploads.memories``, and the server saves it if it accepts the upload.
+    A subclass overrides some of the functions, which change their argument in place. They are called in simulations and
+    in deployments. Store client state in ``uploads.memories``. The server saves it if it accepts the upload.
 
     Example:
         >>> class Halved(UploadTransform):
@@ -284,13 +288,13 @@ class UploadTransform:
     """The position in a list of transforms."""
 
     needs_updates: ClassVar[bool] = False
-    """Whether clients send updates (values minus the value that the client started with) in place of states."""
+    """Whether clients send updates (the value minus the value at the start of the round) in place of states."""
 
     sums_only: ClassVar[bool] = False
-    """Whether the server may see sums of encoded values only. It overrides `make_accumulator` and `on_sum`."""
+    """Whether the server may see only sums of encoded values. Then override `make_accumulator` and `on_sum`."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether clients keep state for it between rounds."""
+    """Whether clients keep state of the transform between rounds."""
 
     def setup(self, setting: Setting) -> None:
         """Prepare for a round. Called before each round, and before the first one when a fit starts.
@@ -300,7 +304,7 @@ class UploadTransform:
         """
 
     def encode(self, uploads: Uploads) -> None:
-        """Change what clients send."""
+        """Change the uploads on the client."""
 
     def before_upload(self, exchange: Exchange) -> None:
         """Exchange messages with the clients of the round before they train."""
@@ -310,8 +314,8 @@ class UploadTransform:
 
         Args:
             client: The client.
-            question: The tensors that the server has sent.
-            memory: What the client keeps until the round ends, to be changed in place. `encode` finds it in
+            question: The tensors that the server sent.
+            memory: Tensors that the client keeps until the round ends, to be changed in place. `encode` finds them in
                 ``uploads.exchanged``.
         """
         return {}
@@ -320,30 +324,30 @@ class UploadTransform:
         """Exchange messages with the clients whose uploads were accepted."""
 
     def decode(self, uploads: Uploads) -> None:
-        """Change uploads that the server has received."""
+        """Change uploads on the server, after it has received them."""
 
     def make_accumulator(self) -> Accumulator:
-        """Return a new object that adds the encoded tensors of all entries in a round, see ``sums_only``."""
-        raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to have a `make_accumulator`.")
+        """Return a new accumulator that adds the encoded tensors of all entries in a round, see ``sums_only``."""
+        raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to define `make_accumulator`.")
 
     def on_sum(self, sums: Sums) -> None:
-        """Change the sums of a round, which may have no clients."""
+        """Change the sums of a round. They can be sums over no clients."""
 
     def on_aggregate(self, previous_state: State, aggregate: State) -> None:
         """Change the new server state before the server optimizer uses it."""
 
     def commit_round(self) -> None:
-        """Save the server's state of the transform: the round is complete."""
+        """Save the server's state of the transform, because the round is complete."""
 
     def roll_back_round(self) -> None:
-        """Restore the server's state of the transform from before the round, which was interrupted."""
+        """Restore the server's state of the transform from before the round, because the round was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the server's state of the transform, for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the arguments, for checkpoints."""
@@ -376,14 +380,14 @@ class UpdateCodec(UploadTransform, ABC):
 
     @abstractmethod
     def nbytes(self, n: int, itemsize: int) -> int:
-        """Return the number of bytes of one client's code of ``n`` numbers that have ``itemsize`` bytes each."""
+        """Return the number of bytes of one client's code of ``n`` numbers with ``itemsize`` bytes each."""
 
     def decode(self, uploads: Uploads) -> None:
         for name in [*uploads.codes]:
             uploads.set_update(name, uploads.codes.pop(name).decoded())
 
     def decode_sums(self, sums: Sums, setting: Setting) -> None:
-        """Replace the sums of codes by the sums of updates. The code is linear."""
+        """Replace the sums of codes by the sums of updates. The code must be linear."""
         for name in (name for name in setting.uploaded if self.codes(name, setting)):
             reference = setting.state[name]
             parts = {part: sums.values.pop(f"{name}/{part}")[None] for part in self.forms(reference)}
@@ -391,7 +395,7 @@ class UpdateCodec(UploadTransform, ABC):
 
 
 def difference(values: Tensor, origin: Tensor) -> Tensor:
-    """Return values minus an origin, and 0 where the origin is not finite. Truth values become integers."""
+    """Return values minus an origin, and 0 where the origin is not finite. Booleans become integers."""
     if values.dtype == torch.bool:
         return values.to(torch.int8) - origin.to(torch.int8)
     result = values - origin
