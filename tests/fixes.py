@@ -612,19 +612,19 @@ ROWS |= {
         lambda lab, **options: FederatedStrategy(**options),
         {"swarm": Swarm(), "synchronization": Deadline(ClientSpeeds(0.01))},
         {"swarm": None},
-        "Leave `swarm` or `synchronization` out.",
+        "Remove `swarm` or `synchronization`.",
     ),
     "FedBuff beside a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"upload_transforms": []},
-        "Leave it out",
+        "Remove it, or use `Deadline`",
     ),
     "FedBuff beside a mask, with a Deadline": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"synchronization": Deadline(ClientSpeeds(0.01))},
-        "or use a `Deadline` as the `synchronization`",
+        "or use `Deadline` as the `synchronization`",
     ),
     "upload transforms in another order": Row(
         lambda lab, transforms: FederatedStrategy(upload_transforms=transforms),
@@ -642,7 +642,7 @@ ROWS |= {
         lambda lab, **options: FederatedStrategy(**options),
         {"compression": TopK(0.1), "upload_transforms": [SumsOnly()]},
         {"compression": None},
-        "Leave `compression` out.",
+        "Remove `compression`.",
     ),
     "compression of a reduction that cannot be compressed": Row(
         lambda lab, **options: fit_one_round(lab, **options),
@@ -654,7 +654,7 @@ ROWS |= {
         lambda lab, **options: fit_one_round(lab, **options),
         {"compression": TopK(0.1), "reductions": {"*": "sparse_mean"}},
         {"compression": None},
-        "or leave `compression` out.",
+        "or remove `compression`.",
     ),
     "a mask beside a method whose clients send messages": Row(
         lambda lab, senders: Pipeline([SumsOnly()]).setup(
@@ -686,13 +686,13 @@ ROWS |= {
         lambda lab, synchronization: fit_one_round(lab, synchronization=synchronization, reductions={"*": "median"}),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2)},
         {"synchronization": Deadline(ClientSpeeds(0.01))},
-        "Use a `Deadline`",
+        "Use `Deadline`",
     ),
     "speeds are missing": Row(
         lambda lab, speeds: fit_one_round(lab, synchronization=Deadline(speeds)),
         {"speeds": ClientSpeeds(per_client={"0": {"seconds_per_sample": 0.1}})},
         {"speeds": ClientSpeeds(0.01, per_client={"0": {"seconds_per_sample": 0.1}})},
-        "Set it in `ClientSpeeds`",
+        "Set `seconds_per_sample` in `ClientSpeeds`",
         MissingValueError,
     ),
     "pattern of reductions without an entry": Row(
@@ -2003,7 +2003,7 @@ ROWS |= {
         lambda lab, round_idx: fit_one_round(lab, swarm=Swarm(leaves_at={"0": round_idx})),
         {"round_idx": 9},
         {"round_idx": 1},
-        "Name an earlier one.",
+        "Use an earlier round.",
     ),
     "reservoir in a swarm with dropout": Row(
         fit_reservoir,

@@ -150,13 +150,13 @@ ROWS |= {
         check,
         {"state": state_of(6, 5, 4), "sizes": (6, 5, 5, 4)},
         {"sizes": (6, 5, 4)},
-        "Build the module with the arguments with which it was saved.",
+        "Build the module with the arguments that it was saved with.",
     ),
     "state of a module of another size": Row(
         check,
         {"state": state_of(6, 3, 4)},
         {"sizes": (6, 3, 4)},
-        "Build the module with the arguments with which it was saved.",
+        "Build the module with the arguments that it was saved with.",
     ),
     "state with text": Row(
         check,
@@ -171,22 +171,22 @@ ROWS |= {
         "Use the state of an earlier round.",
     ),
     "optimizer that keeps text": Row(
-        remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Leave `keep_optimizer_state` out."
+        remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Remove `keep_optimizer_state`."
     ),
     "round that moves the server far": Row(
-        move, {"most": 10.0}, {"most": 1000.0}, "or a larger `max-update-norm` of the run's configuration."
+        move, {"most": 10.0}, {"most": 1000.0}, "or a larger `max-update-norm` in the run's configuration."
     ),
     "file of speeds without clients": Row(
         read_speeds,
         {"text": "name,seconds_per_sample\n0,0.1\n"},
         {"text": "client,seconds_per_sample\n0,0.1\n"},
-        "Give the file a header with `client`, and each row one cell for each column.",
+        "Add a header with the column `client`, and give each row one cell per column.",
     ),
     "file of speeds with a client twice": Row(
         read_speeds,
         {"text": "client,seconds_per_sample\n0,0.1\n0,0.2\n"},
         {"text": "client,seconds_per_sample\n0,0.1\n"},
-        "Remove one of the rows.",
+        "Remove the duplicate rows.",
     ),
     "loaders that are made again": Row(
         fit_module_reloaded,

@@ -203,7 +203,7 @@ ROWS |= {
         read_client,
         {"resumes": False},
         {"resumes": True},
-        "Resume from the newest checkpoint, which has the states of all clients.",
+        "Resume from the newest checkpoint, which contains the states of all clients.",
         DamagedFileError,
     ),
     "checkpoint within a round": Row(

@@ -118,8 +118,8 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         # Accept non-finite numbers if the module's own tensor has some, such as a mask with -inf.
         if wrong and torch.isfinite(tensor).all():
             raise InvalidValueError(
-                f"Expected a state of finite numbers, but {wrong} of {value.numel()} numbers in `{name}` are not "
-                "finite.",
+                f"Expected a state of finite numbers, but {wrong} of {value.numel()} numbers in `{name}` are "
+                "non-finite.",
                 hint="Use the state of an earlier round.",
                 argument=name,
             )
@@ -178,7 +178,7 @@ def get_reductions(module: nn.Module, rules: ReductionRules | None = None) -> di
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Return the names of the frozen parameters that clients start with as they are on the server, and upload.
+    """Return the names of the frozen parameters that clients upload and start with the server's value.
 
     Clients do not need to send such parameters as long as they do not change.
     """
@@ -299,7 +299,7 @@ class Aggregator:
         self.num_uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
-        # Masks of the elements that are not finite in some upload. These elements keep the server's value.
+        # Masks of the elements that are non-finite in some upload. These elements keep the server's value.
         self._aside: State = {}
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():

@@ -35,7 +35,7 @@ class Speed:
         latency: Constant time of each round in seconds, such as for waking up and connecting.
 
     Raises:
-        ValueError: If a number is negative or not finite, or a bandwidth is 0.
+        ValueError: If a number is negative or non-finite, or a bandwidth is 0.
     Example:
         >>> Speed(0.01, upload_bandwidth=1000, download_bandwidth=4000, latency=2).seconds(100, 4000, 4000)
         8.0
@@ -101,7 +101,7 @@ class ClientSpeeds:
         spread: Standard deviation of the logarithm of the clients' factors. Their median is 1. With 0.5, one client in
             six takes more than 1.65 times the typical time.
         variation: Standard deviation of the logarithm of another factor with median 1. This factor multiplies the whole
-            time of a round, and is drawn for each client and round.
+            time of a round. It is random for each client and round.
         per_client: Values for single clients, by client name and argument name. Missing values are the typical ones.
             ``spread`` does not change these clients.
         path: YAML file with values as in ``per_client``, or CSV file with a column ``client`` and columns named like

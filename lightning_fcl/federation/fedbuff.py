@@ -73,7 +73,7 @@ class FedBuff(Synchronization):
     that it downloaded. The server multiplies the update by ``(1 + staleness) ** -staleness_exponent``, where the
     staleness is the number of server steps since the download (Algorithm 1).
 
-    When an upload arrives, another client starts. The client is drawn by the client sampling of the round. The server's
+    When an upload arrives, another client starts, in the random order of the client sampling of the round. The server's
     learning rate is set by ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round
     in which its upload arrives. Averaged entries that are not trained, such as buffers, are averaged without the
     staleness factor.

@@ -141,8 +141,8 @@ class ExactChunk:
         while largest > 0:
             limb = self._limb(math.frexp(largest)[1], times, clients)
             complete = math.ldexp(1.0, limb.exponent) <= unit
-            # Between 2^52 and 2^53 units, the last bit of a number is one unit. Therefore this sum is rounded to units,
-            # and its bits minus the bits of the offset are the number of units.
+            # Between 2^52 and 2^53 units, the last bit of a number is one unit. This addition therefore rounds to
+            # units. The bits of the result minus the bits of the offset are the number of units.
             offset = math.ldexp(1.5, 52 + limb.exponent)
             rounded = torch.add(numbers, offset, out=numbers if complete else spare)
             bits = rounded.view(torch.int64)

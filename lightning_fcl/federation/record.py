@@ -13,10 +13,10 @@ class RoundRecord:
     """The record of one round: the bytes of each client, and the clients whose uploads are missing.
 
     Args:
-        accepted: Clients whose upload was accepted.
+        accepted: Clients with an accepted upload.
         upload_bytes: Bytes that each client uploaded.
         download_bytes: Bytes that each client downloaded.
-        dropped: Clients whose upload was dropped, with the reason.
+        dropped: Reason for each client with a dropped upload.
         no_data: Sampled clients that had no data, or too few samples to train on.
         missed_sync: Clients that trained but missed the synchronization.
         diverged: Clients whose loss was non-finite in some step, although their upload is finite.

@@ -170,8 +170,8 @@ def find_non_finite(
         if (reductions[name].is_uploaded or reductions[name].is_local)
         and (value.is_floating_point() or value.is_complex())
     }
-    # A finite sum has only finite terms, so check each number only if a sum is not finite. If all clients share one row
-    # in memory, check this row once.
+    # A finite sum has only finite terms, so check each number only if a sum is non-finite. Check a row only once if
+    # all clients share it in memory.
     unique_values = {name: value[0] if value.stride(0) == 0 else value for name, value in numbers.items()}
     unique_values |= {name: value for name, (value, _) in sums.items()}
     if all(cmath.isfinite(value.sum().item()) for value in unique_values.values()):
@@ -190,12 +190,12 @@ def find_non_finite(
 
 
 def check_finite(state: Mapping[str, Tensor], names: Sequence[str], situation: str) -> None:
-    """Raise InvalidValueError if some of the named entries are not finite, because all clients would diverge."""
+    """Raise InvalidValueError if a named entry is non-finite, because all clients would diverge."""
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise InvalidValueError(
-            f"Expected finite numbers in the server state, but {format_code_names(wrong)} is not finite {situation}.",
+            f"Expected finite numbers in the server state, but {format_code_names(wrong)} is non-finite {situation}.",
             argument=wrong[0],
         )
 

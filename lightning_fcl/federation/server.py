@@ -153,7 +153,7 @@ class FederatedServer:
             round_idx: Index of the round.
 
         Raises:
-            InvalidValueError: If the module already has an entry of ``extra_tensors``, or the state is not finite.
+            InvalidValueError: If the module already has an entry of ``extra_tensors``, or the state is non-finite.
         """
         self.reductions = get_reductions(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in state_tensors(module).items()}
@@ -285,8 +285,8 @@ class FederatedServer:
         """Do the client side of an upload: drop clients with non-finite numbers, and apply the transforms.
 
         Returns:
-            The uploads of the clients with finite numbers, whether each client is one of them, the weighted sums of
-            entries if they are known, and the entries in which the server has non-finite numbers.
+            A tuple of four: the uploads of the clients with finite numbers, a flag for each client (True: only finite
+            numbers), the known weighted sums of entries, and the entries with non-finite numbers of the server.
         """
         missing = [name for name, reduction in self.reductions.items() if reduction.is_uploaded and name not in states]
         if missing:
@@ -418,7 +418,7 @@ class FederatedServer:
         return {name: of.empty_upload(self.state[name]) for name, of in self.reductions.items() if of.is_uploaded}
 
     def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
-        """Drop clients whose decoded uploads are not finite. Return the same as `drop_non_finite`."""
+        """Drop clients with non-finite decoded uploads. Return the same as `drop_non_finite`."""
         if not uploads.are_updates:
             return self.drop_non_finite(uploads.clients, uploads.values, {})
         faults: dict[int, list[str]] = {}
@@ -452,7 +452,7 @@ class FederatedServer:
                 unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
-        """Drop an upload and the client's unsent entries. With these entries, its next uploads would also be dropped."""
+        """Drop an upload and the client's unsent entries. They would make its next uploads non-finite, too."""
         client, client_state = client_round.client_id, self.client_store[client_round.client_id]
         if RESIDUAL_SECTION in client_state:
             self.client_store[client] = {
@@ -503,7 +503,7 @@ class FederatedServer:
         """Aggregate the uploads and return the new server state.
 
         Raises:
-            InvalidValueError: If the new state is not finite, or changes by more than ``max_update_norm``.
+            InvalidValueError: If the new state is non-finite, or changes by more than ``max_update_norm``.
         """
         # Frozen parameters that no client changed stay bitwise identical.
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}

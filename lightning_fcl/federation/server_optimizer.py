@@ -32,7 +32,7 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
         name: Name of the argument that contains the factory, for messages.
 
     Raises:
-        InvalidValueError: If the factory fails, does not return an optimizer, or uses a setting that is not finite.
+        InvalidValueError: If the factory fails, does not return an optimizer, or uses a non-finite setting.
 
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])

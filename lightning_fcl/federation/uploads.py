@@ -194,7 +194,7 @@ class Uploads:
             ]
 
     def tensors(self) -> State:
-        """Return all entries as they are sent, each of shape (clients, ...). Tensors of a code are ``NAME/TENSOR``."""
+        """Return all entries in encoded form, each of shape (clients, ...). Tensors of a code are ``NAME/TENSOR``."""
         coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
         return {**self.values, **coded}
 
@@ -395,7 +395,7 @@ class UpdateCodec(UploadTransform, ABC):
 
 
 def difference(values: Tensor, origin: Tensor) -> Tensor:
-    """Return values minus an origin, and 0 where the origin is not finite. Booleans become integers."""
+    """Return values minus an origin, and 0 where the origin is non-finite. Booleans become integers."""
     if values.dtype == torch.bool:
         return values.to(torch.int8) - origin.to(torch.int8)
     result = values - origin

@@ -153,10 +153,10 @@ def mean(rows, server):
 @pytest.mark.parametrize(
     ("divisor", "message"),
     [
-        (0, r"of finite numbers but .* is not finite when a round's uploads have come"),
+        (0, r"finite numbers in the server state, but .* is non-finite after the aggregation of a round"),
         (
             1e-6,
-            r"^Expected a round to move the server by at most 1000 times the larger of its norm and 1 but",
+            r"^Expected a round to change the server state by at most 1000 times the larger of its norm and 1, but",
         ),
     ],
 )

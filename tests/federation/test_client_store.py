@@ -135,7 +135,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
             assert same(store["client1"], state)
         except ValueError as error:
             refused += 1
-            assert str(error).startswith(f"Expected the state of client client1 in {path} to be ")
+            assert str(error).startswith(f"Expected the unchanged state of client client1 in {path}, but ")
     assert refused > 0.9 * len(whole)
     for length in (0, 7, 8, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])

@@ -160,7 +160,7 @@ class Mine(Mean):
 
 @pytest.mark.parametrize("reduction", [Sum(), Krum(1)])
 def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
-    with pytest.raises(ValueError, match=f"Expected `mean` as the reduction of all .* but `w` has `{reduction}`"):
+    with pytest.raises(ValueError, match=f"Expected the reduction `mean` for all .* but `w` has `{reduction}`"):
         begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
     begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Local(), "reservoir": Constant()})
     begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"w": Mine()})

@@ -81,7 +81,7 @@ def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
         assert record.upload_bytes == {c: 0 if c == record.master else 8 for c in sends}
         assert record.download_bytes == {c: 0 if c == record.master else 4 for c in sends}
     assert masters == ["a", "b", None, "b", "a"]
-    assert [r.message for r in caplog.records] == ["a is out of reach as the swarm's master: b takes over."]
+    assert [r.message for r in caplog.records] == ["The swarm's master a is unreachable. The new master is b."]
 
 
 @pytest.mark.parametrize("clients", [0, 0.0, -1, 1.5, float("nan")])

@@ -109,11 +109,11 @@ def test_what_is_no_speed_is_refused_by_name(arguments, argument):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "client,speed\na,1\n", "Expected the speed of client a to name seconds_per_sample.* .*'speed': '1'"),
+        ("a.csv", "client,speed\na,1\n", "Expected the speed of client a to map names from seconds_per_sample.* .*'speed': '1'"),
         ("a.csv", "latency\n1\n", "Expected a column `client`, .*a.csv"),
         ("a.csv", "", "Expected .*a.csv to have lines but it is empty"),
-        ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a comes twice"),
-        ("a.csv", "client,latency\na,fast\n", "Expected the speed of client a to name .* but got .*'latency': 'fast'"),
+        ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a appears more than once"),
+        ("a.csv", "client,latency\na,fast\n", "Expected the speed of client a to map names .* but got .*'latency': 'fast'"),
         ("a.csv", "client,latency\na,1,2\n", "Expected a column `client`, and no more cells than columns, in .*a.csv"),
         ("a.csv", "client,latency\n\xe9,1\n", "Expected .*a.csv to be a text file but got: 'utf-8' codec"),
         ("a.yaml", "- a\n", "to map clients to their speeds"),

@@ -433,7 +433,7 @@ def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
     assert first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
     with raises(InvalidValueError, "more"):
         client.received(parts, {**tensors, "more": torch.zeros(1)})
-    with pytest.raises(InvalidValueError, match=r"Expected `bias.*` in an upload but it is missing"):
+    with pytest.raises(InvalidValueError, match=r"Expected `bias.*` in an upload, but it is missing"):
         client.received(parts, {name: value for name, value in tensors.items() if not name.startswith("bias")})
 
 

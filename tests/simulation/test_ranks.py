@@ -384,7 +384,7 @@ class Stays(Reduction):
 
 @pytest.mark.seconds
 def test_unsupported_reduction_or_too_many_processes_raise(ranks, make_task, make_stream):
-    with pytest.raises(Exception, match=r"Expected the reduction `stays` .* on one device but got 2"):
+    with pytest.raises(Exception, match=r"Expected one device for the reduction `stays` .* but got 2"):
         ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, max_vectorized_clients=1)
     with pytest.raises(
         Exception, match=r"client groups in a round, 2 \(of up to 2 clients\), but got 3. Set fewer `devices`"
