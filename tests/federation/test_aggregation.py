@@ -1,4 +1,4 @@
-"""Reductions against independent NumPy."""
+"""Built-in reductions, compared with independent computations in NumPy."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,14 @@ def add(aggregator, upload, weight, number=None):
 
 
 def aggregate(reduction, uploads, weights=None, server=None):
-    """The new value of the only entry of a state."""
+    """Return the new value of the only entry of a state."""
     aggregator = Aggregator({"w": get_reduction("w", reduction)})
     for upload, weight in zip(uploads, weights or [1.0] * len(uploads), strict=True):
         add(aggregator, {"w": upload}, weight)
     return aggregator.compute({"w": torch.zeros_like(uploads[0]) if server is None else server})["w"]
 
 
-def test_mean_is_numpys_weighted_average():
+def test_mean_equals_numpy_weighted_average():
     uploads, weights = random_uploads(7), [1.0, 2.5, 300.0, 0.1, 7.0, 11.0, 0.003]
     expected = np.average(np.stack([u.double().numpy() for u in uploads]), axis=0, weights=weights)
     result = aggregate("mean", uploads, weights)
@@ -44,18 +44,18 @@ def test_mean_is_numpys_weighted_average():
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [0.1, 0.2, 0.7], [1 / 3, 1e-7, 12345.678], [7, 0.3, 1e6]])
-def test_identical_uploads_come_back_to_the_bit(weights):
+def test_mean_identical_uploads_is_bitwise_identical(weights):
     upload = torch.randn(1000) * torch.logspace(-20, 20, 1000)
     assert torch.equal(aggregate("mean", [upload] * 3, weights), upload)
 
 
-def test_mean_of_half_precision_is_computed_in_double():
+def test_mean_half_precision_is_computed_in_double_precision():
     uploads = [torch.tensor([v], dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0, 1.0, 1.0)]
     result = aggregate("mean", uploads)
     assert result.dtype == torch.bfloat16 and result.item() == 52.0
 
 
-def test_sum_adds_the_pooled_uploads_to_the_servers_value():
+def test_sum_adds_uploads_to_server_value():
     x, server = torch.randn(60, 5, dtype=torch.float64), torch.eye(5, dtype=torch.float64)
     uploads = [part.T @ part for part in x.split([10, 20, 30])]
     result = aggregate("sum", uploads, weights=[1.0, 50.0, 0.1], server=server)
@@ -64,7 +64,7 @@ def test_sum_adds_the_pooled_uploads_to_the_servers_value():
 
 
 @pytest.mark.parametrize("reduction", ["local", "download_only", "constant"])
-def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
+def test_aggregate_entries_not_uploaded_are_unchanged(reduction):
     aggregator = aggregator_of(head=reduction, w="mean")
     add(aggregator, {"w": torch.ones(1)}, weight=1)
     server = {"head": torch.tensor([5.0]), "w": torch.zeros(1)}
@@ -72,29 +72,30 @@ def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "median", TrimmedMean(0.0)])
-def test_counters_take_the_nearest_integer(reduction):
+def test_aggregate_integers_rounds_to_nearest(reduction):
     uploads = [torch.tensor(v) for v in (1, 2, 2)]
     assert aggregate(reduction, uploads).item() == 2
-    two = [torch.tensor(v) for v in (2, 5)]  # 3.5 is even-rounded
+    # The mean and the median of 2 and 5 are 3.5, which is rounded to the even integer 4.
+    two = [torch.tensor(v) for v in (2, 5)]
     result = aggregate(reduction, two)
     assert result.dtype == torch.int64 and result.item() == 4
 
 
-def test_bool_entries_take_the_majority_or_any():
+def test_aggregate_booleans_mean_is_majority_and_sum_is_any():
     uploads = [torch.tensor([True, True]), torch.tensor([True, False]), torch.tensor([False, False])]
     assert aggregate("mean", uploads).tolist() == [True, False]
     assert aggregate("sum", uploads).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5, 6])
-def test_median_is_numpys(clients):
+def test_median_equals_numpy_median(clients):
     uploads = random_uploads(clients)
     expected = np.median(np.stack([u.double().numpy() for u in uploads]), axis=0).astype(np.float32)
     np.testing.assert_allclose(aggregate("median", uploads).numpy(), expected, rtol=1e-7)
 
 
 @pytest.mark.parametrize(("clients", "trim", "cut"), [(10, 0.1, 1), (10, 0.25, 2), (5, 0.4, 2), (4, 0.2, 0)])
-def test_trimmed_mean_is_that_of_the_sorted_rest(clients, trim, cut):
+def test_trimmed_mean_equals_mean_of_remaining_sorted_values(clients, trim, cut):
     uploads = random_uploads(clients)
     rest = np.sort(np.stack([u.double().numpy() for u in uploads]), axis=0)[cut : clients - cut]
     np.testing.assert_allclose(aggregate(TrimmedMean(trim), uploads).numpy(), rest.mean(axis=0), rtol=1e-6)
@@ -110,14 +111,14 @@ def krum_by_hand(uploads, byzantine):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_krum_is_the_papers_score(seed):
+def test_krum_equals_score_by_hand(seed):
     uploads = random_uploads(8, seed=seed)
     chosen = krum_by_hand(uploads, 2)
     assert krum(torch.stack(uploads).flatten(1), num_malicious_clients=2) == chosen
     assert torch.equal(aggregate(Krum(2), uploads), uploads[chosen])
 
 
-def test_krum_takes_all_its_entries_from_one_client():
+def test_krum_several_entries_selects_one_client():
     uploads = [
         {"a": a, "b": b} for a, b in zip(random_uploads(6, seed=1), random_uploads(6, (2,), seed=2), strict=True)
     ]
@@ -130,7 +131,7 @@ def test_krum_takes_all_its_entries_from_one_client():
 
 
 @pytest.mark.parametrize(("reduction", "bound"), [("median", 0.3), ("trimmed_mean", 0.3), (Krum(1), 1.0)])
-def test_one_malicious_upload_moves_robust_rules_little(reduction, bound):
+def test_robust_reductions_one_malicious_upload_changes_little(reduction, bound):
     honest = [1.0 + 0.1 * u for u in random_uploads(9)]
     uploads = [*honest, torch.full((3, 4), -1e6)]
     result = aggregate(reduction, uploads)
@@ -140,28 +141,30 @@ def test_one_malicious_upload_moves_robust_rules_little(reduction, bound):
         assert any(torch.equal(result, upload) for upload in honest)
 
 
-def test_without_uploads_the_server_stays():
+def test_aggregate_without_uploads_keeps_server_state():
     server = {reduction: torch.randn(2) for reduction in REDUCTIONS}
     result = Aggregator(BUILT_IN_REDUCTIONS).compute(server)
     assert result.keys() == server.keys() and all(result[name] is server[name] for name in server)
 
 
 @pytest.mark.parametrize(("reduction", "held"), [("mean", 1), ("sum", 1), ("median", 50)])
-def test_memory_does_not_grow_with_clients_for_means_and_sums(reduction, held):
+def test_accumulator_memory_of_mean_and_sum_is_constant(reduction, held):
     aggregator = aggregator_of(w=reduction)
     for upload in random_uploads(50):
         add(aggregator, {"w": upload}, 1.0)
     ((_, accumulator),) = aggregator._groups
     if reduction == "median":
         assert len(accumulator._rows["w"]) == held
-    else:  # one integer of 64 bits for each number, as long as usual numbers come
+    else:
+        # Numbers of usual sizes need one 64-bit integer per element.
         (piece,) = accumulator._sums.sums["w"]._pieces
         assert len(piece._limbs) == held and not piece._digits
 
 
-def test_uploads_are_copied():
+def test_accumulate_copies_uploads():
     aggregator, shared = aggregator_of(w="median", v="mean"), {"w": torch.zeros(1), "v": torch.zeros(1)}
-    for value in (1.0, 2.0, 9.0):  # as a strategy does, which trains all clients in one module
+    # A strategy trains all clients in one module, so all uploads are in the same tensors.
+    for value in (1.0, 2.0, 9.0):
         shared["w"].fill_(value)
         shared["v"].fill_(value)
         add(aggregator, shared, 1.0)
@@ -169,7 +172,7 @@ def test_uploads_are_copied():
     assert result["w"].item() == 2.0 and result["v"].item() == 4.0
 
 
-def test_where_clients_start():
+def test_reductions_initial_values_and_transmitted_entries():
     value, known = torch.ones(3), BUILT_IN_REDUCTIONS
     assert tuple(known) == REDUCTIONS == tuple(map(repr, known.values()))
     down, up = ([name for name in REDUCTIONS if getattr(known[name], way)] for way in ("is_downloaded", "is_uploaded"))
@@ -183,7 +186,7 @@ def test_where_clients_start():
         assert (known[name].initial_value(value) is value) == (name != "sum")
 
 
-def test_later_rules_win():
+def test_assign_reductions_later_rule_overrides():
     state = dict.fromkeys(("body.a", "body.b", "head.a"), torch.zeros(1))
     own = {"*": "median", "head.*": "sum"}
     reductions = assign_reductions(state, own, {"*.b": "local", "body.b": "sum"})
@@ -195,36 +198,36 @@ def test_later_rules_win():
     assert assign_reductions(state) == dict.fromkeys(state, BUILT_IN_REDUCTIONS["mean"])
 
 
-def test_unknown_reduction():
+def test_assign_reductions_unknown_name_raises():
     with raises(InvalidValueError, "reductions"):
         assign_reductions({"w": torch.zeros(1)}, {"w": "average"})
 
 
-def test_pattern_without_a_match():
+def test_assign_reductions_pattern_without_match_raises():
     with raises(InvalidValueError, "reductions"):
         assign_reductions(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "local"})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "median", "trimmed_mean", "krum"])
-def test_wrong_shape(reduction):
+def test_aggregate_different_shapes_raises(reduction):
     with raises(InvalidValueError, "w"):
         aggregate(reduction, [torch.zeros(2, 3), torch.zeros(3, 2)])
 
 
 @pytest.mark.parametrize("trim", [-0.1, 0.5, 1])
-def test_wrong_trim(trim):
+def test_trimmed_mean_invalid_trim_raises(trim):
     with raises(InvalidValueError, "trim"):
         trimmed_mean(torch.zeros(4, 1), trim)
 
 
-def test_one_upload_is_the_result_of_every_rule():
+def test_aggregate_single_upload_returns_upload():
     upload = torch.randn(3)
     for reduction in ("mean", "sum", "median", "trimmed_mean", "krum"):
         assert torch.equal(aggregate(reduction, [upload], weights=[0.3]), upload), reduction
     assert torch.equal(median(upload[None]), upload)
 
 
-def test_sparse_mean_is_that_of_those_who_send():
+def test_sparse_mean_averages_nonzero_uploads():
     uploads = torch.tensor([[1.0, 0.0, 0.0, 2.0], [4.0, 6.0, 0.0, 0.0]])
     for together in (True, False):
         aggregator = aggregator_of(w="sparse_mean")
@@ -237,7 +240,7 @@ def test_sparse_mean_is_that_of_those_who_send():
         assert result["w"].tolist() == [3.0, 6.0, 9.0, 2.0]
 
 
-def test_sparse_mean_of_whole_uploads_is_the_mean():
+def test_sparse_mean_without_zeros_equals_mean():
     uploads, weights = torch.randn(5, 100), [1.0, 3.0, 2.0, 7.0, 0.1]
     results = []
     for reduction in ("mean", "sparse_mean"):
@@ -247,10 +250,11 @@ def test_sparse_mean_of_whole_uploads_is_the_mean():
     assert torch.equal(*results)
 
 
-def test_bytes_on_the_wire():
+def test_upload_nbytes_of_mean_and_sparse_mean():
     mean, sparse = (BUILT_IN_REDUCTIONS[name].upload_nbytes for name in ("mean", "sparse_mean"))
     value = torch.zeros(100)
     value[:7] = 1.0
     assert sparse(value) == 7 * 4 + 13 and mean(value) == 400
-    assert sparse(torch.ones(100)) == 400  # as it is, where the bits would make it more
+    # The value is sent unpacked, because the packed value would be longer.
+    assert sparse(torch.ones(100)) == 400
     assert sparse(value.double()) == 7 * 8 + 13

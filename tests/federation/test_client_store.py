@@ -1,4 +1,4 @@
-"""What clients keep between rounds, in memory and on disk."""
+"""Client states between rounds, in memory and on disk."""
 
 import os
 import subprocess
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 STATE = {
     "model": {"head.weight": torch.randn(3, 2), "count": torch.tensor(7), "flags": torch.tensor([True, False])},
     "Replay": {"x": torch.randn(2, 4).half(), "y": torch.tensor([1, 2]), "none": torch.empty(0, 4)},
-    "FLwF2T": {"own.head.weight": torch.randn(4, 4).T},  # not contiguous
+    # This tensor is not contiguous.
+    "FLwF2T": {"own.head.weight": torch.randn(4, 4).T},
 }
 IDS = ["a/b", "ü", ".", "..", "a.b", "a%2Fb", "CLIENT", "", " ", "x.safetensors"]
 
@@ -36,7 +37,7 @@ def store(request, tmp_path):
     return ClientStore(request.param, tmp_path / "clients")
 
 
-def test_gives_back_what_it_got(store):
+def test_store_returns_stored_state(store):
     store["client1"] = STATE
     assert same(store["client1"], STATE)
     store["client1"] = {"model": STATE["model"]}
@@ -44,7 +45,7 @@ def test_gives_back_what_it_got(store):
     assert store["client2"] == {} and list(store) == ["client1"]
 
 
-def test_odd_ids_stay_apart(store):
+def test_store_unusual_client_ids_stay_distinct(store):
     for number, client in enumerate(IDS):
         store[client] = {"model": {"number": torch.tensor(number)}}
     assert sorted(store) == sorted(IDS)
@@ -53,7 +54,7 @@ def test_odd_ids_stay_apart(store):
     assert list(store) == [] and store["a/b"] == {}
 
 
-def test_files_stay_in_the_folder(tmp_path):
+def test_store_path_like_client_ids_stay_in_folder(tmp_path):
     store = ClientStore("disk", tmp_path / "clients")
     for client in ("../escape", "/etc/escape"):
         store[client] = STATE
@@ -61,7 +62,7 @@ def test_files_stay_in_the_folder(tmp_path):
     assert len(list((tmp_path / "clients").iterdir())) == 2
 
 
-def test_another_store_on_the_folder_goes_on(tmp_path):
+def test_store_existing_folder_reads_states(tmp_path):
     ClientStore("disk", tmp_path)["ü"] = STATE
     again = ClientStore("disk", tmp_path)
     assert list(again) == ["ü"] and same(again["ü"], STATE)
@@ -80,7 +81,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def owner(tmp_path, monkeypatch):
-    """A process with a temporary store, and the store's folder."""
+    """Yield a process with a temporary store, and the folder of the store."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -91,7 +92,7 @@ def owner(tmp_path, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_a_temporary_store_goes_at_exit(owner):
+def test_temporary_store_is_removed_at_exit(owner):
     process, folder = owner
     assert (folder / "client1.safetensors").exists()
     process.communicate("\n")
@@ -99,7 +100,7 @@ def test_a_temporary_store_goes_at_exit(owner):
 
 
 @pytest.mark.seconds
-def test_what_a_killed_process_has_left_is_swept_but_not_what_the_living_have(owner):
+def test_temporary_store_of_killed_process_is_removed_later(owner):
     process, folder = owner
     other = ClientStore("disk")
     assert (folder / "client1.safetensors").exists()
@@ -111,7 +112,7 @@ def test_what_a_killed_process_has_left_is_swept_but_not_what_the_living_have(ow
     assert other._folder.exists() and third._folder.exists()
 
 
-def test_a_full_disk_leaves_the_earlier_state_and_is_told(tmp_path, full_disk):
+def test_store_full_disk_keeps_state_and_raises(tmp_path, full_disk):
     store = ClientStore("disk", tmp_path)
     store["client1"] = STATE
     with full_disk(4096), pytest.raises(OSError, match=r"bytes are free.*TMPDIR.*client_store=\"memory\"") as error:
@@ -121,7 +122,7 @@ def test_a_full_disk_leaves_the_earlier_state_and_is_told(tmp_path, full_disk):
     assert [path.name for path in tmp_path.iterdir()] == ["client1.safetensors"]
 
 
-def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
+def test_store_damaged_file_raises(tmp_path):
     store = ClientStore("disk", tmp_path)
     state = {"model": {"weight": torch.arange(5.0), "flags": torch.tensor([True, False])}}
     store["client1"], refused = state, 0
@@ -131,7 +132,8 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
-        try:  # a space of the header's may become another
+        # A flipped bit can replace a space of the header by other whitespace, which does not change the state.
+        try:
             assert same(store["client1"], state)
         except ValueError as error:
             refused += 1
@@ -148,13 +150,13 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
     assert store["client1"]["model"]["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_file_without_a_checksum_is_refused(tmp_path):
+def test_store_file_without_checksum_raises(tmp_path):
     save_file({"model\x1fweight": torch.zeros(2)}, tmp_path / "client1.safetensors")
     with raises(DamagedFileError, value=tmp_path / "client1.safetensors"):
         ClientStore("disk", tmp_path)["client1"]
 
 
-def test_unknown_kind():
+def test_store_unknown_kind_raises():
     with raises(InvalidValueError, "client_store"):
         ClientStore("tape")
 
@@ -170,13 +172,13 @@ def test_unknown_kind():
         ([0, 1], 0, False),
     ],
 )
-def test_balanced(labels, num_classes, balanced):
+def test_client_round_is_balanced_by_labels(labels, num_classes, balanced):
     client_round = ClientRound("a", 0, labels=torch.tensor(labels, dtype=torch.long), num_classes=num_classes)
     assert client_round.is_balanced is balanced
 
 
 class Process:
-    """One of two processes that share a folder."""
+    """One of two ranks that share a folder."""
 
     num_ranks = 2
 
@@ -187,7 +189,7 @@ class Process:
         return [self._folder, value]
 
     def all_reduce(self, numbers):
-        raise AssertionError("nothing is to be added up")
+        raise AssertionError("unexpected call of `all_reduce`")
 
 
 CHANGES = {
@@ -197,7 +199,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_of_processes_that_share_a_folder_the_first_writes_what_concerns_all(tmp_path, change):
+def test_shared_folder_only_rank_zero_writes_global_changes(tmp_path, change):
     shared = tmp_path / "first"
     first, second = ClientStore("disk", shared), ClientStore("disk", tmp_path / "second")
     for rank, store in enumerate((first, second)):
@@ -214,14 +216,14 @@ def test_of_processes_that_share_a_folder_the_first_writes_what_concerns_all(tmp
     assert written() != before
 
 
-def test_in_memory_each_process_keeps_its_own():
+def test_share_folder_in_memory_keeps_own_states():
     store = ClientStore()
     store.share_folder(Process(1, None))
     store.replace_all({"b": STATE})
     assert list(store) == ["b"]
 
 
-def test_a_folder_below_a_file_is_told(tmp_path):
+def test_store_folder_below_file_raises(tmp_path):
     (tmp_path / "file").write_text("no folder")
     folder = tmp_path / "file" / "clients"
     with raises(FileAccessError, value=folder):

@@ -1,4 +1,4 @@
-"""Compressed uploads: what is sent and kept adds up, bytes are exact, and cohorts and resumed fits give the same."""
+"""Compression of uploads: codes, residuals and bytes, also with vectorized clients and in resumed fits."""
 
 import math
 
@@ -28,12 +28,12 @@ CODES = {
 
 
 def decoded(code, updates):
-    """Compress and decompress updates, shape (clients, n)."""
+    """Return updates, shape (clients, n), after compression and decompression."""
     return code.decompress(code.compress(updates), updates[0])
 
 
 def transmit(code, server, states, residuals):
-    """Encode and decode uploads: the states that the server decodes, and each client's new residual."""
+    """Encode and decode uploads. Return the states that the server decodes, and the new residual of each client."""
     reductions = dict.fromkeys(server, Mean())
     code.setup(Setting(server, reductions, [*server], seed=0, round_idx=0, clients=[]))
     parts = ClientRounds.from_rounds([ClientRound(str(row), 0, num_samples=1) for row in range(len(residuals))])
@@ -49,7 +49,7 @@ def equal(left, right):
 
 
 def largest(row, k):
-    """The k numbers of largest size, in NumPy."""
+    """Return a row in which only the k elements with the largest absolute values are not zero, computed in NumPy."""
     kept = np.argsort(-np.abs(row), kind="stable")[:k]
     return np.where(np.isin(np.arange(len(row)), kept), row, 0)
 
@@ -60,7 +60,7 @@ def multiples(row, bits):
     return np.round(row / scale) * scale
 
 
-def test_codes_by_hand():
+def test_codes_equal_numpy():
     update = torch.randn(3, 50, dtype=torch.float64)
     found = [decoded(code, update).numpy() for code in (TopK(0.13), Quantize(8), TopK(0.13, 5))]
     for row, top, whole, both in zip(update.numpy(), *found, strict=True):
@@ -71,7 +71,7 @@ def test_codes_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("code", CODES)
-def test_no_number_is_off_by_more_than_half_a_step_and_zeros_stay(code, dtype):
+def test_codes_error_is_at_most_half_a_step_and_zeros_stay(code, dtype):
     update = torch.cat([torch.randn(4, 30), torch.zeros(1, 30), 1e-40 * torch.ones(1, 30)]).to(dtype)
     sent = decoded(CODES[code], update)
     assert sent.dtype == dtype and sent.shape == update.shape and torch.isfinite(sent).all()
@@ -83,7 +83,7 @@ def test_no_number_is_off_by_more_than_half_a_step_and_zeros_stay(code, dtype):
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_what_is_sent_and_what_is_left_add_up_to_the_update_exactly(code):
+def test_decoded_update_plus_residual_equals_update(code):
     server = {"w": torch.zeros(10, 7), "b": torch.zeros(5)}
     states = {name: torch.randn(3, *value.shape) for name, value in server.items()}
     left = [{name: torch.zeros_like(value) for name, value in server.items()} for _ in range(3)]
@@ -97,7 +97,7 @@ def test_what_is_sent_and_what_is_left_add_up_to_the_update_exactly(code):
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_error_feedback_makes_the_mean_over_rounds_the_true_one(code):
+def test_error_feedback_mean_over_rounds_approaches_update(code):
     server, update = {"w": torch.zeros(40)}, torch.randn(2, 40) + 0.3
     without = (decoded(CODES[code], update) - update).abs().max()
     total, left, off = torch.zeros(2, 40), [{}, {}], {}
@@ -111,8 +111,10 @@ def test_error_feedback_makes_the_mean_over_rounds_the_true_one(code):
 @pytest.mark.parametrize(
     ("code", "n", "itemsize", "expected"),
     [
-        (TopK(0.1), 1000, 4, 100 * 4 + 125),  # places as a bit each
-        (TopK(0.01), 1000, 4, 10 * 4 + 10 * 4),  # places as 4 bytes each
+        # Positions are sent as one bit per element.
+        (TopK(0.1), 1000, 4, 100 * 4 + 125),
+        # Positions are sent as 4 bytes each.
+        (TopK(0.01), 1000, 4, 10 * 4 + 10 * 4),
         (TopK(0.07), 100, 4, 7 * 4 + 13),
         (TopK(0.1), 1001, 8, 101 * 8 + 126),
         (TopK(1.0), 1000, 4, 4000),
@@ -123,7 +125,7 @@ def test_error_feedback_makes_the_mean_over_rounds_the_true_one(code):
         (TopK(0.01, bits=4), 1000, 4, 5 + 4 + 40),
     ],
 )
-def test_bytes(code, n, itemsize, expected):
+def test_code_nbytes_equals_expected_bytes(code, n, itemsize, expected):
     assert code.nbytes(n, itemsize) == expected
 
 
@@ -147,7 +149,7 @@ def uploads(federation, clients, round_idx):
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("code", CODES)
-def test_a_federation_aggregates_what_it_decodes(code, store):
+def test_server_aggregates_decoded_updates(code, store):
     federation, module = make_federation(CODES[code], store)
     learnt = {name for name, p in module.named_parameters() if p.requires_grad}
     sizes, left = [3, 1, 2], [{} for _ in range(3)]
@@ -176,11 +178,12 @@ def test_a_federation_aggregates_what_it_decodes(code, store):
         for row, client in enumerate("abc"):
             assert equal(federation.client_store[client]["residual"], left[row])
         module.load_state_dict(result)
-    assert set(left[0]) < set(federation.state)  # a single bias, a buffer, and what is frozen travel as they are
+    # The single bias, the buffers and the frozen parameter are sent uncompressed.
+    assert set(left[0]) < set(federation.state)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_clients_side_by_side_are_one_by_one(code):
+def test_compression_any_client_groups_give_equal_results(code):
     results = []
     for groups in ([[0, 1, 2]], [[2], [0, 1]], [[0], [1], [2]]):
         federation, module = make_federation(CODES[code])
@@ -199,7 +202,7 @@ def test_clients_side_by_side_are_one_by_one(code):
         torch.testing.assert_close(left, results[0][1], rtol=0, atol=1e-6)
 
 
-def test_a_refused_upload_leaves_what_was_left_over():
+def test_residual_is_unchanged_if_upload_is_dropped():
     federation, module = make_federation(TopK(0.2))
     for round_idx in range(2):
         federation.start_round(module)
@@ -229,8 +232,8 @@ def run(fit, make_stream, make_task, compression, **options):
 @pytest.mark.seconds
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 4])
-def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, max_vectorized_clients):
-    # Places would cost more than they save.
+def test_top_k_all_elements_equals_no_compression_bitwise(fit, make_stream, make_task, code, max_vectorized_clients):
+    # Positions would need more bytes than they save, so uploads are not compressed.
     plain, code = (
         run(fit, make_stream, make_task, one, max_vectorized_clients=max_vectorized_clients) for one in (None, code)
     )
@@ -240,7 +243,7 @@ def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", 4)])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path, store, max_vectorized_clients):
+def test_resume_with_compression_equals_uninterrupted_fit(fit, make_stream, make_task, assert_resumes, tmp_path, store, max_vectorized_clients):
     options = {"client_store": store, "max_vectorized_clients": max_vectorized_clients, "participation": 2}
     assert_resumes(make_task, lambda: FedProx(0.1), compression=TopK(0.1, 6), **options)
     stream, path = make_stream(num_clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
@@ -249,7 +252,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, t
             fit(make_task(), stream, [FedProx(0.1)], ckpt_path=path, compression=other, seed=5, **options)
 
 
-def test_local_entries_are_not_coded_and_medians_are(fit, make_stream, make_task):
+def test_compression_applies_to_median_but_not_to_local_entries(fit, make_stream, make_task):
     rules = {"model.1.weight": "median", "model.1.bias": "local", "model.3.bias": "local"}
     plain, coded = (run(fit, make_stream, make_task, one, reductions=rules, max_epochs=1) for one in (None, TopK(0.2)))
     differ = {name for name in plain[0] if not torch.equal(plain[0][name], coded[0][name])}
@@ -258,7 +261,7 @@ def test_local_entries_are_not_coded_and_medians_are(fit, make_stream, make_task
     assert plain[1][0]["download_bytes"] == coded[1][0]["download_bytes"]
 
 
-def test_what_is_left_over_waits_while_an_entry_does_not_travel():
+def test_residual_is_kept_while_entry_is_not_uploaded():
     federation, module = make_federation(TopK(0.2))
     for rules in ({}, {"0.weight": "constant"}, {}):
         federation.start_round(module, rules)
@@ -267,7 +270,8 @@ def test_what_is_left_over_waits_while_an_entry_does_not_travel():
         federation.upload([ClientRound("a", round_idx=0, num_samples=1)], states)
         federation.save_client_state("a", {name: value[0] for name, value in states.items()}, {})
         module.load_state_dict(federation.aggregate())
-    # Twice the update, and the largest twice: 15 are sent in the first round, and 15 in the third.
+    # The 15 largest elements are sent in the first round and again in the third. The sum of the residual of the first
+    # round and the third update is compressed in the third round.
     update = torch.arange(72.0)
     left = torch.where(update >= 57, 0, update) + update
     expected = left - decoded(TopK(0.2), left[None])[0]
@@ -277,7 +281,7 @@ def test_what_is_left_over_waits_while_an_entry_does_not_travel():
 
 
 @pytest.mark.seconds
-def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_task):
+def test_residual_is_kept_without_callbacks(fit, make_stream, make_task):
     states = []
     for callbacks in ([], [ContinualMetrics()]):
         task = make_task()
@@ -294,13 +298,13 @@ def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_t
 
 
 @pytest.mark.parametrize("code", [Quantize(8), TopK(0.1, bits=4)])
-def test_a_single_number_is_its_own_scale(code):
+def test_codes_single_element_is_exact_and_sent_uncompressed(code):
     update = torch.tensor([[0.3], [-2.5]], dtype=torch.float64)
     torch.testing.assert_close(decoded(code, update), update, rtol=1e-12, atol=0)
     assert not code.should_compress(update[0])
 
 
-def test_swarms(fit, make_stream, make_task):
+def test_compression_in_swarm_with_missed_sync_raises(fit, make_stream, make_task):
     server, swarm = (
         run(fit, make_stream, make_task, TopK(0.2), swarm=swarm) for swarm in (None, Swarm(leaves_at={"3": 3}))
     )
@@ -310,7 +314,7 @@ def test_swarms(fit, make_stream, make_task):
             FederatedStrategy(swarm=Swarm(**settings), compression=TopK())
 
 
-def test_refusals():
+def test_compression_invalid_arguments_raise():
     for fraction in (0, 1.1):
         with raises(InvalidValueError, "fraction", value=fraction):
             TopK(fraction)

@@ -1,4 +1,4 @@
-"""Exact sums: against fractions; in any order and groups, on any processes, threads and instruction sets."""
+"""Exact sums equal sums of fractions, for any order, grouping, number of processes and threads, and instruction set."""
 
 import hashlib
 import math
@@ -63,12 +63,12 @@ WEIGHTS = {
 
 
 def bits(tensor):
-    """What is equal if two tensors are equal to the last bit, signs of zeros included."""
+    """Return a digest that is equal if two tensors are bitwise identical, including the signs of zeros."""
     return hashlib.sha256(tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def summed(values, weights, order=None, together=1):
-    """The sum of clients' values in some order, so many at once."""
+    """Return the sum of clients' values in the given order. ``together`` is the number of clients per call of `add`."""
     exact, order = ExactSum(values[0]), list(range(len(values)) if order is None else order)
     for start in range(0, len(order), together):
         rows = order[start : start + together]
@@ -77,7 +77,7 @@ def summed(values, weights, order=None, together=1):
 
 
 def by_hand(values, weights):
-    """The sum in fractions, of products that are rounded once to double precision; rounded at the end."""
+    """Return the sum in fractions of products in double precision. The sum is rounded once at the end."""
     if values.is_complex():
         return torch.complex(by_hand(values.real, weights), by_hand(values.imag, weights))
     columns = []
@@ -89,7 +89,7 @@ def by_hand(values, weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", VALUES)
-def test_orders_groups_and_processes_end_in_the_same_bits(kind, weights):
+def test_exact_sum_any_order_and_grouping_is_bitwise_identical(kind, weights):
     values, weights = VALUES[kind](), WEIGHTS[weights]
     n, expected = len(values), bits(summed(values, weights).total())
     for seed in range(3):
@@ -104,7 +104,8 @@ def test_orders_groups_and_processes_end_in_the_same_bits(kind, weights):
         for part in reversed(parts):
             merged.add_digits(part.digits())
         assert bits(merged.total()) == expected
-        digits = {}  # as an all-reduce would add them up
+        # Add the digits in the same way as an all-reduce.
+        digits = {}
         for part in parts:
             for exponent, digit in part.digits().items():
                 digits[exponent] = digits.get(exponent, 0) + digit
@@ -119,17 +120,17 @@ def test_orders_groups_and_processes_end_in_the_same_bits(kind, weights):
 @pytest.mark.seconds
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", [kind for kind in VALUES if kind != "integers"])
-def test_sums_are_those_of_fractions(kind, weights):
+def test_exact_sum_equals_sum_of_fractions(kind, weights):
     values, weights = VALUES[kind](), WEIGHTS[weights]
     total, expected = summed(values, weights).total(), by_hand(values, weights)
     if values.dtype not in (torch.float64, torch.complex128) and "mixed" not in kind and weights != WEIGHTS["unlike"]:
         assert torch.equal(total, expected)
-    # Only a sum that is halfway between two numbers, but for something 2^50 times smaller, may be rounded otherwise.
+    # Rounding can differ only if a sum is halfway between two numbers, up to a term that is 2^50 times smaller.
     torch.testing.assert_close(total, expected, rtol=2.0**-52, atol=0)
 
 
 @pytest.mark.seconds
-def test_a_hundred_thousand_uploads():
+def test_exact_sum_of_100000_uploads_equals_fsum():
     values = torch.randn(100_000, 3, generator=generator()) * torch.tensor([1e-8, 1.0, 1e8])
     weights = [float(1 + i % 977) for i in range(len(values))]
     expected = [math.fsum(w * v for w, v in zip(weights, column, strict=True)) for column in values.T.tolist()]
@@ -144,7 +145,7 @@ def test_a_hundred_thousand_uploads():
 @pytest.mark.seconds
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("weight", "uploads"), [(65535.0, 700), (1.0, 9000), (2.0**28 + 1, 200)])
-def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):
+def test_exact_sum_full_limbs_are_carried(sign, weight, uploads):
     value = torch.tensor([[sign * (2.0 - 2.0**-23), sign * 2.0**-40, sign * 1.9999998]])
     exact = ExactSum(value[0])
     for _ in range(uploads):
@@ -161,7 +162,7 @@ def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_tensor_of_several_pieces_is_that_of_its_parts(dtype):
+def test_exact_sum_several_chunks_equals_sums_of_slices(dtype):
     size = 2 * CHUNK_SIZE + 5
     values = torch.randn(3, size, generator=generator(), dtype=dtype) * 0.02
     values[1, CHUNK_SIZE : 2 * CHUNK_SIZE] = 0
@@ -178,7 +179,7 @@ def test_a_tensor_of_several_pieces_is_that_of_its_parts(dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (2, 3, 4)])
-def test_any_shape_and_type(shape):
+def test_exact_sum_any_shape_and_dtype(shape):
     values = torch.randn(5, *shape, generator=generator())
     for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool):
         rows = values.abs().mul(9).to(dtype)
@@ -189,7 +190,7 @@ def test_any_shape_and_type(shape):
             assert torch.equal(total, expected)
 
 
-def test_integers_are_exact():
+def test_exact_sum_large_integers_are_exact():
     values = torch.tensor([[2**62, 5, -(2**62)], [2**62 - 1, -(2**60) - 1, -(2**62)], [0, 2**60, 0]])
     for order in ([0, 1, 2], [2, 1, 0]):
         assert summed(values, None, order).total(torch.int64).tolist()[1:] == [4, -(2**63)]
@@ -199,7 +200,7 @@ def test_integers_are_exact():
     assert aggregator.compute({"n": torch.tensor(7)})["n"].item() == 2**61 + 2**60 + 16
 
 
-def test_uploads_may_be_added_after_a_total():
+def test_exact_sum_can_add_after_total():
     values = normal()
     exact = summed(values[:10], None)
     first, digits = exact.total(), exact.digits()
@@ -209,7 +210,7 @@ def test_uploads_may_be_added_after_a_total():
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e300])
-def test_what_cannot_be_added_is_refused_by_name(wrong):
+def test_aggregate_non_finite_or_huge_upload_raises_with_entry(wrong):
     values = torch.ones(2, 3, dtype=torch.float64)
     values[1, 2] = wrong
     for uploads in (values, values[1:]):
@@ -220,7 +221,7 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
 
 
 @pytest.mark.parametrize("row", [torch.zeros(10), -torch.zeros(10), normal(1)[0], torch.arange(10)], ids=str)
-def test_rows_that_are_one_in_memory_are_added_as_others(row):
+def test_accumulator_expanded_rows_equal_copied_rows(row):
     server, results = {"a": torch.zeros_like(row)}, []
     for rows in (row.expand(5, 10), row.repeat(5, 1)):
         accumulator = Sum().make_accumulator()
@@ -241,7 +242,7 @@ def test_rows_that_are_one_in_memory_are_added_as_others(row):
         torch.tensor(2e38 + 3e38j),
     ],
 )
-def test_a_sum_beyond_its_type_is_refused_by_name(value):
+def test_sum_outside_dtype_range_raises_with_entry(value):
     aggregator = Aggregator({"w": Sum()})
     add(aggregator, value)
     add(aggregator, value)
@@ -268,9 +269,10 @@ def uploads_of(clients, seed=0):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sparse_mean", "sum", "median", "trimmed_mean", "krum"])
-def test_reductions_do_not_depend_on_order_or_groups(reduction):
+def test_reductions_any_order_and_grouping_is_bitwise_identical(reduction):
     values, weights = uploads_of(9)
-    values["weight"][4] = values["weight"][7]  # equal distances, and a median of signed zeros
+    # Equal uploads have equal distances in Krum. Zeros with different signs test the median.
+    values["weight"][4] = values["weight"][7]
     values["weight"][:, 0, 0] = torch.tensor([0.0, -0.0] * 4 + [0.0])
     server = {name: value[0] * 3 for name, value in values.items()}
     results = set()
@@ -287,8 +289,9 @@ def test_reductions_do_not_depend_on_order_or_groups(reduction):
     assert len(results) == 1
 
 
-def test_the_first_by_number_of_two_equal_uploads_is_krums():
-    values = torch.tensor([[0.0], [1.0], [5.0], [9.0]])  # the first two are each other's nearest
+def test_krum_equal_scores_selects_lowest_client_index():
+    # Each of the first two uploads is the nearest neighbor of the other.
+    values = torch.tensor([[0.0], [1.0], [5.0], [9.0]])
     for order, together in (([0, 1, 2, 3], 4), ([3, 1, 2, 0], 1), ([1, 0, 3, 2], 1), ([1, 3, 2, 0], 2)):
         aggregator = Aggregator({"w": Krum(1)})
         for rows in (order[start : start + together] for start in range(0, 4, together)):
@@ -298,14 +301,14 @@ def test_the_first_by_number_of_two_equal_uploads_is_krums():
 
 
 class Said:
-    """What ranks that are threads say to each other."""
+    """The values that ranks exchange. The ranks are threads."""
 
     def __init__(self, number):
         self.number, self.values, self.met = number, [None] * number, Barrier(number)
 
 
 class Rank:
-    """One of them."""
+    """A rank that is a thread."""
 
     def __init__(self, said, rank):
         self.said, self.rank, self.num_ranks = said, rank, said.number
@@ -327,7 +330,7 @@ def ranks_of(number):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sparse_mean", "sum", "median"])
-def test_accumulators_of_several_processes_are_combined(reduction):
+def test_accumulator_sync_equals_single_process(reduction):
     values, weights = uploads_of(8)
     server = {name: value[0] for name, value in values.items()}
     results = []
@@ -342,7 +345,7 @@ def test_accumulators_of_several_processes_are_combined(reduction):
     assert all(result == results[0] for result in results)
 
 
-def test_a_mean_is_fsums_to_its_rounding():
+def test_mean_equals_rounded_fsum():
     values, weights = uploads_of(50)
     for rows in (values["weight"], values["A"]):
         accumulator = Mean().make_accumulator()
@@ -354,7 +357,7 @@ def test_a_mean_is_fsums_to_its_rounding():
         assert torch.equal(result, expected.to(rows.dtype))
 
 
-def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
+def test_group_sums_mean_is_close_and_other_reductions_are_equal():
     values, weights = uploads_of(9)
     values |= {"scale": torch.randn(9, generator=generator(1)), "nothing": torch.zeros(9, 0)}
     server = {name: value[0] * 3 for name, value in values.items()}
@@ -376,7 +379,7 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
                 assert torch.equal(found, value)
 
 
-def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_as_rows():
+def test_weighted_sum_similar_groups_fit_into_one_integer():
     exact, other, weights = ExactSum(torch.zeros(30, 20)), ExactSum(torch.zeros(30, 20)), [3.0, 8.0, 5.0]
     factors = torch.tensor(weights, dtype=torch.float64)
     for cohort in range(6):
@@ -391,7 +394,7 @@ def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_
     assert None not in exact.scales() and torch.equal(exact.total(), other.total())
 
 
-def test_cohorts_of_any_sizes_come_to_the_exact_sum_of_their_own():
+def test_add_multiples_any_magnitude_equals_exact_sum():
     exact, other = ExactSum(torch.zeros(200)), ExactSum(torch.zeros(200))
     for cohort, scale in enumerate((1.0, 1e-6, 3e9, 0.0, 1e-30, 2e-38, 0.1, 1.0)):
         total, unit = weighted_sum(scale * torch.randn(5, 200, generator=generator(cohort)), [1.0, 7.0, 2.0, 9.0, 3.0])
@@ -405,7 +408,7 @@ def test_cohorts_of_any_sizes_come_to_the_exact_sum_of_their_own():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_adds_the_same():
+def test_exact_sum_on_gpu_equals_cpu():
     for values in (make() for make in VALUES.values()):
         for weights in WEIGHTS.values():
             expected = bits(summed(values, weights).total())
@@ -421,8 +424,9 @@ SETTINGS = [
 
 
 @pytest.mark.slow
-def test_threads_and_instruction_sets_change_no_bit(tmp_path):
-    inputs = {kind: make() for kind, make in VALUES.items()}  # drawn once: torch.randn itself depends on them
+def test_exact_sum_any_threads_and_instructions_is_bitwise_identical(tmp_path):
+    # Make the inputs only once, because the numbers of torch.randn depend on the settings.
+    inputs = {kind: make() for kind, make in VALUES.items()}
     inputs |= {"large": torch.linspace(-1, 1, 900_000, dtype=torch.float64).float().view(3, -1)}
     torch.save((inputs, uploads_of(30)), tmp_path / "inputs")
     code = f"import test_exact; print(test_exact.digest({str(tmp_path / 'inputs')!r}))"
@@ -435,7 +439,7 @@ def test_threads_and_instruction_sets_change_no_bit(tmp_path):
 
 
 def digest(path):
-    """Of sums of all kinds, and of results of all rules."""
+    """Return a digest of sums of all kinds, and of the results of all reductions."""
     inputs, (values, weights) = torch.load(path)
     found = [
         bits(summed(rows, given, together=together).total())
@@ -451,9 +455,9 @@ def digest(path):
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells how much memory was in use")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads the peak memory from Linux")
 @pytest.mark.parametrize("clients", [2, 16])
-def test_a_mean_takes_two_and_a_half_times_its_uploads_however_many_come(clients):
+def test_mean_memory_is_at_most_2_5_times_one_upload(clients):
     status, megabytes = pathlib.Path("/proc/self/status"), 8
     names = [f"layer{number}" for number in range(8)]
 
@@ -463,7 +467,8 @@ def test_a_mean_takes_two_and_a_half_times_its_uploads_however_many_come(clients
     upload = {name: torch.randn(1, megabytes << 18) for name in names}
     server = {name: value[0] for name, value in upload.items()}
     aggregator, before = Aggregator(dict.fromkeys(names, BUILT_IN_REDUCTIONS["mean"])), in_use("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the most that was in use
+    # Reset the peak memory.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
     for number in range(clients):
         aggregator.accumulate(upload, [1.0], [number])
     result = aggregator.compute(server)

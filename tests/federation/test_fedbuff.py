@@ -1,4 +1,4 @@
-"""Asynchronous rounds: who downloads which state, who arrives when, the same whoever asks."""
+"""The schedule of FedBuff: downloads, arrivals and staleness do not depend on the order of calls."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from lightning_fcl.rng import make_client_keys
 
 
 def plan_of(clients=8, rounds=40, absent=None):
-    """Unequal clients, some of whom have no data in some rounds."""
+    """Return a plan of clients with different numbers of samples. Some clients have no data in some rounds."""
     names = [f"c{i}" for i in range(clients)]
     gone = absent or {}
     return Plan(
@@ -37,8 +37,13 @@ def begun(schedule, plan, participation=1.0, seed=3, round_idx=0, **deployment):
 
 
 def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
-    """The same deployment, moment after moment, without a heap: (client, version) of each round, and its end."""
-    training, now, told = {}, 0, []  # client -> (arrival, version)
+    """Simulate the same schedule step by step, without a heap.
+
+    Returns:
+        For each round, the buffer as (client, version), the skipped clients, and the end of the round.
+    """
+    # `training` maps each client to (arrival, version).
+    training, now, told = {}, 0, []
     for round_idx in range(rounds):
         lots = make_client_keys(seed, plan.clients, round_idx, "participation")
         waiting = [plan.clients[i] for i in np.argsort(lots, kind="stable")]
@@ -78,9 +83,9 @@ def round_to(seconds):
         ClientSpeeds(0.0, latency=1.0),
         ClientSpeeds(0.0),
     ],
-    ids=["drawn", "by samples", "equal", "no time"],
+    ids=["random", "by samples", "equal", "zero"],
 )
-def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency, absent):
+def test_fedbuff_schedule_equals_simulation_by_hand(speeds, buffer_size, concurrency, absent):
     plan = plan_of(absent=absent)
     schedule = FedBuff(speeds, buffer_size)
     begun(schedule, plan, concurrency)
@@ -98,7 +103,7 @@ def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency
         assert any(schedule.round_timing(round_idx).staleness for round_idx in range(plan.num_rounds))
 
 
-def test_whoever_asks_first_the_schedule_is_the_same():
+def test_fedbuff_schedule_is_independent_of_call_order():
     plan, speeds = plan_of(), ClientSpeeds(0.1, spread=0.9, variation=0.5)
 
     def timed(rounds, seed=3):
@@ -111,7 +116,7 @@ def test_whoever_asks_first_the_schedule_is_the_same():
 
 
 @pytest.mark.parametrize("at", [1, 7, 19])
-def test_a_clock_goes_on_from_what_was_kept_of_it(at):
+def test_fedbuff_clock_resumes_from_state_dict(at):
     plan, speeds = plan_of(), ClientSpeeds(0.1, spread=0.9, variation=0.5)
     whole, rest = FedBuff(speeds, 2), FedBuff(speeds, 2)
     begun(whole, plan, 5)
@@ -125,13 +130,14 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
     ]
     with raises(InvalidValueError, "round_idx", value=0):
         rest.round_timing(0)
-    begun(rest, plan, 5)  # a fit from the beginning begins at 0 seconds
+    # The clock of a fit from the beginning starts at 0 seconds.
+    begun(rest, plan, 5)
     fresh = FedBuff(speeds, 2)
     begun(fresh, plan, 5)
     assert rest.round_timing(3) == fresh.round_timing(3)
 
 
-def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
+def test_fedbuff_withdrawn_client_only_finishes_current_round():
     plan = plan_of()
     schedule = FedBuff(ClientSpeeds(0.1, spread=0.9), 3)
     drawn = begun(schedule, plan, 5)
@@ -148,9 +154,10 @@ def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
         schedule.round_timing(5)
 
 
-def test_a_stale_upload_counts_less():
+def test_staleness_weight_decreases_with_staleness():
     schedule = FedBuff(ClientSpeeds(1.0), 1)
-    assert [schedule.staleness_weight(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]  # 1 / sqrt(1 + age)
+    # The weight is 1 / sqrt(1 + age).
+    assert [schedule.staleness_weight(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]
     assert FedBuff(ClientSpeeds(1.0), 1, staleness_exponent=0).staleness_weight(9) == 1
 
 
@@ -159,7 +166,7 @@ class Mine(Mean):
 
 
 @pytest.mark.parametrize("reduction", [Sum(), Krum(1)])
-def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
+def test_fedbuff_reduction_other_than_mean_raises_with_name(reduction: Reduction):
     with pytest.raises(ValueError, match=f"Expected the reduction `mean` for all .* but `w` has `{reduction}`"):
         begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
     begun(FedBuff(ClientSpeeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Local(), "reservoir": Constant()})

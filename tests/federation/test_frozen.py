@@ -1,4 +1,4 @@
-"""Frozen parameters that training leaves as they are do not travel."""
+"""Frozen parameters are transmitted only if training changes them."""
 
 import copy
 
@@ -17,8 +17,9 @@ from lightning_fcl.federation.server import FederatedServer
 class LoRA(nn.Module):
     def __init__(self):
         super().__init__()
-        self.base = nn.Linear(6, 4).requires_grad_(False)  # 112 bytes
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)  # 48 and 32
+        # The base has 112 bytes. The adapters have 48 and 32 bytes.
+        self.base = nn.Linear(6, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -35,7 +36,7 @@ def one_round(server, module, change=lambda row, name: 0.0):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_base_that_nobody_trains_is_neither_sent_nor_averaged(fit, make_stream, size):
+def test_frozen_base_is_neither_transmitted_nor_averaged(fit, make_stream, size):
     torch.manual_seed(0)
     task, metrics = Classifier(LoRA(), 4), ContinualMetrics()
     base = copy.deepcopy(task.model.base.state_dict())
@@ -48,7 +49,7 @@ def test_a_base_that_nobody_trains_is_neither_sent_nor_averaged(fit, make_stream
     assert sync["simulated_upload_bytes"] == sync["simulated_download_bytes"] == 48 + 32
 
 
-def test_what_is_frozen_is_decided_anew_each_round():
+def test_frozen_parameters_are_found_in_each_round():
     server, module = FederatedServer(ClientStore()), LoRA()
     server.start_fit(module)
     assert one_round(server, module).upload_bytes == {"a": 80, "b": 80}
@@ -59,17 +60,19 @@ def test_what_is_frozen_is_decided_anew_each_round():
     before = copy.deepcopy(module.state_dict())
     record = one_round(server, module)
     assert record.upload_bytes == {"a": 80, "b": 80}
-    assert record.download_bytes == {"a": 80 + 112, "b": 80 + 112}  # not as it was published
+    # Clients download the base again, because it has changed since the start of the fit.
+    assert record.download_bytes == {"a": 80 + 112, "b": 80 + 112}
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_what_a_step_changes_although_it_is_frozen_travels():
+def test_frozen_parameter_changed_by_training_is_transmitted():
     server, module = FederatedServer(ClientStore()), LoRA()
     server.start_fit(module)
     before = module.base.weight.clone()
     record = one_round(server, module, lambda row, name: 3.0 * (row == 1 and name == "base.weight"))
     assert record.upload_bytes == {"a": 80, "b": 80 + 96}
-    assert torch.allclose(module.base.weight, before + 2)  # "b" has two of the three samples
+    # Client "b" has two of the three samples.
+    assert torch.allclose(module.base.weight, before + 2)
     goes_on = FederatedServer(ClientStore())
     goes_on.load_state_dict(copy.deepcopy(server.state_dict()))
     record = one_round(server, module)

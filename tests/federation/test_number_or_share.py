@@ -1,4 +1,4 @@
-"""Arguments that take a number or a share: the integer 1 is announced where it is not the share 1.0."""
+"""Arguments that take a number or a fraction: the integer 1 logs a warning if it means something other than 1.0."""
 
 import logging
 
@@ -18,7 +18,7 @@ CLIENT = "`participation` is the integer 1, which is 1 of 5 clients per round. W
 
 @pytest.fixture
 def warnings_of(caplog):
-    """Return a function that calls another and returns the messages of its warnings about the integer 1."""
+    """Return a function that calls another function and returns its warnings about the integer 1."""
 
     def find(function, *args, **kwargs):
         caplog.clear()
@@ -29,12 +29,12 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("kind", [Replay, GEM, AGEM, BCN, DyToxMethod])
-def test_max_size_that_is_the_integer_one_warns_once(kind, warnings_of):
+def test_memory_size_integer_one_warns_once(kind, warnings_of):
     assert warnings_of(kind, memory_size=1) == [MAX_SIZE]
     assert warnings_of(kind, memory_size=1.0) == warnings_of(kind, memory_size=2) == warnings_of(kind) == []
 
 
-def test_connectivity_that_is_the_integer_one_warns_once(warnings_of):
+def test_connectivity_integer_one_warns_once(warnings_of):
     names = {"input_connectivity": "all inputs", "recurrent_connectivity": "all units"}
     for (name, share), seed in zip(names.items(), (0, 3), strict=True):
         options = {"units": 4, "num_layers": 2, "seed": seed}
@@ -42,12 +42,13 @@ def test_connectivity_that_is_the_integer_one_warns_once(warnings_of):
         assert message.startswith(f"`{name}` is the integer 1, which is 1 ") and message.endswith(f"1.0 for {share}.")
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 1.0}) == []
         assert warnings_of(EchoStateNetwork, 3, **options, **{name: 2}) == []
-    assert warnings_of(EchoStateNetwork, 1, units=4, input_connectivity=1) == []  # both are the only input
+    # With a single input, 1 and 1.0 have the same meaning.
+    assert warnings_of(EchoStateNetwork, 1, units=4, input_connectivity=1) == []
     assert warnings_of(EchoStateNetwork, 3, units=1, recurrent_connectivity=1) == []
 
 
 @pytest.mark.seconds
-def test_fit_with_the_integer_one_warns_once_for_each_argument(fit, make_task, make_stream, warnings_of):
+def test_fit_integer_one_warns_once_per_argument(fit, make_task, make_stream, warnings_of):
     def trained(clients=5, participation=1.0, **options):
         stream = make_stream(num_clients=clients, num_experiences=1)
         return warnings_of(fit, make_task(), stream, max_epochs=1, participation=participation, trainer_args=options)
@@ -71,12 +72,12 @@ def test_fit_with_the_integer_one_warns_once_for_each_argument(fit, make_task, m
         (4, FedBuff(ClientSpeeds(0.01), 2), "4 of 10 clients at any time"),
     ],
 )
-def test_participation_describes_how_many_clients_train(clients, schedule, described):
+def test_participation_describe_returns_number_of_clients(clients, schedule, described):
     assert Participation(clients, synchronization=schedule).describe(10) == described
 
 
 @pytest.mark.seconds
-def test_fit_logs_participation_at_its_start(fit, make_task, make_stream, caplog):
+def test_fit_logs_participation_at_start(fit, make_task, make_stream, caplog):
     caplog.set_level(logging.INFO, "lightning.pytorch")
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(caplog.handler)

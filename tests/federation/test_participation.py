@@ -1,4 +1,4 @@
-"""Who takes part in a round: the same choices whoever asks, in whatever order."""
+"""Client sampling: the results do not depend on the order of calls."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def plan(make_stream):
 
 
 @pytest.mark.parametrize(("clients", "number"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (4, 4), (99, 10)])
-def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
+def test_participation_samples_fraction_or_number_each_round(plan, clients, number):
     draws = [
         Participation(clients, seed=3).sample_on_time_clients(plan, round_idx) for round_idx in range(plan.num_rounds)
     ]
@@ -33,7 +33,7 @@ def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
     assert (number == 10) == (other == draws)
 
 
-def test_who_has_no_data_is_skipped_and_somebody_trains(plan):
+def test_participation_clients_without_data_are_skipped(plan):
     drawn = Participation(4, seed=0).sample_on_time_clients(plan, 0)[0]
     plan.train[0].pop(drawn[1])
     assert Participation(4, seed=0).sample_on_time_clients(plan, 0) == ([drawn[0], *drawn[2:]], [drawn[1]])
@@ -43,7 +43,7 @@ def test_who_has_no_data_is_skipped_and_somebody_trains(plan):
     assert len(training) == 1 and training[0] in plan.train[0] and skipped == drawn
 
 
-def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
+def test_participation_unavailable_clients_keep_sampling_of_others(plan):
     everybody = Participation(6, seed=1)
     participation = Participation(6, seed=1, swarm=Swarm(leaves_at={"2": 4}))
     participation.withdraw("5")
@@ -54,7 +54,7 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
         assert participation.sample_on_time_clients(plan, round_idx) == (drawn, [])
 
 
-def test_only_a_swarm_misses():
+def test_misses_sync_only_in_swarm():
     swarm, asked = (
         Swarm(missed_sync_prob=0.3, missed_rounds={"4": [7]}),
         [(str(i), round_idx) for i in range(10) for round_idx in range(20)],
@@ -69,7 +69,7 @@ def test_only_a_swarm_misses():
     assert Participation().explicit_clients == []
 
 
-def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
+def test_elect_master_first_uploading_client_has_zero_bytes(caplog):
     participation, masters = Participation(swarm=Swarm()), []
     for sends in ("bac", "bc", "", "cb", "abc"):
         record = RoundRecord()
@@ -85,6 +85,6 @@ def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
 
 
 @pytest.mark.parametrize("clients", [0, 0.0, -1, 1.5, float("nan")])
-def test_wrong_share(clients):
+def test_participation_invalid_fraction_or_number_raises(clients):
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "participation"):
         Participation(clients)

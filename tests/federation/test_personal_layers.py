@@ -1,4 +1,4 @@
-"""FedPer, LG-FedAvg and FedBN: each a line of `reductions`, against loops that average the rest by hand."""
+"""FedPer, LG-FedAvg and FedBN as `reductions` rules, compared with loops that average all other entries by hand."""
 
 import copy
 import json
@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl.data.batching import BatchPlan, order_keys, plan_batches
 
-LINES = {  # of the methods' table in docs/migration.md, and the entries that stay with a client
+# The rules from the table of methods in docs/migration.md, and the client-local entries.
+LINES = {
     "FedPer": ({"model.head.*": "local"}, ["model.head.weight", "model.head.bias"]),
     "LG-FedAvg": ({"model.body.*": "local"}, ["model.body.weight", "model.body.bias"]),
     "FedBN": (
@@ -29,7 +30,7 @@ def network():
 
 
 def by_hand(task, stream, own):
-    """FedAvg of all entries but the clients' own: the server's state, and theirs."""
+    """Train FedAvg with client-local entries by hand. Return the server's state and the clients' local entries."""
     server, kept = copy.deepcopy(task.state_dict()), {}
     for round_idx, current in enumerate(stream.plan.train):
         sums, total = {}, 0
@@ -52,7 +53,7 @@ def by_hand(task, stream, own):
 
 
 @pytest.mark.parametrize("method", LINES)
-def test_the_line_is_the_method(fit, make_stream, make_task, method):
+def test_reductions_rule_equals_method_by_hand(fit, make_stream, make_task, method):
     rules, own = LINES[method]
     table = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
     assert f"| {method}: `reductions={json.dumps(rules)}` |" in table

@@ -1,4 +1,4 @@
-"""Who trains where: even loads, and clients that come back to what they keep."""
+"""Placement of clients on ranks: balanced loads, and clients that return to the rank with their states."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from lightning_fcl.federation.placement import Placement
 
 
 class Several:
-    """Ranks of which this process plays one: what the others would say is given."""
+    """Ranks, one of which is this process. The values of the other ranks are given."""
 
     def __init__(self, number, rank, said=()):
         self.num_ranks, self.rank, self._said = number, rank, list(said)
@@ -20,7 +20,7 @@ class Several:
 
 
 def places(number, samples, store=None):
-    """The cohorts of each rank, a client each."""
+    """Return the client groups of each rank. Each group has one client."""
     clients = list(samples)
     ranks = [Placement(Several(number, rank), clients, store or ClientStore()) for rank in range(number)]
     return [placement.assign([[client] for client in clients], samples) for placement in ranks]
@@ -28,8 +28,8 @@ def places(number, samples, store=None):
 
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_uneven_clients_make_even_loads(number, seed):
-    """Clients of 1 to 10 times as many samples: no rank has more than 1.18 times its share, .85 of it is used."""
+def test_placement_uneven_clients_balances_loads(number, seed):
+    """If clients have 1 to 10 times as many samples as others, no rank has more than 1.18 times its share."""
     draw = np.random.default_rng(seed)
     samples = {str(client): int(size) for client, size in enumerate(draw.integers(10, 101, size=20))}
     mine = places(number, samples)
@@ -38,8 +38,8 @@ def test_uneven_clients_make_even_loads(number, seed):
     assert max(loads) * 0.85 <= sum(loads) / number
 
 
-def test_measured_seconds_count_more_than_samples():
-    """A client whose samples take ten times as long has a rank to itself."""
+def test_placement_measured_times_override_samples():
+    """A client whose samples take ten times as long has a rank without other clients."""
     samples = dict.fromkeys("abcd", 10)
     first = Placement(Several(2, 0, [[{}], [{}]]), list(samples), ClientStore("disk"))
     first.assign([[c] for c in samples], samples)
@@ -48,25 +48,28 @@ def test_measured_seconds_count_more_than_samples():
     assert first.hosts("a") and not any(map(first.hosts, "bcd"))
 
 
-def test_clients_come_back_to_what_they_keep():
-    """As long as the ranks have about as much to do; else what they keep moves along."""
+def test_placement_clients_return_to_their_states():
+    """Clients return to the rank with their states if the loads stay balanced. Otherwise, the states move."""
     samples = dict.fromkeys("abcd", 10)
     kept = {client: {"model": {"head": torch.tensor([float(number)])}} for number, client in enumerate(samples)}
     store = ClientStore()
     for client, state in kept.items():
         store[client] = state
     placement = Placement(Several(2, 0), list(samples), store)
-    assert sorted(store) == ["a", "c"]  # the other rank has the others
+    # The other rank has the states of the other clients.
+    assert sorted(store) == ["a", "c"]
     placement._pace = dict.fromkeys(samples, 1.0)
-    assert placement.assign([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]  # c and a, though d came first
+    # This rank trains c and a, although d is first in the list.
+    assert placement.assign([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]
 
     placement._pace = {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}
     placement.assign([["a"], ["b"], ["c"], ["d"]], samples)
-    assert sorted(store) == ["a"]  # c has left, with its head
+    # The state of c has moved to the other rank.
+    assert sorted(store) == ["a"]
     assert placement.hosts("a") and not placement.hosts("c")
 
 
-def test_a_client_arrives_with_what_it_keeps():
+def test_placement_moves_state_with_client():
     arriving = {"b": {"model": {"head": torch.ones(1)}}}
     store = ClientStore()
     placement = Placement(Several(2, 0, [[arriving]]), ["a", "b"], store)

@@ -1,4 +1,4 @@
-"""What a module offers counts if it says so: names that it has by chance do not."""
+"""A module's attributes count as a protocol only if the module declares it. Names that are equal by chance do not."""
 
 import lightning.pytorch as L
 import pytest
@@ -35,7 +35,7 @@ NAMES -= {"lightning_fcl_protocols"}
 
 
 class Others(L.LightningModule):
-    """A module of somebody who has all these names for something else."""
+    """A user's module that has all names of the protocols with other meanings."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Others(L.LightningModule):
         self.reductions, self.adapting, self.num_classes = "sum", True, 1
 
     def sample_loss(self):
-        raise AssertionError("a loss of the module's own")
+        raise AssertionError("unexpected call of a function with another meaning")
 
     fingerprint = embed = sample_loss
 
@@ -67,7 +67,7 @@ class Plain(Others):
             delattr(self, name)
 
 
-def test_names_that_a_module_has_by_chance(fit, make_stream, tmp_path):
+def test_module_with_protocol_names_by_chance_trains_normally(fit, make_stream, tmp_path):
     assert {
         "fingerprint",
         "configure_local_trainer",
@@ -91,12 +91,12 @@ def test_names_that_a_module_has_by_chance(fit, make_stream, tmp_path):
     ("method", "argument"),
     [(EWC, "sample_loss"), (FedProto, "embed"), (lambda: LogitAdjustment(prior="federation"), "num_classes")],
 )
-def test_a_method_asks_for_what_is_meant_so(fit, make_stream, method, argument):
+def test_method_with_undeclared_protocol_raises(fit, make_stream, method, argument):
     with raises(InvalidValueError, argument):
         fit(Others(), make_stream(), [method()])
 
 
-def test_networks_with_such_names(fit, make_stream):
+def test_network_with_protocol_names_by_chance_trains_normally(fit, make_stream):
     class Network(nn.Linear):
         def __init__(self):
             super().__init__(6, 4)

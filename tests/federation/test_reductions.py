@@ -1,4 +1,4 @@
-"""Reductions that a user writes: in a module, in a rule, in a recipe; streaming, in cohorts, after a checkpoint."""
+"""Custom reductions: in a module, in a rule and in a recipe, with vectorized clients, and after a checkpoint."""
 
 import lightning.pytorch as L
 import pytest
@@ -18,7 +18,7 @@ from lightning_fcl.federation.robust import Krum, TrimmedMean
 
 
 class PowerMean(Reduction):
-    """The mean of the weights' powers, and its root: streams, whatever the exponent."""
+    """The power mean: a root of the weighted mean of powers. Its accumulator does not keep the uploads."""
 
     name = "power_mean"
     made = 0
@@ -32,7 +32,7 @@ class PowerMean(Reduction):
 
 
 class Powers:
-    """Sums of powers."""
+    """An accumulator of sums of powers."""
 
     def __init__(self, exponent):
         self.exponent, self.sums, self.weight = exponent, {}, 0.0
@@ -50,7 +50,7 @@ class Powers:
 
 
 class Maximum(Reduction):
-    """The largest of the uploads."""
+    """The element-wise maximum of the uploads."""
 
     name = "maximum"
 
@@ -61,7 +61,7 @@ class Maximum(Reduction):
 
 
 class Extent(L.LightningModule):
-    """Learns nothing but the largest value of each feature, and what classes it has seen."""
+    """Learns only the largest value of each feature, and the classes that it has seen."""
 
     def __init__(self):
         super().__init__()
@@ -90,9 +90,10 @@ def equal(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_module_declares_it(fit, make_stream):
+def test_custom_reduction_declared_by_module(fit, make_stream):
     task, stream = Extent(), make_stream()
-    task.largest.fill_(-1e9)  # a number that is not finite is refused
+    # Start with finite numbers, because uploads with non-finite numbers are dropped.
+    task.largest.fill_(-1e9)
     fit(task, stream, max_epochs=1)
     rows = torch.cat([torch.from_numpy(rows) for rows in stream.plan.train[0].values()])
     x, y = stream.get_samples(rows.numpy())
@@ -101,7 +102,7 @@ def test_a_module_declares_it(fit, make_stream):
 
 
 class Uploads(Callback):
-    """Keeps what each client sends in each round."""
+    """Records the upload of each client in each round."""
 
     def __init__(self):
         self.rounds, self.now = [], []
@@ -118,7 +119,7 @@ RULES = {"model.1.*": PowerMean(3.0), "model.3.weight": PowerMean(3.0), "model.3
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, 3])
-def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_stream, make_task, max_vectorized_clients):
+def test_custom_reduction_in_rules_equals_result_by_hand(fit, make_stream, make_task, max_vectorized_clients):
     watch, before = Uploads(), PowerMean.made
     trainer = fit(
         make_task(), make_stream(), [watch], reductions=RULES, max_vectorized_clients=max_vectorized_clients, seed=0
@@ -133,14 +134,14 @@ def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_strea
                 mean = sum(n * state[name].double() ** 3 for n, state in clients) / total
                 expected = (mean.sign() * mean.abs() ** (1 / 3)).float()
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
-    # One for all entries whose reduction is the same, in each round, and one when the fit begins.
+    # Each round makes one accumulator for all entries with equal reductions, and the start of the fit makes another.
     assert PowerMean.made - before == 1 + len(watch.rounds)
     record = trainer.strategy.server.record
     assert set(record.upload_bytes.values()) == {sum(value.nbytes for value in watch.rounds[0][1].values())}
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path):
+def test_resume_with_custom_reductions_equals_uninterrupted_fit(fit, make_stream, make_task, assert_resumes, tmp_path):
     assert_resumes(make_task, Callback, reductions=RULES, max_vectorized_clients=1)
     stream, path = make_stream(num_clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
     for other in (PowerMean(2.0), Maximum(), "mean"):
@@ -157,7 +158,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, t
             )
 
 
-def test_a_recipe_names_it():
+def test_recipe_creates_reductions_and_compression():
     parser = ArgumentParser()
     parser.add_class_arguments(FederatedStrategy, "strategy")
     krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"num_malicious_clients": 2}}
@@ -168,12 +169,12 @@ def test_a_recipe_names_it():
     assert strategy.server.pipeline.codec.fingerprint() == TopK(0.2).fingerprint()
 
 
-def test_reductions_are_the_same_by_class_and_arguments():
+def test_reductions_equal_by_class_and_arguments():
     assert Krum(1) == Krum(1) != Krum(2) and len({Krum(1), Krum(1), Krum(2), TrimmedMean(0.1), Mean(), Mean()}) == 4
     assert PowerMean(2.0).fingerprint() == {"name": "power_mean", "exponent": 2.0} and repr(PowerMean()) == "power_mean"
 
 
-def test_two_krums_choose_apart_and_one_together():
+def test_krum_equal_reductions_select_one_client_together():
     uploads = {"a": torch.tensor([[0.0], [0.1], [0.2], [9.0]]), "b": torch.tensor([[7.0], [0.1], [0.2], [0.3]])}
     server = {name: torch.zeros(1) for name in "ab"}
     chosen = {}
@@ -185,15 +186,15 @@ def test_two_krums_choose_apart_and_one_together():
     assert chosen["together"][0] == chosen["together"][1] and chosen["apart"][0] != chosen["apart"][1]
 
 
-def test_one_that_travels_up_needs_an_accumulator():
+def test_uploaded_reduction_without_accumulator_raises():
     class Lazy(Reduction):
         name = "lazy"
 
-    with pytest.raises(NotImplementedError, match="Expected `Lazy`, whose entries travel up"):
+    with pytest.raises(NotImplementedError, match="Expected `Lazy` to define `make_accumulator`"):
         Aggregator({"w": Lazy()})
 
 
-def test_rules_and_modules_mix_names_and_values():
+def test_get_reductions_accepts_names_and_objects():
     module = nn.Linear(2, 2)
     module.reductions = {"*": Maximum(), "bias": "sum"}
     assert get_reductions(module) == {"weight": Maximum(), "bias": Sum()}

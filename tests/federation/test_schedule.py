@@ -1,4 +1,4 @@
-"""Deadlines: who is in time, by the clock of a rehearsed deployment."""
+"""Deadlines: the clients that are in time on the simulated clock."""
 
 import numpy as np
 import pytest
@@ -29,28 +29,35 @@ def speeds_of(*seconds, **more):
     return ClientSpeeds(0.0, per_client={str(i): {"latency": value} for i, value in enumerate(seconds)}, **more)
 
 
-def test_whoever_takes_longer_than_the_deadline_is_late(plan):
+def test_deadline_slower_clients_are_late(plan):
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5.000001, 3), timeout=5)
     drawn = begun(schedule, plan)
     timed = schedule.round_timing(0)
     assert (timed.clients, timed.late_clients, timed.duration_s) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
     assert drawn.sample_on_time_clients(plan, 0) == (timed.clients, [])
-    assert drawn.sample_clients(plan, 0)[0] == list(plan.clients)  # who was drawn is another question
+    # The sampled clients do not depend on the deadline.
+    assert drawn.sample_clients(plan, 0)[0] == list(plan.clients)
 
 
 @pytest.mark.parametrize(
     ("goal", "seconds", "clients", "end"),
     [
-        (2, None, ["0", "2"], 2.0),  # the goal is reached before anybody else has come
-        (2, 1.5, ["0"], 1.5),  # the deadline comes first
+        # The target is reached before other uploads arrive.
+        (2, None, ["0", "2"], 2.0),
+        # The deadline comes before the target is reached.
+        (2, 1.5, ["0"], 1.5),
         (3, 30.0, ["0", "2", "5"], 3.0),
-        (9, None, ["0", "1", "2", "3", "4", "5"], 9.0),  # all have come
-        (None, 30.0, ["0", "1", "2", "3", "4", "5"], 9.0),  # nobody is waited for in vain
-        (None, 0.5, ["0"], 1.0),  # nobody is in time: the round waits for the first
-        (4, 5.0, ["0", "1", "2", "5"], 5.0),  # of those that come at once, the first in the plan
+        # All uploads arrive.
+        (9, None, ["0", "1", "2", "3", "4", "5"], 9.0),
+        # All uploads arrive, so the round does not wait until the deadline.
+        (None, 30.0, ["0", "1", "2", "3", "4", "5"], 9.0),
+        # No upload is in time, so the round waits for the first one.
+        (None, 0.5, ["0"], 1.0),
+        # Two uploads arrive at the same time. The first client of the plan counts.
+        (4, 5.0, ["0", "1", "2", "5"], 5.0),
     ],
 )
-def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clients, end):
+def test_deadline_round_ends_at_target_or_timeout(plan, goal, seconds, clients, end):
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds, goal)
     begun(schedule, plan)
     timed = schedule.round_timing(1)
@@ -58,7 +65,7 @@ def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clie
     assert timed.late_clients == [client for client in plan.clients if client not in clients]
 
 
-def test_the_clock_depends_on_nothing_that_happened_before(plan):
+def test_deadline_timing_is_independent_of_call_order(plan):
     def timed(rounds):
         schedule = Deadline(ClientSpeeds(0.01, spread=0.8, variation=0.5), timeout=0.2, target_uploads=3)
         begun(schedule, plan, participation=0.7)
@@ -69,7 +76,7 @@ def test_the_clock_depends_on_nothing_that_happened_before(plan):
     assert len({tuple(one.clients) for one in timed(rounds).values()}) > 1
 
 
-def test_who_has_no_data_is_skipped(plan):
+def test_deadline_clients_without_data_are_skipped(plan):
     plan.train[0].pop("2")
     schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), timeout=4)
     begun(schedule, plan)
@@ -92,12 +99,12 @@ def test_who_has_no_data_is_skipped(plan):
         ),
     ],
 )
-def test_bad_settings_are_refused_by_name(make, expected):
+def test_synchronization_invalid_arguments_raise_with_name(make, expected):
     with raises(*expected):
         make()
 
 
-def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():
+def test_deadline_reads_speeds_of_sampled_clients_once():
     asked = []
 
     class Asked(ClientSpeeds):

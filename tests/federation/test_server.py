@@ -1,4 +1,4 @@
-"""The server's state beside the module's, and where its weights come from."""
+"""The server's entries in addition to the module's, its checkpoints, and its checks of uploads."""
 
 import copy
 
@@ -31,7 +31,7 @@ def make_server(**kwargs):
 
 
 def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
-    """Two clients' round; what the module becomes, and the server's new state."""
+    """Run a round of two clients. Return the states that they download, and the server's new state."""
     server.start_round(module, extra_tensors=extra)
     received, _ = server.download(["a", "b"])
     shift = {
@@ -49,32 +49,35 @@ def one_round(server, module, round_idx=0, extra=EXTRA, sent=SENT, weights=(1, 2
     return received, result
 
 
-def test_extra_entries_travel_and_come_together_as_all_others():
+def test_extra_entries_are_downloaded_and_aggregated():
     server, module = make_server()
     received, result = one_round(server, module)
-    for state in received:  # a sum begins at zero
+    # A sum starts at zero.
+    for state in received:
         assert state["Method.counts"].tolist() == [0, 0, 0] and (state["Method.prototypes"] == 9).all()
     assert result["Method.counts"].tolist() == [11, 7, 0]
-    # Classes that one client has, both have (weights 1 and 2), and nobody has.
+    # One client has the first class, both have the second (weights 1 and 2), and no client has the third.
     assert result["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert server.extra_tensors == {name: result[name] for name in EXTRA} and server.state is result
-    assert set(server.client_store) == set()  # nothing stays with the clients
+    # No entry is client-local.
+    assert set(server.client_store) == set()
 
 
-def test_their_values_go_on_from_round_to_round_whatever_the_first_one_is():
+def test_extra_entries_keep_values_between_rounds_and_fits():
     server, module = make_server()
     one_round(server, module)
     received, result = one_round(server, module, round_idx=1)
     assert received[0]["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
     assert result["Method.counts"].tolist() == [12, 14, 0]
     server.start_fit(module, extra_tensors={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
-    assert server.state["Method.counts"].tolist() == [12, 14, 0]  # another fit goes on from there
+    # Another fit continues with the values of the earlier fit.
+    assert server.state["Method.counts"].tolist() == [12, 14, 0]
     server.start_round(module)
     assert set(server.state) == {"weight", "bias"} and server.extra_tensors["Method.counts"].tolist() == [12, 14, 0]
     assert EXTRA["Method.counts"][0].tolist() == [10, 0, 0]
 
 
-def test_the_module_is_as_without_them_and_their_bytes_count():
+def test_extra_entries_do_not_change_module_but_count_bytes():
     results = []
     for extra, sent in ((None, {}), (EXTRA, SENT)):
         server, module = make_server(server_optimizer=lambda params: torch.optim.Adam(params, lr=0.1))
@@ -83,14 +86,14 @@ def test_the_module_is_as_without_them_and_their_bytes_count():
         results.append((copy.deepcopy(module.state_dict()), server.record))
     assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in results[0][0])
     plain, more = (record for _, record in results)
-    # A sum does not travel down; of six prototypes one bit each, and those that are not zero.
+    # Clients do not download a sum. They upload one bit for each of six prototype elements, and the nonzero elements.
     sparse = [1 + 4 * int(row.count_nonzero()) for row in SENT["Method.prototypes"]]
     for client, own in zip("ab", sparse, strict=True):
         assert more.upload_bytes[client] - plain.upload_bytes[client] == 3 * 4 + min(own, 24)
         assert more.download_bytes[client] - plain.download_bytes[client] == 24
 
 
-def test_compression_leaves_them_as_they_are():
+def test_extra_entries_are_not_compressed():
     server, module = make_server(transforms=[TopK(0.3)])
     extra = {"Method.mean": (torch.zeros(100), "mean")}
     sent = {"Method.mean": torch.arange(200.0).view(2, 100)}
@@ -98,7 +101,7 @@ def test_compression_leaves_them_as_they_are():
     assert torch.equal(result["Method.mean"], sent["Method.mean"].mean(dim=0))
 
 
-def test_without_a_usable_upload_they_stay():
+def test_extra_entries_without_usable_upload_are_unchanged():
     server, module = make_server()
     server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in server.state.items()}
@@ -108,7 +111,7 @@ def test_without_a_usable_upload_they_stay():
     assert server.aggregate()["Method.counts"].tolist() == [10, 0, 0] == server.extra_tensors["Method.counts"].tolist()
 
 
-def test_what_an_earlier_version_has_kept_has_none():
+def test_load_state_dict_of_earlier_version_has_no_extra_entries():
     server, module = make_server()
     one_round(server, module)
     kept = server.state_dict()
@@ -118,7 +121,7 @@ def test_what_an_earlier_version_has_kept_has_none():
 
 
 @pytest.mark.parametrize("clients", [None, 3, {"x": 3}, {"a": {"model": 3}}])
-def test_what_is_no_state_of_clients_is_refused_and_the_store_left_alone(clients):
+def test_load_state_dict_invalid_clients_raises_and_keeps_store(clients):
     server, _ = make_server()
     server.client_store["a"] = {"model": {"bias": torch.ones(2)}}
     kept = server.state_dict()
@@ -127,9 +130,9 @@ def test_what_is_no_state_of_clients_is_refused_and_the_store_left_alone(clients
     assert server.state_dict()["clients"].keys() == {"a"}
 
 
-def test_a_reduction_of_ones_own():
+def test_extra_entry_with_custom_reduction():
     class Last(Reduction):
-        """The last upload; clients begin at minus one."""
+        """The last upload. Clients start at -1."""
 
         name = "last"
         is_downloaded = False
@@ -148,7 +151,7 @@ def test_a_reduction_of_ones_own():
 
 
 class InOrder(Reduction):
-    """All uploads, one after the other."""
+    """All uploads, concatenated in the order of the clients."""
 
     name = "in_order"
 
@@ -157,7 +160,7 @@ class InOrder(Reduction):
 
 
 @pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])
-def test_uploads_are_put_into_the_order_of_the_streams_clients(order):
+def test_uploads_are_aggregated_in_order_of_client_index(order):
     server, module = make_server()
     server.client_index = {"c": 0, "a": 1, "b": 2}
     server.start_fit(module, extra_tensors={"Method.rows": (torch.zeros(3, 1), InOrder())})
@@ -168,13 +171,13 @@ def test_uploads_are_put_into_the_order_of_the_streams_clients(order):
     assert server.aggregate()["Method.rows"].flatten().tolist() == [0, 1, 2]
 
 
-def test_the_stream_gives_clients_their_numbers(fit, make_stream, make_task):
+def test_client_index_has_order_of_stream(fit, make_stream, make_task):
     stream = make_stream()
     trainer = fit(make_task(), stream, max_epochs=1)
     assert list(trainer.strategy.server.client_index) == list(stream.plan.clients)
 
 
-def test_each_client_may_keep_its_own():
+def test_extra_entry_can_be_client_local():
     server, module = make_server()
     extra = {"Method.own": (torch.zeros(1), "local")}
     for round_idx in range(2):
@@ -182,13 +185,13 @@ def test_each_client_may_keep_its_own():
     assert [state["Method.own"].item() for state in received] == [3, 4] and result["Method.own"].item() == 0
 
 
-def test_extra_entries_that_cannot_be():
+def test_extra_entry_with_name_of_module_entry_raises():
     server, module = make_server()
     with raises(InvalidValueError, "weight"):
         server.start_round(module, extra_tensors={"weight": (torch.zeros(1), "sum")})
 
 
-def test_an_upload_without_them():
+def test_upload_without_extra_entries_raises():
     server, module = make_server()
     server.start_round(module, extra_tensors=EXTRA)
     states = {name: value[None] for name, value in module.state_dict().items()}
@@ -196,7 +199,7 @@ def test_an_upload_without_them():
         server.upload([ClientRound("a", round_idx=0, num_samples=1)], states)
 
 
-def test_how_far_a_round_moves_the_server_is_limited_but_for_sums():
+def test_max_update_norm_limits_round_except_sums():
     server, module = make_server()
     server.max_update_norm = 2.0
     counts = {**SENT, "Method.counts": SENT["Method.counts"] * 1e9}

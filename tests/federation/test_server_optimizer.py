@@ -1,4 +1,4 @@
-"""Server optimizers against their papers' formulas."""
+"""Server optimizers, compared with the formulas of their papers."""
 
 import copy
 
@@ -12,7 +12,7 @@ def random_uploads(clients, shape):
 
 
 def rounds(optimizer, aggregates, server):
-    """The server's parameter after each round."""
+    """Return the server's parameter after each round."""
     states = []
     for value in aggregates:
         server = optimizer.step({"w": server}, {"w": value})["w"]
@@ -20,24 +20,25 @@ def rounds(optimizer, aggregates, server):
     return states
 
 
-def test_sgd_with_rate_one_is_fedavg():
+def test_sgd_with_learning_rate_one_equals_fedavg():
     server, aggregates = torch.randn(4), random_uploads(3, (4,))
     optimizer = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), ["w"])
     for result, expected in zip(rounds(optimizer, aggregates, server), aggregates, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
-def test_momentum_is_fedavgm():
+def test_sgd_with_momentum_equals_fedavgm():
     server, aggregates = torch.randn(4, dtype=torch.float64), [u.double() for u in random_uploads(3, (4,))]
     optimizer = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), ["w"])
     w, v = server.clone(), torch.zeros(4, dtype=torch.float64)
     for result, value in zip(rounds(optimizer, aggregates, server), aggregates, strict=True):
-        v = 0.9 * v + (w - value)  # Hsu et al. 2019
+        # FedAvgM (Hsu et al., 2019).
+        v = 0.9 * v + (w - value)
         w = w - 0.7 * v
         torch.testing.assert_close(result, w, rtol=0, atol=1e-12)
 
 
-def test_adam_is_fedadam():
+def test_adam_equals_fedadam():
     server, aggregates = torch.randn(4, dtype=torch.float64), [u.double() for u in random_uploads(3, (4,))]
     optimizer = ServerOptimizer(lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99), eps=1e-3), ["w"])
     w, m, v = server.clone(), 0.0, 0.0
@@ -48,7 +49,7 @@ def test_adam_is_fedadam():
         torch.testing.assert_close(result, w, rtol=0, atol=1e-12)
 
 
-def test_server_optimizer_continues_to_the_bit():
+def test_server_optimizer_resumed_is_bitwise_identical():
     def make():
         return ServerOptimizer(lambda p: torch.optim.Adam(p, lr=0.1), ["w"])
 
@@ -58,14 +59,13 @@ def test_server_optimizer_continues_to_the_bit():
     middle = rounds(first, aggregates[:2], server)[-1]
     second = make()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert (
-        second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
-    )  # a checkpoint before the next step
+    # A checkpoint can be saved between loading the state and the next step.
+    assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
     assert torch.equal(rounds(second, aggregates[2:], middle)[-1], expected[-1])
     assert not torch.equal(rounds(make(), aggregates[2:], middle)[-1], expected[-1])
 
 
-def test_buffers_take_the_aggregate():
+def test_server_optimizer_buffers_take_aggregate():
     server = {"w": torch.zeros(2), "running": torch.zeros(2), "count": torch.tensor(3)}
     target = {"w": torch.ones(2), "running": torch.full((2,), 5.0), "count": torch.tensor(8)}
     result = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.5), ["w"]).step(server, target)

@@ -1,4 +1,4 @@
-"""A swarm: who is its master, and what becomes of the weights of a node that is out of reach."""
+"""Swarms: the master of each round, and the weights of nodes that miss a synchronization."""
 
 import copy
 from dataclasses import replace
@@ -28,7 +28,7 @@ def same(left, right, tolerance=0.0):
 
 
 def local_training(task, state, stream, client, round_idx, seed=0):
-    """A client's local training, written by hand."""
+    """Train a client by hand. Return its state and its number of samples."""
     local = copy.deepcopy(task)
     local.load_state_dict(state)
     x, y = stream.get_samples(stream.plan.train[round_idx][client])
@@ -43,7 +43,14 @@ def local_training(task, state, stream, client, round_idx, seed=0):
 
 
 def by_hand(task, stream, missing, leaves=()):
-    """The state after each round; ``missing`` names who is out of reach in which, ``leaves`` who leaves with which."""
+    """Train a swarm by hand and return the state after each round.
+
+    Args:
+        task: The module.
+        stream: The stream.
+        missing: The rounds whose synchronization each client misses.
+        leaves: The first round without each client that leaves.
+    """
     server, own, states = snapshot(task), {}, []
     for round_idx, current in enumerate(stream.plan.train):
         uploads = []
@@ -66,7 +73,7 @@ def by_hand(task, stream, missing, leaves=()):
 
 
 class States(Callback):
-    """Keeps the server's state after each round."""
+    """Records the server's state after each round."""
 
     def __init__(self):
         self.after = []
@@ -84,7 +91,7 @@ STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "num_clients": 4
     "missing",
     [{"1": [1]}, {"0": [0, 1], "3": [1, 4]}, {"2": [5]}, {client: [2] for client in "0123"}, {}],
 )
-def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_task, max_vectorized_clients, missing):
+def test_swarm_nodes_that_miss_sync_continue_from_own_weights(fit, make_stream, make_task, max_vectorized_clients, missing):
     stream, task, states = make_stream(**STREAM), make_task(), States()
     expected = by_hand(copy.deepcopy(task), (stream.setup("fit"), stream)[1], missing)
     fit(
@@ -104,13 +111,13 @@ def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_
 
 
 @pytest.mark.seconds
-def test_who_sends_and_receives_what(fit, make_stream, make_task):
+def test_swarm_records_master_uploads_and_downloads(fit, make_stream, make_task):
     stream, task, metrics = make_stream(**STREAM), make_task(), ContinualMetrics()
     swarm = Swarm(missed_rounds={"0": [1], "2": [2, 3], "1": [5]})
     fit(task, stream, [metrics], swarm=swarm, seed=0)
     size = sum(value.nbytes for value in task.state_dict().values())
     everybody = {"0", "1", "2", "3"}
-    # Who is out of reach has no upload, and no download in the next round; the master sends and receives nothing.
+    # A client that misses a synchronization has no upload, and no download in the next round. The master has neither.
     expected = [
         ("0", everybody, everybody),
         ("1", everybody - {"0"}, everybody),
@@ -126,7 +133,7 @@ def test_who_sends_and_receives_what(fit, make_stream, make_task):
         assert {c: n for c, n in entry["download_bytes"].items() if n} == {c: size for c in down if c != master}
 
 
-def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make_stream, make_task, caplog):
+def test_swarm_all_nodes_miss_sync_keeps_server_state(fit, make_stream, make_task, caplog):
     stream, task, states, metrics = make_stream(**STREAM), make_task(), States(), ContinualMetrics()
     everybody = {client: [0, 1] for client in "0123"}
     start = snapshot(task)
@@ -140,7 +147,7 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
         max_epochs=3,
     )
     same(states.after[0], start)
-    # In the third round everybody sends what three rounds of its own training have made.
+    # In the third round, each client uploads the result of three rounds of its own training.
     same(states.after, by_hand(make_task(), stream, everybody)[:3])
     assert [entry["master"] for entry in metrics.record["rounds"]] == [None, None, "0"]
     assert [entry["upload_bytes"] for entry in metrics.record["rounds"][:2]] == [{}, {}]
@@ -149,7 +156,7 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, max_vectorized_clients):
+def test_swarm_without_missed_sync_equals_federation(fit, make_stream, make_task, max_vectorized_clients):
     results = []
     for swarm in (None, Swarm()):
         task, metrics = make_task(), ContinualMetrics()
@@ -167,7 +174,7 @@ def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, max_vecto
             assert swarm[way] == {**plain[way], first: 0} and plain[way][first] > 0
 
 
-def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, make_task, caplog):
+def test_swarm_master_leaves_and_next_node_becomes_master(fit, make_stream, make_task, caplog):
     owner = np.array(["node1", "node2", "node3"])[np.arange(240) // 4 % 3]
     task, metrics, states = make_task(), ContinualMetrics(), States()
     stream = make_stream(owner, rounds_per_experience=2)
@@ -180,7 +187,7 @@ def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, ma
     same(states.after, by_hand(make_task(), stream, {}, leaves={"node1": 2}))
 
 
-def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
+def test_misses_sync_depends_only_on_node_round_and_seed(fit, make_stream, make_task):
     swarm = Swarm(missed_sync_prob=0.3)
     misses = [[swarm.misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
     assert misses == [[Swarm(0.3).misses_sync(node, round_idx, seed=0) for round_idx in range(500)] for node in "ab"]
@@ -196,7 +203,7 @@ def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_tas
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", "auto")])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, max_vectorized_clients):
+def test_swarm_resumed_equals_uninterrupted_fit(fit, make_stream, make_task, tmp_path, store, max_vectorized_clients):
     options = {
         "swarm": Swarm(missed_sync_prob=0.4, missed_rounds={"1": [2, 3]}, leaves_at={"3": 5}),
         "client_store": store,
@@ -224,15 +231,16 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
             **{**options, "swarm": Swarm(missed_sync_prob=0.3)})  # fmt: skip
 
 
-def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_task):
-    """Its upload is refused when it is back; the next round it starts from the others' weights, as any other."""
+def test_swarm_node_that_diverges_restarts_from_server_weights(fit, make_stream, make_task):
+    """Its late upload is dropped. In the next round it starts from the server's weights, like other nodes."""
     stream = make_stream(rounds_per_experience=3)
     stream.setup("fit")
     poisoned, poison = stream.plan.train[0]["1"], ContinualMetrics()
     first, *later = stream.plan.train
     rounds = first, *({**samples, "1": poisoned[:-1]} for samples in later)
     stream.plan = replace(stream.plan, train=rounds)
-    stream.samples.x[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
+    # The sample with NaN is part of the first round only.
+    stream.samples.x[torch.from_numpy(poisoned[-1:])] = float("nan")
     task = make_task()
     fit(task, stream, [poison], swarm=Swarm(missed_rounds={"1": [0]}), seed=0, max_vectorized_clients=1, max_epochs=3)
     rounds = poison.record["rounds"]
@@ -243,25 +251,25 @@ def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_ta
     assert all(value.isfinite().all() for value in task.state_dict().values())
 
 
-def test_when_the_last_node_has_left(fit, make_stream, make_task):
+def test_swarm_after_last_node_left_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "max_epochs"):
         fit(make_task(), make_stream(), swarm=Swarm(leaves_at={"0": 1, "1": 0, "2": 1}))
 
 
-def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
+def test_swarm_unknown_node_raises(fit, make_stream, make_task):
     for swarm in (Swarm(missed_rounds={"1": [0], "nine": [1]}), Swarm(leaves_at={"nine": 1})):
         with raises(UnknownNameError, "names"):
             fit(make_task(), make_stream(), swarm=swarm)
 
 
 @pytest.mark.parametrize(("argument", "rounds"), [("missed_rounds", [0, 2]), ("leaves_at", 2)])
-def test_rounds_that_never_come(fit, make_stream, make_task, argument, rounds):
+def test_swarm_round_beyond_stream_raises(fit, make_stream, make_task, argument, rounds):
     with raises(InvalidValueError, argument, value=2):
         fit(make_task(), make_stream(), swarm=Swarm(**{argument: {"1": rounds}}))
 
 
 @pytest.mark.parametrize("options", [{"missed_sync_prob": 0.1}, {"missed_rounds": {"1": [0]}}])
-def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_task, options):
+def test_swarm_reservoir_with_missed_sync_raises(fit, make_series_stream, make_reservoir_task, options):
     with raises(InvalidValueError, "swarm"):
         fit(make_reservoir_task(), make_series_stream(), swarm=Swarm(**options))
     task, plain = make_reservoir_task(), make_reservoir_task()
@@ -281,12 +289,12 @@ def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_tas
         ({"leaves_at": {"a": -2}}, "leaves_at"),
     ],
 )
-def test_wrong_arguments(arguments, argument):
+def test_swarm_invalid_arguments_raise(arguments, argument):
     with raises(InvalidValueError, argument):
         Swarm(**arguments)
 
 
-def test_nodes_may_be_named_by_numbers(fit, make_task):
+def test_swarm_accepts_integers_as_node_names(fit, make_task):
     x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
     stream = FederatedStream.from_arrays(
         x, np.arange(48) % 4, scenario=ClassIncremental(2), split=Split(test=0.25), client_ids=np.arange(48) // 16
@@ -302,8 +310,8 @@ def test_nodes_may_be_named_by_numbers(fit, make_task):
     assert set(metrics.record["rounds"][1]["upload_bytes"]) == {"0", "1"}
 
 
-def test_a_classifiers_buffers_go_on_too(fit, make_stream):
-    """Running statistics of batch normalisation are a node's own while it is out of reach."""
+def test_swarm_missed_sync_keeps_buffers_of_node(fit, make_stream):
+    """A node that misses a synchronization continues with its own running statistics of batch normalization."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.1))

@@ -1,4 +1,4 @@
-"""Uploads: all that leaves a client passes through the transforms, in a simulation and on nodes."""
+"""Uploads: all tensors that leave a client pass through the transforms, in simulations and on nodes."""
 
 import hashlib
 
@@ -42,7 +42,7 @@ class Probe(UploadTransform):
 
 
 class Clip(UploadTransform):
-    """Scales each client's upload to a joint norm of at most a bound."""
+    """Scales each client's upload to a joint norm of at most ``bound``."""
 
     stage = Stage.CLIP
     needs_updates = True
@@ -56,7 +56,7 @@ class Clip(UploadTransform):
 
 
 class Norms(UploadTransform):
-    """Records the joint norm of each upload, as the server decodes it."""
+    """Records the joint norm of each decoded upload."""
 
     stage = Stage.COUNT
     needs_updates = True
@@ -70,7 +70,7 @@ class Norms(UploadTransform):
 
 
 class Updates(UploadTransform):
-    """Lets clients send updates, and changes nothing."""
+    """Lets clients send updates without other changes."""
 
     stage = Stage.CLIP
     needs_updates = True
@@ -92,14 +92,15 @@ class AddsToSums(UploadTransform):
 
 
 class Masks(UploadTransform):
-    """Adds masks that cancel to integers: a secure sum with keys that clients exchange by way of the server."""
+    """Secure aggregation: adds masks that cancel in the sum. Clients exchange the keys by way of the server."""
 
     stage = Stage.MASK
     sums_only = True
 
     def __init__(self, scale=2.0**40):
         self.scale = scale
-        self.seen = []  # what the server has received
+        # Tensors that the server has received.
+        self.seen = []
 
     def before_upload(self, exchange):
         keys = exchange.ask({client: {} for client in exchange.clients})
@@ -162,10 +163,11 @@ def run(fit, make_stream, make_task, callbacks=(), **options):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", METHODS)
-def test_a_transform_sees_every_byte_that_a_client_sends(fit, make_stream, make_task, name):
+def test_transform_receives_all_uploaded_bytes(fit, make_stream, make_task, name):
     callbacks, options = METHODS[name]()
     if "swarm" in options:
-        options = {}  # a client that has missed a synchronization has no update
+        # A client that has missed a synchronization has no update.
+        options = {}
     probe = Probe()
     _, rounds, _ = run(fit, make_stream, make_task, callbacks, upload_transforms=[probe], **options)
     assert len(rounds) == len(probe.rounds) == 4
@@ -175,7 +177,7 @@ def test_a_transform_sees_every_byte_that_a_client_sends(fit, make_stream, make_
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", METHODS)
-def test_a_transform_that_changes_nothing_changes_no_bit(fit, make_stream, make_task, name):
+def test_transform_without_changes_is_bitwise_identical(fit, make_stream, make_task, name):
     results = []
     for transforms in ([], [Probe()]):
         callbacks, options = METHODS[name]()
@@ -187,7 +189,7 @@ def test_a_transform_that_changes_nothing_changes_no_bit(fit, make_stream, make_
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 4])
 @pytest.mark.parametrize("compression", [None, TopK(0.3), Quantize(4), TopK(0.3, bits=4)])
-def test_a_clip_bounds_the_joint_norm_of_all_of_an_upload(
+def test_clip_transform_bounds_joint_norm_of_upload(
     fit, make_stream, make_task, compression, max_vectorized_clients
 ):
     norms, options = (
@@ -201,7 +203,7 @@ def test_a_clip_bounds_the_joint_norm_of_all_of_an_upload(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["averages", "variates", "prototypes at the server", "medians", "sums at the server"])
-def test_updates_end_near_states(fit, make_stream, make_task, name):
+def test_updates_give_results_close_to_states(fit, make_stream, make_task, name):
     results = []
     for transforms in ([], [Updates()]):
         callbacks, options = METHODS[name]()
@@ -210,7 +212,7 @@ def test_updates_end_near_states(fit, make_stream, make_task, name):
 
 
 @pytest.mark.seconds
-def test_stale_updates_end_near_stale_states(fit, make_stream, make_task):
+def test_stale_updates_give_results_close_to_stale_states(fit, make_stream, make_task):
     results = []
     for transforms in ([], [Updates()]):
         schedule = FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=2)
@@ -218,7 +220,7 @@ def test_stale_updates_end_near_stale_states(fit, make_stream, make_task):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_stale_client_encodes_what_it_has_changed(fit, make_stream, make_task):
+def test_compression_with_stale_clients_encodes_updates(fit, make_stream, make_task):
     schedule = FedBuff(ClientSpeeds(0.01, spread=1.0), buffer_size=2)
     state, rounds, _ = run(fit, make_stream, make_task, synchronization=schedule, compression=TopK(0.3))
     assert any(entry["staleness"] for entry in rounds) and all(torch.isfinite(v).all() for v in state.values())
@@ -243,7 +245,7 @@ def client_rounds(clients, number=0):
     return [ClientRound(client, number, num_samples=1) for client in clients]
 
 
-def test_sums_are_changed_before_the_division_by_their_denominators():
+def test_on_sum_changes_sums_before_division():
     adds = AddsToSums(0.5, clients=10.0)
     server, _ = server_of([adds])
     states = uploads_of(server, 3)
@@ -255,7 +257,7 @@ def test_sums_are_changed_before_the_division_by_their_denominators():
     assert adds.rounds == [(0, ["a", "b", "c"])]
 
 
-def test_sums_of_a_round_without_clients_are_changed():
+def test_on_sum_without_clients_changes_sums():
     adds = AddsToSums(0.5, clients=10.0)
     server, module = server_of([adds])
     before, after = server.state, server.aggregate()
@@ -267,7 +269,7 @@ def test_sums_of_a_round_without_clients_are_changed():
 
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2]], [[2], [0, 1]]])
-def test_masks_cancel_in_the_sum_and_hide_each_upload(groups):
+def test_masks_cancel_in_sum_and_hide_each_upload(groups):
     masks = Masks()
     server, _ = server_of([masks], {"M.count": (torch.zeros(2), "sum")})
     plain, _ = server_of([], {"M.count": (torch.zeros(2), "sum")})
@@ -280,7 +282,8 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload(groups):
     torch.testing.assert_close(server.aggregate(), plain.aggregate(), rtol=0, atol=1e-6)
     for values in masks.seen:
         assert all(value.dtype == torch.int64 for value in values.values())
-        assert float(values["weight"].double().abs().min()) > 2.0**40  # an update alone would be below that
+        # An update without a mask would be below this bound.
+        assert float(values["weight"].double().abs().min()) > 2.0**40
     assert server.record.upload_bytes["a"] == 8 + 8 * (6 + 2 + 2) and server.record.download_bytes["a"] == 3 * 8
 
 
@@ -292,7 +295,7 @@ class Alone:
 
 
 @pytest.mark.seconds
-def test_a_secure_sum_trains_a_federation_as_plain_sums_do(fit, make_stream, make_task):
+def test_secure_aggregation_is_close_to_plain_aggregation(fit, make_stream, make_task):
     results = [
         run(fit, make_stream, make_task, [Replay(10)], upload_transforms=transforms, participation=3)[0]
         for transforms in ([], [Masks()])
@@ -329,7 +332,7 @@ class Counts(UploadTransform):
         self._rounds = state["rounds"]
 
 
-def test_client_state_of_a_transform_changes_when_the_upload_is_accepted():
+def test_transform_client_state_is_saved_only_if_upload_accepted():
     server, _ = server_of([Counts()])
     states = uploads_of(server, 2)
     states["weight"][1, 0, 0] = torch.nan
@@ -339,7 +342,7 @@ def test_client_state_of_a_transform_changes_when_the_upload_is_accepted():
 
 
 @pytest.mark.seconds
-def test_the_state_of_a_transform_is_in_checkpoints_and_resumes(fit, make_stream, make_task, tmp_path):
+def test_transform_state_is_restored_from_checkpoint(fit, make_stream, make_task, tmp_path):
     whole = Counts()
     run(fit, make_stream, make_task, upload_transforms=[whole])
     options = {"trainer_args": {"enable_checkpointing": True}, "max_epochs": 2}
@@ -355,7 +358,7 @@ def test_the_state_of_a_transform_is_in_checkpoints_and_resumes(fit, make_stream
 
 
 @pytest.mark.seconds
-def test_an_interrupted_round_restores_the_state_of_a_transform(fit, make_stream, make_task):
+def test_transform_state_is_rolled_back_after_interrupted_round(fit, make_stream, make_task):
     counts = Counts()
 
     class Fails(L.Callback):
@@ -371,7 +374,7 @@ def test_an_interrupted_round_restores_the_state_of_a_transform(fit, make_stream
     assert counts.state_dict() == {"rounds": 1}
 
 
-# Packing, and reading what was sent.
+# Packing of values, and reading of received uploads.
 
 REDUCTIONS = [
     *(BUILT_IN_REDUCTIONS[name] for name in ("mean", "sum", "sparse_mean", "median")),
@@ -384,13 +387,14 @@ REDUCTIONS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 @pytest.mark.parametrize("shape", [(40, 7), (1, 1), (3, 0)])
-def test_what_is_packed_is_unpacked(shape, share, dtype):
+def test_unpack_restores_packed_value(shape, share, dtype):
     value = (torch.rand(shape) < share) * torch.randn(shape).mul(3).to(dtype)
     value = value.to(dtype)
     for reduction in REDUCTIONS:
         packed = reduction.pack(value)
         found = reduction.unpack(packed, torch.empty_like(value))
-        if isinstance(reduction, ConcatNonzeroRows):  # without the rows of zeros, which come last
+        # Rows of zeros are not packed. After unpacking, they come last.
+        if isinstance(reduction, ConcatNonzeroRows):
             assert torch.equal(found[: len(packed)], packed) and not found[len(packed) :].any()
         else:
             assert torch.equal(found, value)
@@ -401,7 +405,7 @@ def test_what_is_packed_is_unpacked(shape, share, dtype):
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-1], lambda t: torch.cat([t, t[:1]]), lambda t: t ^ 255, lambda t: t[:3]]
 )
-def test_damaged_packed_values_are_rejected(change):
+def test_unpack_nonzero_damaged_value_raises(change):
     value = torch.zeros(61)
     value[::7] = 1.5
     with pytest.raises(InvalidValueError, match=r"Expected the nonzero elements of a tensor of torch\.float32"):
@@ -409,14 +413,14 @@ def test_damaged_packed_values_are_rejected(change):
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
-def test_packed_integers_take_their_bits(bits):
+def test_pack_integers_uses_given_number_of_bits(bits):
     values = torch.from_numpy(np.random.default_rng(bits).integers(0, 2**bits, (3, 37)).astype(np.int32))
     packed = pack_integers(values, bits)
     assert packed.shape == (3, -(-37 * bits // 8)) and torch.equal(unpack_integers(packed, 37, bits), values)
 
 
 @pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Quantize(3)], [Updates()], [TopK(0.2, bits=5), Clip(0.1)]])
-def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
+def test_server_decodes_upload_of_node_as_in_simulation(transforms):
     extra = {"M.rows": (torch.zeros(4, 2), ConcatNonzeroRows()), "M.some": (torch.zeros(5), SparseSum())}
     simulated, _ = server_of(transforms, extra)
     states = uploads_of(simulated, 1)
@@ -437,7 +441,7 @@ def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
         client.received(parts, {name: value for name, value in tensors.items() if not name.startswith("bias")})
 
 
-def test_messages_of_methods_exclude_a_mask():
+def test_mask_with_messages_of_methods_raises():
     server, module = server_of([Masks()])
     server.senders = ["FedWEIT"]
     with raises(InvalidValueError, "callbacks"):
@@ -445,7 +449,7 @@ def test_messages_of_methods_exclude_a_mask():
     assert FedWEIT.message is not Replay.message
 
 
-def test_order_and_contradictions_are_rejected_when_a_strategy_is_made():
+def test_strategy_invalid_transforms_raise():
     FederatedStrategy(compression=TopK(0.1), upload_transforms=[Clip(1.0), AddsToSums(1.0, 1), Probe(), Probe()])
     with raises(InvalidValueError, "upload_transforms"):
         FederatedStrategy(upload_transforms=[Probe(), Clip(1.0)])
@@ -457,8 +461,8 @@ def test_order_and_contradictions_are_rejected_when_a_strategy_is_made():
 
 
 @pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Updates()]])
-def test_a_server_drops_what_a_node_sends_that_is_not_finite_and_keeps_its_own(transforms):
-    """A client may send anything: the check of the client is not relied on."""
+def test_accept_drops_non_finite_upload_of_node(transforms):
+    """The server checks uploads again, because a client may send anything."""
     extra = {"M.mask": (torch.tensor([0.0, -torch.inf]), "mean")}
     server, client = (server_of(transforms, extra)[0] for _ in range(2))
     for name, fine in (("a", True), ("b", False)):
