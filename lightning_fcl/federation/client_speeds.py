@@ -36,6 +36,7 @@ class Speed:
 
     Raises:
         ValueError: If a number is negative or non-finite, or a bandwidth is 0.
+
     Example:
         >>> Speed(0.01, upload_bandwidth=1000, download_bandwidth=4000, latency=2).seconds(100, 4000, 4000)
         8.0

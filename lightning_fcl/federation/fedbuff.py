@@ -86,6 +86,7 @@ class FedBuff(Synchronization):
     Raises:
         ValueError: If an argument is out of range.
         TypeError: If ``speeds`` is not a `ClientSpeeds`.
+
     Example:
         >>> FedBuff(ClientSpeeds(0.01, spread=0.5), buffer_size=10).staleness_weight(staleness=3)
         0.5

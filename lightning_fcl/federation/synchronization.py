@@ -352,10 +352,10 @@ class Participation:
         present = self.candidates(plan, round_idx)
         if not present:
             absence_note = (
-                f" that is available (unavailable: {', '.join(sorted(absent))}). Lower `max_epochs`" if absent else ""
+                f" and is available (unavailable: {', '.join(sorted(absent))}). Lower `max_epochs`" if absent else ""
             )
             raise InvalidValueError(
-                f"Expected a client with data in round {round_idx}, but there is no client with data{absence_note}.",
+                f"Expected a client with data in round {round_idx}, but no client has data{absence_note}.",
                 argument="max_epochs",
             )
         number = count_sampled_clients(self.fraction_or_count, len(clients))

@@ -243,7 +243,9 @@ def test_top_k_all_elements_equals_no_compression_bitwise(fit, make_stream, make
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("store", "max_vectorized_clients"), [("memory", 1), ("disk", 4)])
-def test_resume_with_compression_equals_uninterrupted_fit(fit, make_stream, make_task, assert_resumes, tmp_path, store, max_vectorized_clients):
+def test_resume_with_compression_equals_uninterrupted_fit(
+    fit, make_stream, make_task, assert_resumes, tmp_path, store, max_vectorized_clients
+):
     options = {"client_store": store, "max_vectorized_clients": max_vectorized_clients, "participation": 2}
     assert_resumes(make_task, lambda: FedProx(0.1), compression=TopK(0.1, 6), **options)
     stream, path = make_stream(num_clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"

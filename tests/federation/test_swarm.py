@@ -91,7 +91,9 @@ STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "num_clients": 4
     "missing",
     [{"1": [1]}, {"0": [0, 1], "3": [1, 4]}, {"2": [5]}, {client: [2] for client in "0123"}, {}],
 )
-def test_swarm_nodes_that_miss_sync_continue_from_own_weights(fit, make_stream, make_task, max_vectorized_clients, missing):
+def test_swarm_nodes_that_miss_sync_continue_from_own_weights(
+    fit, make_stream, make_task, max_vectorized_clients, missing
+):
     stream, task, states = make_stream(**STREAM), make_task(), States()
     expected = by_hand(copy.deepcopy(task), (stream.setup("fit"), stream)[1], missing)
     fit(

@@ -189,9 +189,7 @@ def test_transform_without_changes_is_bitwise_identical(fit, make_stream, make_t
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 4])
 @pytest.mark.parametrize("compression", [None, TopK(0.3), Quantize(4), TopK(0.3, bits=4)])
-def test_clip_transform_bounds_joint_norm_of_upload(
-    fit, make_stream, make_task, compression, max_vectorized_clients
-):
+def test_clip_transform_bounds_joint_norm_of_upload(fit, make_stream, make_task, compression, max_vectorized_clients):
     norms, options = (
         Norms(),
         {"client_weights": "uniform", "compression": compression, "max_vectorized_clients": max_vectorized_clients},
