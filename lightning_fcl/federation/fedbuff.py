@@ -351,8 +351,7 @@ class BufferedServer(FederatedServer):
         if not isinstance(buffer_state, Mapping) or not _is_whole(buffer_state):
             raise InvalidValueError(
                 f"Expected `{_KEPT}` of the checkpoint to contain the clients in flight and the states that they "
-                f"downloaded, but got "
-                f"{buffer_state!r:.200}.",
+                f"downloaded, but got {buffer_state!r:.200}.",
                 hint="Resume from another checkpoint.",
                 argument=_KEPT,
                 value=buffer_state,

@@ -107,8 +107,7 @@ class Pipeline:
                 if not setting.reductions[name].additive:
                     raise InvalidValueError(
                         f"Expected a reduction that depends only on the sum of uploads, such as `mean` or `sum`, for "
-                        f"`{name}` with `{type(summing[0]).__name__}`, but got "
-                        f"`{setting.reductions[name]}`.",
+                        f"`{name}` with `{type(summing[0]).__name__}`, but got `{setting.reductions[name]}`.",
                         hint=f"Use another reduction, or remove `{type(summing[0]).__name__}`.",
                         argument="reductions",
                         value=name,

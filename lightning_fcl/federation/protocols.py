@@ -216,7 +216,7 @@ class HasMetrics(FederatedModule, Protocol):
 
 @runtime_checkable
 class HasLocalModels(FederatedModule, Protocol):
-    """A module that defines whether a client's own state can predict. For example, sums cannot before a solve."""
+    """A module that defines whether a client's own state can predict. Sums cannot predict before they are solved."""
 
     is_adapting: bool
     """Whether the module must not be tested in the current round."""

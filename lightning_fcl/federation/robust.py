@@ -1,4 +1,4 @@
-"""Robust aggregation: median, trimmed mean, Krum, and checks for non-finite or too large changes of the server.
+"""Robust aggregation: median, trimmed mean, Krum, and checks for non-finite numbers and large changes of the server.
 
 Median, trimmed mean and Krum do not depend on the order of the uploads. The first two sort the values. If uploads are
 equally near to their neighbors, Krum takes the one with the lowest client index.
@@ -55,7 +55,7 @@ def krum(uploads: Tensor, num_malicious_clients: int) -> int:
     """Return the index of the upload nearest to its neighbors (Krum; Blanchard et al., 2017).
 
     This upload has the smallest sum of squared distances to its ``clients - num_malicious_clients - 2`` nearest
-    neighbors, but at least 1 neighbor. If several uploads have the same sum, the first one is selected. With one
+    neighbors (at least 1). If several uploads have the same sum, the first one is selected. With one
     neighbor, two uploads that are each other's nearest neighbors have the same sum.
 
     Args:
@@ -125,7 +125,7 @@ class TrimmedMean(Reduction):
 
 
 class Krum(Reduction):
-    """The upload that is nearest to its neighbors (``krum``), of which ``num_malicious_clients`` may be malicious.
+    """The upload that is nearest to its neighbors (``krum``). ``num_malicious_clients`` of the clients may be malicious.
 
     Raises:
         ValueError: If ``num_malicious_clients`` is negative.
@@ -247,8 +247,7 @@ def check_update_norm(
     if not times <= max_norm:
         raise InvalidValueError(
             f"Expected a round to change the server state by at most {max_norm:g} times the larger of its norm and 1, "
-            "but the change would be "
-            f"{times:.3g} times as large.",
+            f"but the change would be {times:.3g} times this value.",
             hint="Resume from the checkpoint before this round with other reductions, a lower learning rate of "
             "`server_optimizer`, or a larger `max-update-norm` in the run's configuration.",
             argument="max-update-norm",

@@ -140,10 +140,8 @@ def nanoseconds(seconds: float) -> int:
 class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
-    A round ends when enough uploads have arrived, or at the deadline.
-
-    A client is late if its download, training and upload take longer. A late client counts like a client that was not
-    sampled. If no client is in time, the round waits for the first upload. Sample more clients than ``target_uploads``
+    A round ends when enough uploads have arrived, or at the deadline. A client is late if its download, training and
+    upload take longer. A late client counts like a client that was not sampled. If no client is in time, the round waits for the first upload. Sample more clients than ``target_uploads``
     (1.3 times as many in the paper), so that the round does not wait for the slowest clients.
 
     Args:
@@ -260,8 +258,7 @@ class Participation:
         if swarm is not None and synchronization is not None:
             raise InvalidValueError(
                 f"Expected no `swarm` with `synchronization`, but got {swarm.fingerprint()}. "
-                f"`{type(synchronization).__name__}` "
-                "requires a server, which a swarm does not have.",
+                f"`{type(synchronization).__name__}` requires a server, which a swarm does not have.",
                 hint="Remove `swarm` or `synchronization`.",
                 argument="swarm",
                 value=swarm,
@@ -305,8 +302,7 @@ class Participation:
             if round_idx >= rounds:
                 raise InvalidValueError(
                     "Expected `missed_rounds` and `leaves_at` of the swarm to contain rounds of the stream, from 0 to "
-                    f"{rounds - 1}, "
-                    f"but got {round_idx}.",
+                    f"{rounds - 1}, but got {round_idx}.",
                     hint="Use an earlier round.",
                     argument="leaves_at" if round_idx in self.swarm.leaves_at.values() else "missed_rounds",
                     value=round_idx,
