@@ -125,7 +125,7 @@ class TrimmedMean(Reduction):
 
 
 class Krum(Reduction):
-    """The upload that is nearest to its neighbors (``krum``). ``num_malicious_clients`` of the clients may be malicious.
+    """The upload that is nearest to its neighbors (``krum``). At most ``num_malicious_clients`` clients are malicious.
 
     Raises:
         ValueError: If ``num_malicious_clients`` is negative.

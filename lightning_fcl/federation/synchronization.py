@@ -141,8 +141,9 @@ class Deadline(Synchronization):
     """Synchronous rounds with a deadline (Bonawitz et al., 2019, section 2.2).
 
     A round ends when enough uploads have arrived, or at the deadline. A client is late if its download, training and
-    upload take longer. A late client counts like a client that was not sampled. If no client is in time, the round waits for the first upload. Sample more clients than ``target_uploads``
-    (1.3 times as many in the paper), so that the round does not wait for the slowest clients.
+    upload take longer. A late client counts like a client that was not sampled. If no client is in time, the round
+    waits for the first upload. Sample more clients than ``target_uploads`` (1.3 times as many in the paper), so that
+    the round does not wait for the slowest clients.
 
     Args:
         speeds: Speeds of the clients.
