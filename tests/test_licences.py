@@ -51,7 +51,7 @@ def test_every_dependency_is_on_the_page_and_nothing_that_is_none():
     text = (ROOT / "docs" / "licences.md").read_text()
     missing = sorted(OWN - set(page()))
     assert missing == [], f"add to docs/licences.md, with the licence and what each is for: {missing}"
-    first = text.partition("## What is under the GPL")[0] + text.partition("## For development")[2]
+    first = text.partition("## Packages under the GPL")[0] + text.partition("## For development")[2]
     named = set(re.findall(r"^\| `([^`]+)`", first, re.MULTILINE))
     assert named - OWN == set(), "no dependency any more"
 
