@@ -1,4 +1,4 @@
-"""Settings of the documentation: `make docs` builds it, where each warning is an error."""
+"""Sphinx configuration of the documentation. `make docs` builds it and treats each warning as an error."""
 
 import sys
 from pathlib import Path
@@ -17,36 +17,43 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "api_pages",  # ours: a table of names on top of a package's page
-    "beyond_docs",  # ours: links to files of the repository that are not below docs/
-    "offline",  # ours: a built page that asks another host for anything is a warning
+    # The next three extensions are in docs/_extensions.
+    # Adds a table of names at the top of the page of a package.
+    "api_pages",
+    # Resolves links to files of the repository outside of docs/.
+    "beyond_docs",
+    # Warns about built pages that request files from another host.
+    "offline",
 ]
 exclude_patterns = ["_extensions"]
 show_warning_types = True
 
-# Markdown. Headings are link targets, as on GitHub.
+# Headings of Markdown pages are link targets, as on GitHub.
 myst_heading_anchors = 3
 
-# Notebooks run anew in each build; what one prints on stderr is no part of it.
+# Each build runs the notebooks. The output on stderr is not shown.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_output_stderr = "remove"
 nb_merge_streams = True
 nb_render_markdown_format = "myst"
-nb_ipywidgets_js = {}  # its scripts would come from another host
+# The scripts of ipywidgets would be loaded from another host.
+nb_ipywidgets_js = {}
 
-# Docstrings: google style, single backticks name our own objects.
+# Docstrings have Google style. Single backticks are references to Python objects of the package.
 default_role = "py:obj"
 napoleon_numpy_docstring = False
-autodoc_inherit_docstrings = False  # hooks of Lightning that we override without a word
+# Hooks of Lightning that are overridden without a docstring are not documented.
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 add_module_names = False
-autosummary_generate = False  # the pages of docs/api are all there are
+# The only pages of the API are in docs/api.
+autosummary_generate = False
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"

@@ -1,4 +1,4 @@
-"""The API's pages: a table of names on top of a package's, and types without their modules."""
+"""Sphinx extension for API pages: a table of public names for each package, and types without their modules."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODULES = re.compile(r"~(?:\w+\.)+(?=\w)")
 
 
 def list_names(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Put a table of a package's public names below its docstring, each with the first line of its own."""
+    """Add a table of public names, with the first line of each docstring, below the docstring of a package."""
     if what == "module":
         names = getattr(importlib.import_module(name), "__all__", ())
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {public}" for public in names), ""]
 
 
 def shorten_types(app: Sphinx, doctree: nodes.document) -> None:
-    """Take the modules from types that Sphinx leaves whole, such as unions with literals, as from all others."""
+    """Remove the modules from types that Sphinx does not shorten, such as unions with literals."""
     for fields in doctree.findall(nodes.field_list):
         for text in list(fields.findall(nodes.Text)):
             if MODULES.search(text) and not isinstance(text.parent, addnodes.pending_xref):
@@ -28,7 +28,7 @@ def shorten_types(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Connect both."""
+    """Connect both functions to Sphinx events."""
     app.connect("autodoc-process-docstring", list_names)
     app.connect("doctree-read", shorten_types)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

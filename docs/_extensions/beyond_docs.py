@@ -1,4 +1,7 @@
-"""Links of Markdown pages that hold on GitHub hold on the site: to an included page, or to a file of the repository."""
+"""Sphinx extension that makes links which work on GitHub also work on the site.
+
+It resolves links to included pages and to files of the repository.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ INCLUDES = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
 
 
 def included_pages(docs: Path) -> dict[Path, str]:
-    """File outside of ``docs`` -> name of the page that includes it."""
+    """Return the name of the including page for each included file outside of ``docs``."""
     return {
         (page.parent / target).resolve(): page.relative_to(docs).with_suffix("").as_posix()
         for page in docs.rglob("*.md")
@@ -23,9 +26,9 @@ def included_pages(docs: Path) -> dict[Path, str]:
 
 
 def resolve(app: Sphinx, doctree: nodes.document) -> None:
-    """Point links to the page that includes their file, or to a copy of the file.
+    """Replace the target of each link by the page that includes the target file, or by a copy of the file.
 
-    A link is relative to the file that it is written in, which may be an included one.
+    A link is relative to the file that contains it, which can be an included file.
     """
     docs = Path(app.srcdir)
     pages = included_pages(docs)
@@ -57,6 +60,6 @@ def _written_in(node: nodes.Node) -> Path:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Resolve before Sphinx looks for the files that pages offer."""
+    """Connect `resolve`, so that it runs before Sphinx collects the downloads of pages."""
     app.connect("doctree-read", resolve, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,7 @@
-"""Built pages load nothing from another host: what would is a warning, and warnings are errors."""
+"""Sphinx extension that warns about built files that would load something from another host.
+
+`make docs` treats warnings as errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LOADING = ("src", "srcset", "poster", "data", "background")
 
 
 class _Page(HTMLParser):
-    """Collects what a browser would load from elsewhere to show a page; what a reader may follow is left alone."""
+    """A parser that collects the addresses on other hosts from which a page loads something, without its links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +47,11 @@ class _Page(HTMLParser):
 
 
 def loaded_from_elsewhere(name: str, text: str) -> list[str]:
-    """The addresses on other hosts that a page, a style sheet or a script loads.
+    """Return the addresses on other hosts that a page, a style sheet or a script loads.
 
     Args:
-        name: File name: its ending says what the text is.
-        text: What the file holds.
+        name: File name. Its ending determines the kind of text.
+        text: Content of the file.
     """
     if name.endswith(".html"):
         page = _Page()
@@ -58,7 +61,7 @@ def loaded_from_elsewhere(name: str, text: str) -> list[str]:
 
 
 def in_folder(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Each file of a built site that loads something from elsewhere, and what."""
+    """Yield each file of a built site that loads something from another host, with the address."""
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".html", ".css", ".js", ".svg"):
             for address in loaded_from_elsewhere(path.name, path.read_text(encoding="utf-8", errors="replace")):
@@ -66,13 +69,13 @@ def in_folder(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def check(app: Sphinx, exception: Exception | None) -> None:
-    """Warn of all that the site would load from elsewhere."""
+    """Warn about each address on another host from which the site would load something."""
     if exception is None:
         for path, address in in_folder(Path(app.outdir)):
-            logging.getLogger(__name__).warning("%s would load %s: keep a copy in docs/_static.", path, address)
+            logging.getLogger(__name__).warning("%s would load %s. Put a copy into docs/_static.", path, address)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Look when all is written."""
+    """Connect `check` to the end of the build."""
     app.connect("build-finished", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,11 +1,13 @@
-// Tables in a place of the class `sortable`: a click on a column's head, or Enter, sorts by it, again the other way.
+// Tables inside an element of the class `sortable`: a click on a column heading, or Enter, sorts by this column.
+// A second click reverses the order.
 "use strict";
 addEventListener("DOMContentLoaded", () => {
   const valueOf = (row, column) => row.cells[column].textContent.trim();
   const compare = (a, b) => {
     const [x, y] = [parseFloat(a), parseFloat(b)];
     if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y) || a.localeCompare(b);
-    return y - x; // the largest first
+    // Larger values come first.
+    return y - x;
   };
   document.querySelectorAll(".sortable table").forEach((table) => {
     const heads = [...table.tHead.rows[0].cells];
