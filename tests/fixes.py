@@ -850,13 +850,13 @@ ROWS |= {
         lambda lab, **options: ClassIncremental(2, **options),
         {"class_order": [3, 2, 1, 0], "order_per_client": True},
         {"order_per_client": False},
-        "Leave `class_order` or `order_per_client` out.",
+        "Remove `class_order` or `order_per_client`.",
     ),
     "order without a client": Row(
         stream_of,
         {"scenario": ClassIncremental(2, class_order={"0": [3, 2, 1, 0]})},
         {"scenario": ClassIncremental(2, class_order={"0": [3, 2, 1, 0], "1": [0, 1, 2, 3]})},
-        "Add it.",
+        "Add an order for this client.",
         MissingValueError,
     ),
     "order with a wrong name": Row(
@@ -894,13 +894,13 @@ ROWS |= {
         stream_of,
         {"scenario": Online(ClassIncremental(2, history="seen"))},
         {"scenario": Online(ClassIncremental(2))},
-        "Leave it out.",
+        "Remove `history` from the scenario.",
     ),
     "owners beside a scenario with its own clients": Row(
         lambda lab, **options: FederatedStream("digits", "fedvit", **options),
         {"partition": IID(2)},
         None,
-        "Leave it out.",
+        "Remove this argument.",
     ),
     "ByClientId without owners": Row(
         stream_of_arrays, {"partition": ByClientId()}, {"partition": IID(2)}, "Use another `partition`, such as `IID`."
@@ -962,7 +962,7 @@ ROWS |= {
         stream_of_arrays,
         {"split": Split(test=["1"])},
         {"client_ids": OWNER, "partition": ByClientId()},
-        "or pass the owners as `client`",
+        "or pass the owners as `client_ids`",
     ),
     "targets of a regression in a scenario of classes": Row(
         stream_of_arrays,
@@ -989,13 +989,13 @@ ROWS |= {
         stream_of_arrays,
         {"y": torch.full((24,), float("nan"))},
         {"y": torch.randn(24)},
-        "Correct or drop these samples",
+        "Correct or remove these samples",
     ),
     "targets of a floating type with classes": Row(
         stream_of_arrays,
         {"y": torch.randn(24), "classes": ["a", "b"]},
         {"classes": None},
-        "Leave `classes` out.",
+        "Remove `classes`.",
         InvalidTypeError,
     ),
     "label without a name": Row(
@@ -1015,31 +1015,31 @@ ROWS |= {
         {"x": [[1.0] * 2 for n in range(24)]},
         "Convert the samples to one shape.",
     ),
-    "targets of other samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one for each."),
+    "targets of other samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one target for each sample."),
     "owners of a floating type": Row(
         stream_of_arrays,
         {"client_ids": OWNER / 2, "partition": None},
         {"client_ids": OWNER.astype(str)},
         "as `client_ids.astype(str)` does",
     ),
-    "mean without std": Row(stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass `mean` and `std`"),
+    "mean without std": Row(stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass both `mean` and `std`"),
     "mean of grey levels": Row(
         stream_of_arrays,
         {"x": images(), "mean": 127.0, "std": 64.0},
         {"mean": 127.0 / 255, "std": 64.0 / 255},
-        "in units of 255 grey levels",
+        "Divide values for pixels from 0 to 255 by 255.",
     ),
     "mean of images that are floats": Row(
         stream_of_arrays,
         {"x": images().astype(np.float32), "mean": 0.5, "std": 0.25},
         {"x": (images().astype(np.float32) / 255 - 0.5) / 0.25, "mean": None, "std": None},
-        "Normalise other samples beforehand",
+        "Normalize other samples beforehand",
     ),
     "client without samples": Row(
         stream_of_data,
         {"data": {"a": pairs(), "b": pairs(0)}},
         {"data": {"a": pairs()}},
-        "Leave client b out.",
+        "Remove client b from `data`.",
         MissingValueError,
     ),
     "clients of different shapes": Row(
@@ -1052,19 +1052,19 @@ ROWS |= {
         stream_of_data,
         {"data": {"a": Ragged(4), "b": Ragged(3)}},
         {"collate_fn": pad_batch},
-        "pass a `collate_fn` that makes batches of them",
+        "pass a `collate_fn` that accepts several shapes",
     ),
     "splits with another key": Row(
         stream_of_data,
         {"data": {"train": pairs(), "test": pairs(8), "extra": pairs(8)}, "partition": IID(2)},
         {"data": {"train": pairs(), "test": pairs(8)}},
-        "Leave out what is neither",
+        "Remove splits with other names",
     ),
     "test samples of an unknown class": Row(
         stream_of_data,
         {"data": {"train": pairs(classes=3), "test": pairs(8)}, "partition": IID(2)},
         {"data": {"train": pairs(classes=3), "test": pairs(8, classes=3)}},
-        "Drop these samples",
+        "Remove these samples, or add training samples",
     ),
     "y of other clients": Row(
         stream_of_data,
@@ -1076,16 +1076,16 @@ ROWS |= {
         stream_of_data,
         {"data": {"a": pairs(), "b": pairs()}, "y": {"a": Y, "b": Y[:3]}},
         {"y": {"a": Y, "b": Y}},
-        "Pass one for each sample, in their order.",
+        "Pass one target for each sample, in the order of the samples.",
     ),
     "y of fewer splits": Row(
         stream_of_data,
         {"data": {"train": pairs(), "test": pairs(8)}, "partition": IID(2), "y": {"train": Y}},
         {"y": {"train": Y, "test": Y[:8]}},
-        "Pass a dict with one array for each.",
+        "Pass a dict with one array for each split.",
     ),
     "y of a public dataset": Row(
-        stream_of_data, {"data": "digits", "y": Y, "partition": IID(2)}, {"y": None}, "Leave it out."
+        stream_of_data, {"data": "digits", "y": Y, "partition": IID(2)}, {"y": None}, "Remove `y`."
     ),
     "name of a dataset": Row(
         stream_of_data,
@@ -1098,7 +1098,7 @@ ROWS |= {
         stream_of_data,
         {"data": {"a": MovesBatches(), "b": MovesBatches()}},
         {"data": {"a": Moves(True), "b": Moves(True)}},
-        "own transform",
+        "Move the code of the hook to the transform",
     ),
     "data modules of some clients": Row(
         stream_of_data,
@@ -1728,10 +1728,10 @@ ROWS |= {
         stream_of_arrays,
         {"x": images().transpose(0, 2, 3, 1), "mean": [0.5] * 3, "std": [0.25] * 3},
         {"x": images()},
-        "pass `x.transpose(0, 3, 1, 2)`",
+        "Pass `x.transpose(0, 3, 1, 2)`",
     ),
     "classes of a public dataset": Row(
-        stream_of_data, {"data": "digits", "classes": ["a"], "partition": IID(2)}, {"classes": None}, "Leave it out."
+        stream_of_data, {"data": "digits", "classes": ["a"], "partition": IID(2)}, {"classes": None}, "Remove `classes`."
     ),
     "list of samples": Row(
         lambda lab, data: stream_of_data(lab, {"train": data, "test": pairs(8)}, partition=IID(2)),

@@ -94,7 +94,7 @@ ROWS |= {
         read_table,
         {"text": "a,b,b,y\n1,2,0,p\n3,4,0,q\n"},
         {"text": "a,b,c,y\n1,2,0,p\n3,4,0,q\n"},
-        "Rename or remove the others.",
+        "Rename or remove the duplicates.",
     ),
     "table without rows": Row(
         lambda lab, text: Table(save(lab, text), "y", ["a"]).x,
@@ -139,6 +139,6 @@ ROWS |= {
         lambda lab, name: stream_of_arrays(lab, classes=["cat", "dog", "cow", name]),
         {"name": "cow"},
         {"name": "hen"},
-        "Rename or remove the others.",
+        "Rename or remove the duplicates.",
     ),
 }

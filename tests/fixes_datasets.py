@@ -138,7 +138,7 @@ ROWS |= {
         read_labels,
         {"labels": [3, 4]},
         {"labels": [3, 5]},
-        "Return the same label each time, as the second item of a pair or in a dict.",
+        "Return the same label in each read, as the second item of a pair or in a dict.",
     ),
     "people of odfcl with few samples": Row(
         plan_people,
@@ -153,7 +153,7 @@ ROWS |= {
         "Lower `num_rounds`, `samples_per_round` (16), `test_per_class` or `pretrain_per_class`.",
     ),
     "copies in a scenario that draws its test samples": Row(
-        plan_copies, {"copies": 2}, {"copies": 1}, "Remove the copies from the data, as `"
+        plan_copies, {"copies": 2}, {"copies": 1}, "Remove the copies from the data, because `"
     ),
     "test samples that are trained on": Row(
         plan_overlap,

@@ -1649,7 +1649,7 @@ ROWS |= {
         read_cells, {"target": "zzz"}, {"target": "y"}, "Name a column of the file", UnknownNameError, "target"
     ),
     "column that is there twice": Row(
-        read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the others", argument="data"
+        read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the duplicates", argument="data"
     ),
     "table without rows": Row(
         read_cells, {"text": "a,b,y\n"}, with_header("a,b,y"), "Add a row", MissingValueError, "data"
@@ -1677,7 +1677,7 @@ ROWS |= {
         lambda lab, names: check_class_names(names),
         {"names": ["p", "p"]},
         {"names": ["p", "q"]},
-        "Rename or remove the others",
+        "Rename or remove the duplicates",
         argument="classes",
     ),
     "class name that is not Unicode": Row(

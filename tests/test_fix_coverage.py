@@ -22,7 +22,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/cli/test_ranks.py::test_a_process_is_killed",
     ],
     "Run `pip install": ["tests/test_errors.py::test_a_missing_package_is_named_as_pip_names_it"],
-    'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.': [
+    'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
     "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.": [

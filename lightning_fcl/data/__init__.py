@@ -1,4 +1,4 @@
-"""Who sees which data when: public data sets as arrays, scenarios, partitions, and the stream that joins them.
+"""Data of a federated stream: public datasets, scenarios, partitions, and the `FederatedStream` that combines them.
 
-What never belongs here: models and losses, and what a client does with its data.
+This package defines which client sees which data in which round. It contains no models, losses or local training.
 """

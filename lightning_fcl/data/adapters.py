@@ -1,4 +1,4 @@
-"""A user's own data as the samples of a stream: arrays, data sets, data modules, a benchmark of Avalanche's."""
+"""Conversion of the user's data to `Samples`: arrays, datasets, data modules and Avalanche benchmarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class MapStyle(Protocol):
-    """What has a length and items: data sets of torch, of Hugging Face, and others."""
+    """A dataset with a length and indexed items, such as a dataset of torch or of Hugging Face."""
 
     def __len__(self) -> int: ...
 
@@ -56,14 +56,18 @@ class MapStyle(Protocol):
 if TYPE_CHECKING:
     AnyDataset: TypeAlias = Dataset[Any]
 else:
-    AnyDataset = Dataset  # jsonargparse would make a plain `Dataset` of a recipe's, were its type `Dataset[Any]`
+    # With the type `Dataset[Any]`, jsonargparse would create a plain `Dataset` instead of the dataset of a recipe.
+    AnyDataset = Dataset
 _Own = AnyDataset | MapStyle | L.LightningDataModule
 StreamData = str | DatasetSpec | ArrayDataset | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
-"""What a `FederatedStream` takes."""
+"""Types of data that a `FederatedStream` accepts."""
 
 
 class SizedItems(ItemsOf):
-    """What has a length and items but is no data set of torch's, such as the data sets of Hugging Face."""
+    """A torch dataset that wraps data with a length and indexed items, such as a Hugging Face dataset.
+
+    The targets and class names of a Hugging Face dataset are read from its target column, if it has one.
+    """
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -87,18 +91,26 @@ class SizedItems(ItemsOf):
 
 
 def to_dataset(data: Any, owner_name: str) -> Dataset[Any]:
-    """Return data with a length and items as a dataset. Arrays are rejected: their items have no targets."""
+    """Return data with a length and indexed items as a dataset.
+
+    Args:
+        data: The data.
+        owner_name: Description of the data in the error message, such as "for client 3".
+
+    Raises:
+        TypeError: If the data are arrays, whose items have no targets, or if they have no length or no indexed items.
+    """
     check_lightning_namespace(data)
     whole = isinstance(data, Sized) and not isinstance(data, str | bytes | Mapping | tuple | IterableDataset)
     if hasattr(data, "__array__") or isinstance(data, tuple):
-        remedy = "`FederatedStream.from_arrays(x, y)` takes arrays, `torch.utils.data.TensorDataset` makes one of them."
+        remedy = "Pass arrays to `FederatedStream.from_arrays(x, y)`, or wrap them in `torch.utils.data.TensorDataset`."
     elif not whole or not hasattr(data, "__getitem__"):
-        remedy = "Pass a dataset of numbered items, such as `torch.utils.data.Subset(x, range(len(x)))` of a list `x`."
+        remedy = "Pass a map-style dataset. For a list `x`, use `torch.utils.data.Subset(x, range(len(x)))`."
     else:
         return data if isinstance(data, Dataset) else SizedItems(data)
-    clients = " A list or a dict has a dataset for each client." if owner_name.startswith("for client") else ""
+    clients = " A list or dict must contain one dataset per client." if owner_name.startswith("for client") else ""
     raise InvalidTypeError(
-        f"Expected a map-style data set {owner_name} but got a {type(data).__name__}.",
+        f"Expected a map-style dataset {owner_name}, but got a {type(data).__name__}.",
         hint=f"{remedy}{clients}",
         argument="data",
         value=type(data).__name__,
@@ -114,11 +126,11 @@ def samples_from_arrays(
     collate_fn: Collate = default_collate,
     sample_name: SampleName = default_name,
 ) -> Samples:
-    """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
+    """Return the validated samples of arrays, tensors or a map-style dataset. See `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
     content: Tensor | Dataset[Any] = _tensor(x) if in_memory else to_dataset(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
-    # `ArrayDataset` checks what it can be told: floating point samples, labels, owners and domains.
+    # `ArrayDataset` validates floating-point samples, labels, owners and domains. Zeros replace all other values.
     checked = np.zeros((size, 0), np.float32)
     if isinstance(content, Tensor) and content.is_floating_point():
         checked = content.float().numpy()
@@ -131,14 +143,15 @@ def samples_from_arrays(
     elif isinstance(content, Dataset) and (classes is None or len(classes)):
         item_targets = read_targets(content)
         parts = content.datasets if isinstance(content, ConcatDataset) else [content]
-        class_lists = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
+        # Hugging Face datasets define the names of their classes.
+        class_lists = {part.classes if isinstance(part, SizedItems) else None for part in parts}
         common_classes = class_lists.pop() if len(class_lists) == 1 else None
         targets, names = index_targets(item_targets, common_classes if classes is None else tuple(classes), sample_name)
         content = index_labels(content, item_targets, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise InvalidValueError(
-            f"Expected a target for each of {size} samples but got {len(targets)}.",
-            hint="Pass one for each.",
+            f"Expected one target for each of {size} samples, but got {len(targets)} targets.",
+            hint="Pass one target for each sample.",
             argument="y",
             value=len(targets),
         )
@@ -148,7 +161,7 @@ def samples_from_arrays(
 
 
 def _tensor(x: Any) -> Tensor:
-    """Samples in memory as torch has them, those of half precision as single, which holds them."""
+    """Return samples in memory as a contiguous tensor. Samples of half precision or bfloat16 become float32."""
     try:
         values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
     except ValueError as error:
@@ -159,7 +172,7 @@ def _tensor(x: Any) -> Tensor:
         ) from error
     if isinstance(values, np.ndarray) and (values.dtype.kind not in "biufc" or values.dtype.char in LONG):
         raise InvalidTypeError(
-            f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}.",
+            f"Expected `x` to contain numbers, but got {values.dtype} of shape {values.shape}.",
             hint="Convert it, for example with `x.astype(np.float32)`.",
             argument="x",
             value=values.dtype,
@@ -169,7 +182,10 @@ def _tensor(x: Any) -> Tensor:
 
 
 def _column(name: str, values: Any) -> NDArray[Any] | None:
-    """What is told of each sample; strings of pandas are objects to NumPy."""
+    """Return the owner or domain of each sample as an array of integers or of strings.
+
+    Strings of pandas have the NumPy type object, and are converted to a string type.
+    """
     if values is None:
         return None
     column = to_array(values)
@@ -179,8 +195,8 @@ def _column(name: str, values: Any) -> NDArray[Any] | None:
     if kinds not in ({str}, {int}):
         type_names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise InvalidValueError(
-            f"Expected `{name}` to hold integers or strings but got {type_names}.",
-            hint=f"Name every sample's {name}.",
+            f"Expected `{name}` to contain only integers or only strings, but got {type_names}.",
+            hint=f"Pass a value of the same type for every sample in `{name}`.",
             argument=name,
             value=type_names,
         )
@@ -195,32 +211,32 @@ def to_samples(
     collate_fn: Collate | None = None,
     y: Any = None,
 ) -> Samples:
-    """Return the samples of whatever a stream takes as data.
+    """Return the samples of any data that a `FederatedStream` accepts.
 
     Args:
-        data: The data.
+        data: The data. See `FederatedStream`.
         classes: Names of the classes.
-        seed: Seed of what data modules draw.
-        left_open: Arguments of the stream on which the data modules of clients must agree.
-        collate_fn: That of the stream, if it has one.
-        y: Targets in the structure of the data, see `FederatedStream`. None: items hold their targets.
+        seed: Seed of the random draws of data modules.
+        left_open: Names of the stream's arguments that are not set. The data modules of all clients must agree on them.
+        collate_fn: The `collate_fn` of the stream, if it is set.
+        y: Targets in the structure of the data. See `FederatedStream`. None: the items contain their targets.
     """
     if is_client_mapping(data):
         return _join_clients(data, classes, seed, left_open, collate_fn, y)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         parts = _parts_in(data, "for `data`", seed)
         client_targets = None if y is None else {"": targets_in(y, parts, "`data`")}
-        return check_seen(_of_parts({"": parts}, classes, (), client_targets))
+        return check_seen(_samples_from_splits({"": parts}, classes, (), client_targets))
     if not isinstance(data, str | DatasetSpec | ArrayDataset | Samples):
         return samples_from_arrays(to_dataset(data, "for `data`"), y, classes=classes)
     if y is not None:
         raise InvalidValueError(
-            f"Expected no `y` for {data_name(data)}, which has its own targets.", hint="Leave it out.", argument="y"
+            f"Expected no `y` for {data_name(data)}, which has its own targets.", hint="Remove `y`.", argument="y"
         )
     if classes is not None:
         raise InvalidValueError(
-            f"Expected no `classes` for {data_name(data)}, which names its own, but got {list(classes)}.",
-            hint="Leave it out.",
+            f"Expected no `classes` for {data_name(data)}, which defines its class names, but got {list(classes)}.",
+            hint="Remove `classes`.",
             argument="classes",
         )
     return data if isinstance(data, Samples) else load_public(data)
@@ -229,20 +245,20 @@ def to_samples(
 def samples_in(
     module: L.LightningDataModule, split_names: Sequence[str], seed: int, classes: Sequence[str] | None = None
 ) -> Samples:
-    """Return the samples of some parts of a data module, which `to_samples` returns with those of all parts.
+    """Return the samples of some splits of a data module. `to_samples` returns the samples of all splits.
 
     Args:
         module: The data module.
-        split_names: Names of the parts. The data module must have the first one.
-        seed: Seed of what the data module draws.
+        split_names: Names of the splits. The data module must have the first one.
+        seed: Seed of the random draws of the data module.
         classes: Names of the classes.
     """
     parts = extract_splits(module, seed, split_names[0])
-    return _of_parts({"": {part: own for part, own in parts.items() if part in split_names}}, classes, ())
+    return _samples_from_splits({"": {part: own for part, own in parts.items() if part in split_names}}, classes, ())
 
 
 def is_client_mapping(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
-    """Whether data are those of each client, in a dict or a list: not the splits of one data set."""
+    """Return whether the data are a dict or list with one entry per client, instead of a dict of splits."""
     return is_module_per_client(data) and not _names_splits(data, "`data`")
 
 
@@ -254,15 +270,20 @@ def _join_clients(
     collate_fn: Collate | None,
     y: Any,
 ) -> Samples:
-    """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
+    """Return the samples of all clients, concatenated in the order of the clients.
+
+    The data of a client are a dataset, a dict of splits, or a data module.
+    """
     data_by_client = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not data_by_client:
-        raise MissingValueError("Expected `data` to have a data set for each client but got none.", argument="data")
+        raise MissingValueError("Expected `data` to contain a dataset for each client, but got none.", argument="data")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in data_by_client.items()}
     check_sizes(parts)
     loading = next((loading for own in parts.values() for _, loading in own.values()), None)
     check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
-    samples = check_seen(_of_parts(parts, classes, left_open, None if y is None else targets_of_clients(y, parts)))
+    samples = check_seen(
+        _samples_from_splits(parts, classes, left_open, None if y is None else targets_of_clients(y, parts))
+    )
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
     sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
@@ -270,16 +291,22 @@ def _join_clients(
 
 
 def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, object]]:
-    """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
+    """Return whether the data are a dict of splits, such as a `DatasetDict` of Hugging Face.
+
+    A dict with other keys has one entry per client.
+
+    Raises:
+        ValueError: If only some keys are names of splits, or if two keys name the same split.
+    """
     other_splits = SPLITS.keys() - {"train"}
     if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or other_splits & data.keys()):
         return False
     parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
         raise InvalidValueError(
-            f"Expected {owner_name} to have the splits train, validation and test, or clients of other names, but got "
-            f"{', '.join(map(str, data))}.",
-            hint="Leave out what is neither, and join what is one.",
+            f"Expected the dict {owner_name} to have the keys train, validation and test, or only names of clients, "
+            f"but got {', '.join(map(str, data))}.",
+            hint="Remove splits with other names, or merge them into `train`, `validation` or `test`.",
             argument="data",
             value=list(data),
         )
@@ -287,7 +314,7 @@ def _names_splits(data: object, owner_name: str) -> TypeGuard[Mapping[str, objec
 
 
 def _parts_in(data: object, owner_name: str, seed: int) -> SplitDatasets:
-    """The parts of a data module, of splits, or of a data set, which is trained on."""
+    """Return the splits of a data module or of a dict of splits. A single dataset is the training split."""
     if isinstance(data, L.LightningDataModule):
         return extract_splits(data, seed)
     if _names_splits(data, owner_name):
@@ -295,12 +322,13 @@ def _parts_in(data: object, owner_name: str, seed: int) -> SplitDatasets:
     return {"train": (to_dataset(data, owner_name), None)}
 
 
-def _of_parts(
+def _samples_from_splits(
     clients: Mapping[Any, SplitDatasets],
     classes: Sequence[str] | None,
     left_open: Collection[str],
     y: Mapping[Any, Mapping[str, NDArray[Any]]] | None = None,
 ) -> Samples:
+    """Return the samples of all splits of all clients as one object."""
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
     owners = [client for client, parts in clients.items() for _ in parts]
     loader_pieces = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
@@ -322,7 +350,7 @@ def _of_parts(
 
 
 def check_seen(samples: Samples) -> Samples:
-    """Return the samples. Raise ValueError if a class of the data's own test or validation set is never trained on."""
+    """Return the samples unchanged. Raise ValueError if a validation or test class has no training samples."""
     train = np.ones(len(samples), dtype=np.bool_)
     for split_mask in (samples.validation, samples.test):
         train &= True if split_mask is None else ~split_mask
@@ -330,9 +358,9 @@ def check_seen(samples: Samples) -> Samples:
     unseen = sorted(set(samples.labels[~train].tolist()) - train_labels)
     if unseen:
         raise InvalidValueError(
-            "Expected validation and test samples of the classes that are trained on but got label "
-            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has.",
-            hint="Drop these samples, or train on some.",
+            "Expected every class of the validation and test samples to have training samples, but label "
+            f"{', '.join(samples.classes[label] for label in unseen)} has none.",
+            hint="Remove these samples, or add training samples of the label.",
             argument="y",
             value=unseen,
         )
@@ -343,7 +371,7 @@ Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 
 
 class _Pairs(ItemsOf):
-    """The samples and labels of a data set, without Avalanche's task labels."""
+    """The samples and labels of an Avalanche dataset, without its task labels."""
 
     def __init__(self, data: AvalancheDataset) -> None:
         self.data = data
@@ -357,9 +385,10 @@ class _Pairs(ItemsOf):
 
 
 def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
-    """The samples of a benchmark, their ``group`` the experience, and the scenario that brings them in its order.
+    """Return the samples of an Avalanche benchmark, and the scenario that keeps the order of its experiences.
 
-    The scenario is class-incremental, with the classes of each experience, where no class comes in two.
+    The ``group`` of a sample is the index of its experience. If no class is in two experiences, the default scenario is
+    class-incremental with the classes of each experience. Otherwise, it is domain-incremental.
     """
     if isinstance(benchmark, Sequence):
         train, test = [_Pairs(data) for data in benchmark], []
@@ -372,7 +401,7 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
         raise MissingValueError("Expected at least one experience but got none.", argument="train", value=train)
     parts: SplitDatasets = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
-    samples = replace(_of_parts({"": parts}, None, ()), group=group)
+    samples = replace(_samples_from_splits({"": parts}, None, ()), group=group)
     ends = np.cumsum([len(data) for data in train])
     classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
     order = [label for labels in classes for label in labels]
@@ -385,16 +414,16 @@ def samples_from_benchmark(benchmark: Benchmark, scenario: Scenario | str | None
 
 
 def check_unused_arguments(scenario: Scenario, **arguments: object) -> None:
-    """Refuse the ``partition``, ``client_ids`` or ``split`` that a scenario has no use for."""
+    """Raise ValueError if ``partition``, ``client_ids`` or ``split`` is given but the scenario ignores it."""
     for argument, value in arguments.items():
         dealt, subject = (
             (scenario.provides_split, "tests") if argument == "split" else (scenario.provides_clients, "clients")
         )
         if dealt and value is not None:
             raise InvalidValueError(
-                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {subject} itself, but got "
+                f"Expected no `{argument}` for `{scenario}`, which selects the samples of {subject} itself, but got "
                 f"{value}.",
-                hint="Leave it out.",
+                hint="Remove this argument.",
                 argument=argument,
                 value=value,
             )

@@ -1,11 +1,11 @@
 """The classes and functions of Avalanche that scenarios and replay buffers use.
 
-Importing this module imports Avalanche. Import it where its names are used, not at the top of another module. No other
-module imports Avalanche.
+Importing this module imports Avalanche. No other module imports Avalanche. Import this module inside the functions that
+use it, not at the top of another module.
 
-Avalanche imports `GPUtil`, `gdown`, `qpsolvers` and `wandb`. They bring 1,100 modules, among them JAX and packages
-under the GPL. Avalanche uses them only in its loggers, its downloads and its own GEM. The import takes 2 to 4 s of
-processor time with them, and 0.4 s without them. Its import also writes ``~/.avalanche/config.json``.
+Avalanche imports `GPUtil`, `gdown`, `qpsolvers` and `wandb`. These packages load 1,100 modules, among them JAX and
+packages under the GPL. Avalanche uses them only in its loggers, its downloads and its own GEM. The import takes 2 to
+4 s of processor time with them, and 0.4 s without them. Importing Avalanche also writes ``~/.avalanche/config.json``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SETTINGS = "avalanche.benchmarks.datasets.dataset_utils"
 
 @contextmanager
 def _light_import() -> Iterator[None]:
-    """Temporarily let Avalanche be imported without the packages that are not used here and without writing a file.
+    """Temporarily allow an import of Avalanche without its optional packages and without writing a settings file.
 
-    The packages are imported when Avalanche uses them, then or later.
+    An optional package is imported later, when Avalanche first uses one of its attributes.
     """
     specs = {name: find_spec(name) for name in _UNUSED if name not in sys.modules}
     placeholders = {name: _make_placeholder(spec) for name, spec in specs.items() if spec is not None}
@@ -57,9 +57,11 @@ def _light_import() -> Iterator[None]:
 
 
 def _make_placeholder(spec: ModuleSpec) -> ModuleType:
-    """Return a module that imports the package of its name when an attribute is used after the placeholder's removal.
+    """Return a placeholder module that imports the real package when an attribute is read.
 
-    The `LazyLoader` of the standard library does not serve: ``import wandb`` runs a lazy module of `sys.modules`.
+    The import works after the placeholder is removed from `sys.modules`. Before that, reading an attribute raises
+    AttributeError. `LazyLoader` of the standard library is not suitable, because ``import wandb`` executes a lazy
+    module that is in `sys.modules`.
     """
     placeholder = ModuleType(spec.name)
     placeholder.__spec__ = spec
@@ -74,10 +76,10 @@ def _make_placeholder(spec: ModuleSpec) -> ModuleType:
 
 
 def _load_settings() -> None:
-    """Load Avalanche's module of settings with its defaults, unless the user has a file of settings.
+    """Load the settings module of Avalanche with its defaults, unless the user has a settings file.
 
-    The module writes its defaults to the home directory when it is imported, or fails if it cannot. A temporary home
-    directory takes the file. The rest of Avalanche is imported with the real one.
+    The module writes its defaults to the home directory when it is imported, and fails if it cannot. During the import,
+    a temporary home directory receives the file. The rest of Avalanche is imported with the real home directory.
     """
     package = find_spec("avalanche") if "avalanche" not in sys.modules else None
     if package is None or package.origin is None or Path("~/.avalanche/config.json").expanduser().exists():

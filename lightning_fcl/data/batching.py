@@ -1,4 +1,4 @@
-"""The batches of clients: which samples make up each, for whole client groups at once, and their values."""
+"""Batches of clients: plans of the samples in each batch, for many clients at once, and reading of the samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.data.collation import as_it_is
+from lightning_fcl.data.collation import return_unchanged
 from lightning_fcl.errors import InvalidStateError
 from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.rng import Keys, derive_seed, make_client_keys, random_uint64, seed_all
 
 Batch = Any
-"""A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
+"""A batch as the dataset returns it: often ``[x, y]``, but any nesting of lists, dicts and tensors."""
 
 TakeFn = Callable[..., Any]
-"""Returns the samples at some indices. The keyword ``seed`` seeds random generators other than the global ones."""
+"""Function that returns the samples at some indices. Its keyword ``seed`` seeds all but the global generators."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -33,7 +33,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How a loader reads samples and makes batches of them: arguments of torch's `DataLoader`, with their meaning."""
+    """Settings of a loader, with the names and meanings of the arguments of torch's `DataLoader`."""
 
     batch_size: int
     shuffle: bool = False
@@ -48,19 +48,19 @@ class LoaderConfig:
 
 
 def round_half_up(value: float) -> int:
-    """The nearest whole number, halves up: 0.5 clients are one client."""
+    """Return the nearest integer, with halves rounded up: 0.5 clients become one client."""
     return int(value + 0.5)
 
 
 def index_nested(samples: Any, rows: Tensor) -> Any:
-    """Some samples of those that are stacked in any nest of lists and dicts of tensors."""
+    """Return the samples at some rows of a batch, which can be any nesting of lists, dicts and tensors."""
     return apply_to_collection(samples, Tensor, itemgetter(rows))
 
 
 def fetch(data: Any, rows: Sequence[int]) -> Any:
     """Return some items of a map-style dataset for `collate_fn`, as torch's `DataLoader` fetches them.
 
-    A method ``__getitems__`` of the dataset reads all items at once.
+    If the dataset has a method ``__getitems__``, it reads all items at once.
 
     Example:
         >>> fetch(["a", "b", "c"], [2, 0])
@@ -70,12 +70,12 @@ def fetch(data: Any, rows: Sequence[int]) -> Any:
     return read_all(rows) if read_all else [data[row] for row in rows]
 
 
-# Samples that are read when they are asked for.
+# Requests for batches, and how requested batches are read.
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """Samples to read for one batch; ``seed`` and ``key``, whose and when, settle what is random in it."""
+    """A request to read the samples of one batch. Random draws of the read depend only on ``seed`` and ``key``."""
 
     rows: NDArray[np.int64]
     seed: int
@@ -83,18 +83,26 @@ class BatchRequest:
 
     @classmethod
     def keyed(cls, rows: NDArray[np.int64], seed: int, client: str, round_idx: int, *key_parts: int) -> BatchRequest:
-        """A request of a client in a round; ``key_parts``: its local epoch and batch, none for all of its samples."""
+        """Return the request of a client in a round.
+
+        Args:
+            rows: Numbers of the samples, shape (n,).
+            seed: Seed of the stream.
+            client: Name of the client.
+            round_idx: Index of the round.
+            key_parts: Local epoch and index of the batch. Leave them out to request all samples of the client.
+        """
         return cls(rows, seed, (client, round_idx, "data", *key_parts))
 
     def load(self, take: TakeFn) -> Any:
-        """The samples, whatever has been read or trained before; it changes no state of a random number generator."""
+        """Return the samples. Earlier reads do not affect them. All random generators are restored afterwards."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             seed_all(self.seed, *self.key)
             return take(self.rows, seed=derive_seed(self.seed, *self.key))
 
 
 class _Requested(Dataset[Any]):
-    """A data set whose items are the batches that requests ask for: workers read whole batches."""
+    """A dataset whose items are requested batches, so that workers read whole batches."""
 
     def __init__(self, take: TakeFn) -> None:
         self.take = take
@@ -104,7 +112,10 @@ class _Requested(Dataset[Any]):
 
 
 def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: LoaderConfig) -> Generator[Any, None, None]:
-    """What requests ask for, read here or by workers; those that a system spawns run the main script first."""
+    """Yield the requested batches, read by this process or by worker processes.
+
+    If the operating system spawns processes, each worker process first runs the main script.
+    """
     if not loading.num_workers:
         yield from (request.load(take) for request in requests)
         return
@@ -113,10 +124,11 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         batch_size=None,
         sampler=requests,
         num_workers=loading.num_workers,
-        collate_fn=as_it_is,
+        collate_fn=return_unchanged,
         pin_memory=loading.pin_memory,
         worker_init_fn=loading.worker_init_fn,
-        generator=torch.Generator().manual_seed(0),  # it would draw from the global one
+        # Without its own generator, the loader would draw from the global one.
+        generator=torch.Generator().manual_seed(0),
     )
     try:
         yield from loader
@@ -124,22 +136,23 @@ def read_batches(take: TakeFn, requests: Iterable[BatchRequest], loading: Loader
         if not match_error(error, LibraryError.WORKER_ENDED) or get_start_method() == "fork":
             raise
         raise InvalidStateError(
-            f"Expected the {loading.num_workers} processes of `num_workers` to read but one has ended: this system "
-            "spawns them with the main script.",
-            hint='Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.',
+            f"Expected the {loading.num_workers} worker processes of `num_workers` to read data, but one has ended. "
+            "This system starts worker processes by running the main script again.",
+            hint='Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.',
         ) from error
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples become batches. A client's only batch is never dropped.
+    """Settings for dividing a client's samples into batches. A client's only batch is never dropped.
 
     Args:
-        batch_size: Samples per batch.
+        batch_size: Number of samples per batch.
         shuffle: Whether samples are shuffled in each local epoch.
-        drop_last: Whether an incomplete last batch is left out.
-        limit_batches: Number of batches of all local epochs that are kept, or their share, at least one.
-        min_size: Samples that a batch needs, at most ``batch_size``. A smaller last batch joins the one before it.
+        drop_last: Whether an incomplete last batch is dropped.
+        limit_batches: Maximum number of batches over all local epochs, or the share of them that is kept, at least one.
+        min_size: Minimum number of samples in a batch, at most ``batch_size``. A smaller last batch is merged into the
+            previous batch.
     """
 
     batch_size: int
@@ -149,11 +162,11 @@ class BatchPlan:
     min_size: int = 1
 
     def batches_per_epoch(self, sizes: IntArray, replayed: IntArray | None = None) -> IntArray:
-        """Return the number of batches of an epoch, shape (clients,).
+        """Return the number of batches per epoch, shape (clients,).
 
         Args:
-            sizes: Number of each client's samples, shape (clients,).
-            replayed: Number of the replay samples that join each client's batches, shape (clients,). None: 0.
+            sizes: Number of samples of each client, shape (clients,).
+            replayed: Number of replay samples that join the batches of each client, shape (clients,). None: 0.
         """
         if self.drop_last:
             return np.maximum(1, sizes // self.batch_size)
@@ -161,24 +174,28 @@ class BatchPlan:
         if self.min_size > 1:
             last = sizes - (steps - 1) * self.batch_size
             if replayed is not None:
-                last = last + replayed // steps  # the last batch gets the fewest
+                # The last batch gets the fewest replay samples.
+                last = last + replayed // steps
             steps = steps - ((last < self.min_size) & (steps > 1))
         return steps
 
     def limit_steps(self, steps: IntArray) -> IntArray:
-        """How many of so many batches are kept."""
+        """Return the number of batches that are kept of a number of batches, shape (clients,)."""
         if isinstance(self.limit_batches, int):
             return np.minimum(steps, self.limit_batches)
         return np.maximum(1, (steps * self.limit_batches).astype(np.int64))
 
 
 def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
-    """What the orders of the clients' samples in a round depend on, beside the local epoch and the sample."""
+    """Return the keys of the random sample orders of clients in a round. A key gives one order for each local epoch."""
     return make_client_keys(seed, clients, round_idx, "batches")
 
 
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
-    """Random orders, shape (keys, largest size), what is beyond a size last; a key has one for each ``stream``."""
+    """Return a random order for each key, shape (keys, largest size).
+
+    Positions beyond the size of a client are last. Each ``stream`` gives a different order for the same key.
+    """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)
     draws[np.arange(width) >= sizes[:, None]] = np.iinfo(np.uint64).max
@@ -186,9 +203,15 @@ def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
 
 
 def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -> IntArray:
-    """Which remembered samples join a batch that is planned for itself, shape (size,): random orders, cut in pieces.
+    """Return the replay samples of a batch that is planned separately, shape (size,).
 
-    In ``num_replay_samples`` samples from the first on, and from each multiple, every one is there once.
+    The batches are consecutive windows of a sequence of random orders. Each order contains every replay sample once.
+
+    Args:
+        key: Key of the random orders.
+        num_replay_samples: Number of replay samples.
+        size: Number of samples in the batch.
+        start: Position of the first sample of the batch in the sequence.
     """
     number, position = divmod(start, num_replay_samples)
     sizes = np.array([num_replay_samples])
@@ -201,22 +224,27 @@ def shuffled_window(key: Keys, num_replay_samples: int, size: int, start: int) -
 def plan_group_batches(
     sizes: IntArray, epochs: IntArray, batching: BatchPlan, keys: Keys, num_replay_samples: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Which samples make up each batch of several clients' local training.
+    """Return the samples of each batch in several clients' local training.
 
     Args:
-        num_replay_samples: Number of each client's rehearsed samples, numbered from its size on; each joins one batch
-            of every epoch. None: there are none.
+        sizes: Number of samples of each client, shape (clients,).
+        epochs: Number of local epochs of each client, shape (clients,).
+        batching: Settings of the batches.
+        keys: Keys of the sample orders of the clients, see `order_keys`.
+        num_replay_samples: Number of replay samples of each client, shape (clients,). They are numbered from the
+            client's size on, and each one joins one batch of every epoch. None: no replay samples.
 
     Returns:
-        The samples, shape (clients, steps, widest batch), padded by zeros; and how many there are in each batch, shape
-        (clients, steps), 0 where a client is done.
+        The samples, shape (clients, steps, largest batch), padded with zeros, and the number of samples in each batch,
+        shape (clients, steps). The number is 0 after a client's last batch.
     """
     steps = batching.batches_per_epoch(sizes, num_replay_samples)
     extra = np.zeros_like(sizes) if num_replay_samples is None else num_replay_samples
     step = np.arange(int(steps.max()))
     has_step = step < steps[:, None]
     own_counts = np.where(has_step, np.clip(sizes[:, None] - step * batching.batch_size, 0, batching.batch_size), 0)
-    if batching.min_size > 1 and not batching.drop_last:  # what a last batch that is too small adds to the one before
+    # A last batch that is too small is merged into the previous batch.
+    if batching.min_size > 1 and not batching.drop_last:
         own_counts += np.where(
             step == steps[:, None] - 1, np.maximum(0, sizes - steps * batching.batch_size)[:, None], 0
         )
@@ -228,7 +256,7 @@ def plan_group_batches(
         client, step_idx = training.nonzero()
         global_step = epoch * steps[client] + step_idx
         lengths[client, global_step] = (own_counts + replay_counts)[client, step_idx]
-        # A client's own samples come first in a batch, then those that it has remembered.
+        # In a batch, the client's own samples come first, and its replay samples come last.
         parts = (
             (own_counts, sizes, np.zeros_like(own_counts), np.zeros_like(sizes)),
             (replay_counts, extra, own_counts, sizes),
@@ -251,7 +279,7 @@ def plan_group_batches(
 def plan_batches(
     samples: int, epochs: int, batching: BatchPlan, keys: Keys, num_replay_samples: int = 0
 ) -> list[IntArray]:
-    """Which samples make up each batch of one client's local training, an array a step. See `plan_group_batches`."""
+    """Return the samples of each batch in one client's local training, one array per step. See `plan_group_batches`."""
     index, lengths = plan_group_batches(
         np.array([samples]), np.array([epochs]), batching, keys, np.array([num_replay_samples])
     )
@@ -259,5 +287,5 @@ def plan_batches(
 
 
 def plan_client(samples: int, batching: BatchPlan, seed: int, client: str, round_idx: int) -> list[IntArray]:
-    """Return which samples make up each batch of one local epoch of a client in a round. See `plan_group_batches`."""
+    """Return the samples of each batch in one local epoch of a client in a round. See `plan_group_batches`."""
     return plan_batches(samples, 1, batching, order_keys(seed, [client], round_idx))

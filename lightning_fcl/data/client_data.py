@@ -1,4 +1,4 @@
-"""Checks of the data of clients before they are joined: sizes, shapes of the first samples, and given targets."""
+"""Checks of the clients' data before they are joined: sizes, shapes of the first samples, and given targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_fcl.data.labels import ItemsOf, to_array
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.validation import format_names
 
-# What people and Hugging Face call the parts of a data set.
+# Names of splits that users and Hugging Face use, with the names that this package uses.
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
@@ -25,17 +25,17 @@ def check_sizes(clients: Mapping[Any, SplitDatasets]) -> None:
     for client, parts in clients.items():
         if not any(len(data) for data, _ in parts.values()):  # type: ignore[arg-type]  # map-style
             raise MissingValueError(
-                f"Expected `data` to have samples of every client, but got none of client {client}.",
-                hint=f"Leave client {client} out.",
+                f"Expected `data` to contain samples of every client, but client {client} has none.",
+                hint=f"Remove client {client} from `data`.",
                 argument="data",
             )
 
 
 def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> None:
-    """Raise ValueError if torch's `default_collate` cannot make a batch of the samples of several clients.
+    """Raise ValueError if torch's `default_collate` cannot make a batch from the samples of several clients.
 
-    The first sample of each dataset is compared. Datasets that read batches by ``__getitems__`` are not, because they
-    may pad the samples of a batch.
+    The check compares the shapes of the arrays in the first sample of each dataset. It skips datasets that read batches
+    by ``__getitems__``, because they may pad the samples of a batch.
     """
     if collate_fn is not default_collate or len(clients) < 2:
         return
@@ -50,23 +50,23 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
             for path in first[1].keys() & shapes.keys():
                 if first[1][path] != shapes[path]:
                     raise InvalidValueError(
-                        f"Expected `data` to have samples of one shape, but got {path} of shape {shapes[path]} from "
-                        f"client {client} and {first[1][path]} from client {first[0]}.",
-                        hint="Convert the samples to one shape, or pass a `collate_fn` that makes batches of them.",
+                        f"Expected the samples of `data` to have one shape, but {path} has shape {shapes[path]} for "
+                        f"client {client} and shape {first[1][path]} for client {first[0]}.",
+                        hint="Convert the samples to one shape, or pass a `collate_fn` that accepts several shapes.",
                         argument="data",
                         value=path,
                     )
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each part of each client."""
+    """Return the targets of each split of each client. Raise ValueError if ``y`` has other clients than the data."""
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
             type(y).__name__ if client_targets is None else f"those of {format_names(client_targets) or 'none'}"
         )
         raise InvalidValueError(
-            f"Expected `y` to have the targets of each client ({format_names(clients)}), but got {description}.",
+            f"Expected `y` to contain the targets of each client ({format_names(clients)}), but got {description}.",
             hint="Pass a dict or a list with the clients of `data`.",
             argument="y",
             value=description,
@@ -75,15 +75,24 @@ def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any
 
 
 def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArray[Any]]:
-    """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
+    """Return the targets of each split as arrays.
+
+    Args:
+        y: A dict of targets by split, or the targets of the training split if there is no other split.
+        parts: The splits.
+        owner_name: Description of the data for error messages.
+
+    Raises:
+        ValueError: If ``y`` has other splits, or another number of targets, than the data.
+    """
     targets_by_part = (
         {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
     )
     if targets_by_part.keys() != parts.keys():
         raise InvalidValueError(
-            f"Expected `y` to have the targets of {format_names(parts)} of {owner_name}, but got those of "
+            f"Expected `y` to contain targets for {format_names(parts)} of {owner_name}, but got targets for "
             f"{format_names(targets_by_part)}.",
-            hint="Pass a dict with one array for each.",
+            hint="Pass a dict with one array for each split.",
             argument="y",
         )
     arrays = {}
@@ -93,7 +102,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
             actual_size = len(arrays[name]) if arrays[name].ndim else "a single value"
             raise InvalidValueError(
                 f"Expected `y` to have {size} targets for the {name} samples of {owner_name}, but got {actual_size}.",
-                hint="Pass one for each sample, in their order.",
+                hint="Pass one target for each sample, in the order of the samples.",
                 argument="y",
                 value=actual_size,
             )
@@ -101,7 +110,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
 
 
 def _reads_batches(data: Any) -> bool:
-    """Return whether a dataset below subsets and wrappers reads several items at once."""
+    """Return whether the innermost dataset, below subsets and wrappers, reads several items at once."""
     while isinstance(data, Subset | ItemsOf):
         data = data.dataset if isinstance(data, Subset) else data.data
     return callable(getattr(data, "__getitems__", None))
@@ -113,7 +122,7 @@ def _first_of(data: Dataset[Any]) -> Any:
 
 
 def _shapes_in(item: Any, path: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the place and the shape of each array in a sample."""
+    """Yield the path and the shape of each array in a sample."""
     if isinstance(item, Mapping):
         for name, element in item.items():
             yield from _shapes_in(element, f"{path}[{name!r}]")

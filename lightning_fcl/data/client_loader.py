@@ -1,4 +1,4 @@
-"""The training data of all clients as one loader."""
+"""A loader of the training data of all clients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ClientLoader:
-    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
+    """Loader of the training data of all clients. A `FederatedStrategy` replaces it by the batches of each round.
 
-    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
+    In a Trainer without this strategy, the loader of a stream with one client yields batches. An epoch is a round.
     """
 
     def __init__(self, stream: FederatedStream) -> None:
@@ -27,8 +27,8 @@ class ClientLoader:
     def __len__(self) -> int:
         if self.stream.count_batches is None:
             raise InvalidTypeError(
-                'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
-                "but there is none.",
+                'Expected a Trainer with `strategy="federated"` to be fitting, because the fit counts the batches of a '
+                "client in a round, but no such fit is running.",
                 argument="strategy",
             )
         return self.stream.count_batches()
@@ -37,17 +37,18 @@ class ClientLoader:
         stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
         if len(plan.clients) != 1 or trainer is None:
             raise InvalidValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got '
-                "a plain one, which trains a single client.",
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients, but got '
+                "a Trainer without this strategy, which trains a single client.",
                 hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
                 argument="strategy",
             )
         client, round_idx = plan.clients[0], current_round(trainer)
         if round_idx >= plan.num_rounds and trainer.max_epochs == plan.num_rounds:
-            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
+            # When a finished fit is resumed, the Trainer requests a batch before it detects that no epoch is left.
+            return
         if round_idx >= plan.num_rounds:
             raise InvalidValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.num_rounds} rounds but got "
+                f"Expected `max_epochs` to be at most the stream's {plan.num_rounds} rounds, but got "
                 f"{trainer.max_epochs}.",
                 hint=f"Set `max_epochs={plan.num_rounds}`.",
                 argument="max_epochs",

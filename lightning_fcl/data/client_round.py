@@ -1,4 +1,4 @@
-"""One client's part in one round: what a method may know about it."""
+"""Data about one client in one round that methods can read."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientRound:
-    """One client's part in one round: what a method may know about it.
+    """Data about one client in one round that methods can read.
 
     Args:
-        round_idx: From 0.
-        experience_idx: The client's experience in this round, from 0.
-        labels: Labels of the client's samples in this round, shape (n,); empty where labels are unknown.
-        num_classes: Number of classes of the whole stream; 0 where unknown.
+        client_id: Name of the client.
+        round_idx: Index of the round, from 0.
+        experience_idx: Index of the client's experience in this round, from 0.
+        labels: Labels of the client's samples in this round, shape (n,). Empty if labels are unknown.
+        num_classes: Number of classes of the whole stream. 0 if unknown.
         is_last_round: Whether this is the last round of the client's experience.
-        num_stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
-        num_replay_samples: Number of remembered samples that join them.
-        new_classes: Classes that any client of the federation learns in this round and none has learnt before.
-        old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
-        task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
-            logits; empty where all classes compete.
-        drawn: Whether the client was sampled for the round.
+        num_samples: Number of the client's samples in this round, without replay samples.
+        num_stream_samples: Number of the client's samples in the whole stream. 0 if unknown.
+        num_replay_samples: Number of replay samples that are added to the samples of this round.
+        new_classes: Classes that some client learns in this round and that no client has learned before.
+        old_classes: Classes of the earlier experiences of all clients. Like ``new_classes``, empty if the stream has no
+            classes.
+        task_classes: All classes of the client's current task, ascending. A task-incremental method restricts the
+            logits to them. Empty if all classes compete.
         in_step: Whether all clients of the stream enter each experience in the same round.
     """
 
@@ -52,7 +54,7 @@ class ClientRound:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether all classes are there, the rarest at least half as often as the most frequent."""
+        """Whether all classes have samples, and the rarest class at least half as many as the most frequent class."""
         if not self.num_classes or not len(self.labels):
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
@@ -61,15 +63,15 @@ class ClientRound:
 
 @dataclass(frozen=True, eq=False)
 class SampleHistory:
-    """The numbers of a client's samples of a round, and of the samples of earlier rounds that the client trained in.
+    """Sample numbers of a client in a round, and in the earlier rounds in which the client trained.
 
-    A number is the position of a sample in the dataset of the stream. Everything else is computed when it is read.
+    The number of a sample is its position in the dataset of the stream. Derived values are computed on first access.
 
     Args:
-        numbers: Numbers of the samples that were read in the round, in their order, shape (n,).
-        available: Numbers of all samples of the round; more than ``numbers`` if batches are dropped.
-        experience: Numbers of the samples of each earlier round of the current experience.
-        past: Numbers of the samples of each round of earlier experiences.
+        numbers: Numbers of the samples that were read in the round, in the order of reading, shape (n,).
+        available: Numbers of all samples of the round. These are more than ``numbers`` if batches are dropped.
+        experience: Numbers of the samples in each earlier round of the current experience.
+        past: Numbers of the samples in each round of earlier experiences.
 
     Example:
         >>> numbers = np.array([4, 5, 6])
@@ -85,24 +87,25 @@ class SampleHistory:
 
     @cached_property
     def covers_experience(self) -> bool:
-        """Whether the round has all samples of earlier rounds of the experience."""
+        """Whether the round contains all samples of the earlier rounds of the experience."""
         return all(bool(np.isin(earlier, self.available).all()) for earlier in self._others)
 
     @cached_property
     def new(self) -> Tensor:
-        """Whether each sample of the round is in no earlier round that the client trained in, shape (n,)."""
-        if len(self._others) < len(self.experience):  # an earlier round had the same samples
+        """Mask of the round's samples that are in no earlier round in which the client trained, shape (n,)."""
+        # If an earlier round shares the array of the current round, no sample is new.
+        if len(self._others) < len(self.experience):
             return torch.zeros(len(self.numbers), dtype=torch.bool)
         return self.new_in_experience & ~self._within(self._others)
 
     @cached_property
     def new_in_experience(self) -> Tensor:
-        """Whether each sample of the round is in no earlier experience that the client trained in, shape (n,)."""
+        """Mask of the round's samples that are in no earlier experience in which the client trained, shape (n,)."""
         return ~self._within(self.past)
 
     @cached_property
     def _others(self) -> list[NDArray[np.int64]]:
-        """The earlier rounds of the experience whose samples are not those of the current round."""
+        """Earlier rounds of the experience that do not share the array of samples of the current round."""
         return [earlier for earlier in self.experience if earlier is not self.available]
 
     def _within(self, rounds: Sequence[NDArray[np.int64]]) -> Tensor:
@@ -113,7 +116,7 @@ class SampleHistory:
 
 
 class ClientRounds(Sequence[ClientRound]):
-    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none."""
+    """Sequence of the `ClientRound` of several clients. An item is created on first access, because few are needed."""
 
     def __init__(
         self,
@@ -167,6 +170,6 @@ class ClientRounds(Sequence[ClientRound]):
 
 
 def current_round(trainer: L.Trainer) -> int:
-    """The round that a Trainer is in, also before a continued fit has brought its epoch counter up to date."""
+    """Return the index of a Trainer's current round, also before a resumed fit has restored its epoch counter."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)

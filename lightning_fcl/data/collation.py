@@ -1,4 +1,4 @@
-"""Nested batches: joined, stacked, and grouped by shape."""
+"""Nested batches: concatenation, stacking, and grouping by shape."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lightning_fcl.errors import InvalidValueError
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return a batch unchanged: the `collate_fn` of a data set whose items are batches."""
+def return_unchanged(batch: Any) -> Any:
+    """Return a batch unchanged: the `collate_fn` of a dataset whose items are batches."""
     return batch
 
 
 def count_nested_samples(samples: Any) -> int:
-    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none."""
+    """Return the number of samples in any nesting of lists and dicts of tensors. Return 0 if it is empty or None."""
     if isinstance(samples, Mapping):
         samples = list(samples.values())
     if samples is None or isinstance(samples, list | tuple):
@@ -27,7 +27,13 @@ def count_nested_samples(samples: Any) -> int:
 
 
 def concat_nested(batches: Sequence[Any]) -> Any:
-    """Samples one after the other, in the nest of lists, dicts and named tuples that the first of them has."""
+    """Concatenate batches along the sample dimension.
+
+    The result has the same nesting of lists, dicts and named tuples as the first batch.
+
+    Raises:
+        ValueError: If the samples have different shapes.
+    """
     first = batches[0]
     if isinstance(first, Mapping):
         return {name: concat_nested([part[name] for part in batches]) for name in first}
@@ -37,7 +43,7 @@ def concat_nested(batches: Sequence[Any]) -> Any:
     if any(part.shape[1:] != first.shape[1:] for part in batches):
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in batches)
         raise InvalidValueError(
-            f"Expected samples of one shape to join but got {shapes}.",
+            f"Expected samples of the same shape, but got the shapes {shapes}.",
             hint="Pad the samples to one shape in `collate_fn`.",
             argument="x",
             value=shapes,
@@ -46,14 +52,23 @@ def concat_nested(batches: Sequence[Any]) -> Any:
 
 
 class ShapeGroup(NamedTuple):
-    """Batches of clients, numbered by ``rows``, that have one shape: stacked, every tensor of shape (clients, ...)."""
+    """Batches of equal shape from several clients, stacked.
+
+    Attributes:
+        rows: Indices of the clients.
+        batch: The stacked batch. Each tensor has shape (clients, ...).
+    """
 
     rows: Tensor
     batch: Any
 
 
 def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
-    """The batches of several clients, those of one shape together: nests of tensors, and of nothing else."""
+    """Group the batches of several clients by shape, and stack each group. Raise ValueError for leaves of other types.
+
+    Args:
+        samples: Batch of each client, in any nesting of tensors.
+    """
     rows: dict[Hashable, list[int]] = {}
     for row, batch in enumerate(samples):
         leaves, nest = tree_flatten(batch)
@@ -66,5 +81,5 @@ def group_by_shape(samples: Sequence[Any]) -> list[ShapeGroup]:
 
 
 def stack_nested(batches: Sequence[Any]) -> Any:
-    """Batches of one shape as one, in the nest that the first of them has."""
+    """Stack batches of equal shape. The result has the nesting of the first batch."""
     return tree_map(lambda *leaves: torch.stack(leaves), *batches)

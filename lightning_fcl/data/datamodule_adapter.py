@@ -1,4 +1,4 @@
-"""A LightningDataModule taken apart: the samples of each of its loaders, and how they make batches."""
+"""Extraction of the datasets and the loader settings of a LightningDataModule."""
 
 from __future__ import annotations
 
@@ -35,16 +35,19 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
 SplitDatasets = dict[str, tuple[Dataset[Any], LoaderConfig | None]]
-"""The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how a data module loads it."""
+"""Dataset of each split (``"train"``, ``"validation"``, ``"test"``), with the settings of its loader or None."""
 
 
 def is_module_per_client(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
-    """Whether a stream's data are a dict or list of such, of clients or splits; a data set may be a list itself."""
+    """Return whether the data of a stream are a dict, list or tuple of entries for clients or splits.
+
+    A dataset that is also a list counts as one dataset.
+    """
     return isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
 
 
 def client_modules(data: object) -> list[L.LightningDataModule]:
-    """The data modules among a stream's data: that of all clients, or those of some."""
+    """Return the data modules in the data of a stream: one for all clients, or one for each of some clients."""
     parts = (data.values() if isinstance(data, Mapping) else data) if is_module_per_client(data) else [data]
     return [part for part in parts if isinstance(part, L.LightningDataModule)]
 
@@ -52,7 +55,16 @@ def client_modules(data: object) -> list[L.LightningDataModule]:
 def delegate_hooks(
     modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, is_prepared: bool = False
 ) -> None:
-    """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them."""
+    """Make a stream prepare its data and transfer batches by calling the hooks of its data modules.
+
+    Args:
+        modules: The data modules.
+        stream: The stream.
+        is_prepared: Whether the data are already prepared.
+
+    Raises:
+        ValueError: If there are several data modules and one overrides a hook of the batch transfer.
+    """
     stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
     hooks = [partial(_prepare, module, stream) for module in modules]
     stream.prepare_data = partial(_once, [True] * is_prepared, hooks)  # type: ignore[method-assign]
@@ -61,9 +73,9 @@ def delegate_hooks(
             continue
         if len(modules) > 1:
             raise InvalidValueError(
-                f"Expected data modules of several clients to leave batches as they are but {type(module).__name__} "
+                f"Expected the data modules of several clients not to change batches, but {type(module).__name__} "
                 f"overrides `{hook}`.",
-                hint="Do in its data sets' own transforms what it does.",
+                hint="Move the code of the hook to the transforms of the datasets.",
                 argument=hook,
                 value=type(module).__name__,
             )
@@ -71,7 +83,7 @@ def delegate_hooks(
 
 
 def _prepare(module: L.LightningDataModule, stream: L.LightningDataModule) -> None:
-    """Prepare the data of a data module, which has the Trainer of the stream, if there is one."""
+    """Prepare the data of a data module, after setting its Trainer to the Trainer of the stream."""
     module.trainer = stream.trainer
     module.prepare_data()
 
@@ -84,43 +96,52 @@ def _once(completion_flag: list[bool], hooks: Iterable[Callable[[], None]]) -> N
 
 
 def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-    """What a hook makes of a batch; where no client trains, the only batch of a round is None, or of no sample."""
+    """Return a batch after a transfer hook. Return a batch without samples unchanged.
+
+    If no client trains, the only batch of a round is None or has no samples.
+    """
     idle = batch is None or (isinstance(batch, list) and isinstance(batch[0], torch.Tensor) and not batch[0].numel())
     return batch if idle else hook(batch, *arguments)
 
 
 def overridden_hook(*owners: object) -> str | None:
-    """Who overrides a hook that batches go through, in words; None: nobody."""
+    """Return which owner overrides which hook of the batch transfer, as text, or None if no owner does."""
     modules = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
     overrides = ((owner, hook) for owner, hook in product(modules, TRANSFER_HOOKS) if is_overridden(hook, owner))
     return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in overrides), None)
 
 
 def check_no_hooks(caller: str, *owners: object) -> None:
-    """Refuse hooks that batches go through, for one who takes samples that have not gone through them."""
+    """Raise ValueError if an owner overrides a hook of the batch transfer, for a caller whose samples skip the hook."""
     if hook := overridden_hook(*owners):
         raise InvalidValueError(
-            f"Expected samples that reach the module as they are for {caller} but {hook}.",
-            hint="Do in the data set's own transform what it does.",
+            f"Expected samples without hooks of the batch transfer for {caller}, but {hook}.",
+            hint="Move the code of the hook to the transform of the dataset.",
             argument="datamodule",
             value=hook,
         )
 
 
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
-    """Call a hook that draws from a seed: what it splits is the same in all hooks, processes, and continued fits."""
+    """Call a hook of a data module with seeded global generators.
+
+    A random split is then identical in all hooks, processes and resumed fits.
+    """
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         seed_all(seed, "data module")
         return hook(*args)
 
 
 def extract_splits(module: L.LightningDataModule, seed: int, required_split: str = "train") -> SplitDatasets:
-    """Return the dataset and the loading of each loader that a data module has.
+    """Return the dataset and the loader settings of each loader of a data module.
 
     Args:
         module: The data module.
-        seed: Seed of what its hooks draw.
-        required_split: The part that the data module must have.
+        seed: Seed of the random draws of its hooks.
+        required_split: The split that the data module must have.
+
+    Raises:
+        ValueError: If the data module lacks the required split, or a loader is not supported.
     """
     loader_hooks = {
         part: hook for part, hook in _HOOKS.items() if part == required_split or is_overridden(hook, module)
@@ -128,7 +149,7 @@ def extract_splits(module: L.LightningDataModule, seed: int, required_split: str
     if not is_overridden(_HOOKS[required_split], module):
         name = type(module).__name__
         raise MissingValueError(
-            f"Expected {name} to have a `{_HOOKS[required_split]}` but it has none.",
+            f"Expected {name} to define `{_HOOKS[required_split]}`, but it does not.",
             hint=f"Define `{_HOOKS[required_split]}` in {name}.",
         )
     for stage in ("fit", "test") if "test" in loader_hooks else ("fit",):
@@ -145,15 +166,24 @@ def extract_splits(module: L.LightningDataModule, seed: int, required_split: str
 
 
 def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collection[str]) -> dict[str, LoaderConfig]:
-    """How the data modules of all clients load, who agree on the ``inferred_settings``; empty if none has one."""
+    """Return the common loader settings of each split, or an empty dict if no client has a data module.
+
+    Args:
+        clients: The splits of each client.
+        left_open: Names of the settings that the stream does not set. The data modules must agree only on these.
+
+    Raises:
+        ValueError: If only some clients have data modules, or if data modules have different settings.
+    """
     configs_by_client = {
         client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()
     }
     plain_clients = [str(client) for client, parts in configs_by_client.items() if None in parts.values()]
     if plain_clients and len(plain_clients) < len(configs_by_client):
         raise MissingValueError(
-            f"Expected data modules of all clients, or of none, but got none of {format_names(plain_clients)}.",
-            hint="Make one, as in `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
+            "Expected data modules for all clients or for none, but got no data module for "
+            f"{format_names(plain_clients)}.",
+            hint="Create one with `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
             argument="datamodule",
             value=plain_clients,
         )
@@ -166,14 +196,14 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
             for name in left_open if split_name == "train" else {"collate_fn"} & {*left_open}:
                 if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
                     raise InvalidValueError(
-                        f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
-                        f"{vars(loading)[name]} of client {client}.",
+                        f"Expected the same `{name}` in the data modules of all clients, but got {vars(first)[name]}, "
+                        f"and {vars(loading)[name]} for client {client}.",
                         hint=f"Pass `{name}=` to `FederatedStream`.",
                         argument=name,
                         value=vars(loading)[name],
                     )
     if loaders:
-        # A part without a loader has samples of another part.
+        # A split without a loader takes its samples from another split.
         train = loaders.get("train") or loaders.get("test") or loaders["validation"]
         for split_name, fallback_split in (("validation", "test"), ("test", "validation")):
             loaders.setdefault(split_name, replace(loaders.get(fallback_split, train), shuffle=False, drop_last=False))
@@ -182,7 +212,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
 
 
 def _kind(value: Any) -> object:
-    """What is compared of a setting: of a function that belongs to an object, or of a callable object, not which."""
+    """Return the part of a setting that is compared: the function of a method, or the class of a callable object."""
     if ismethod(value):
         return value.__func__
     return type(value) if callable(value) and not isfunction(value) else value
@@ -198,22 +228,22 @@ def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderCon
         )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        refuse("give one `DataLoader`", loader, "Pass its data set to `FederatedStream.from_arrays`.")
+        refuse("return one `DataLoader`", loader, "Pass its dataset to `FederatedStream.from_arrays`.")
     data, batches = loader.dataset, loader.batch_sampler
     if isinstance(data, IterableDataset):
-        refuse("have a map-style data set, whose samples have numbers,", data, "Read its items into a list.")
+        refuse("have a map-style dataset, whose samples have numbers,", data, "Read its items into a list.")
     if type(batches) is not BatchSampler:
         refuse(
-            "make batches by `batch_size`",
+            "make batches with `batch_size`",
             data if batches is None else batches,
-            "Leave its own batches out: clients have theirs.",
+            "Set `batch_size` in the loader, and remove its `batch_sampler`.",
         )
     rows = _rows(batches.sampler)
     if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
         refuse(
-            "have a sampler that gives the same samples in each epoch",
+            "have a sampler that returns the same samples in each epoch",
             batches.sampler,
-            "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the data set.",
+            "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the dataset.",
         )
     shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
     settings = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
@@ -222,16 +252,16 @@ def _taken_apart(loader: Any, loader_name: str) -> tuple[Dataset[Any], LoaderCon
 
 
 class SampledRows(Subset[Any]):
-    """The items of a loader's dataset that its sampler gives."""
+    """The items of a loader's dataset that its sampler returns."""
 
 
 class WorkerInit:
-    """Calls the ``worker_init_fn`` of loaders in a worker, each with the dataset of its loader.
+    """A worker initialization function that calls the ``worker_init_fn`` of several loaders.
 
-    ``torch.utils.data.get_worker_info().dataset`` is the user's dataset during the call, as in a plain loader.
+    During each call, ``torch.utils.data.get_worker_info().dataset`` is the user's dataset, as in a plain loader.
 
     Args:
-        calls: Each function with the dataset of its loader.
+        calls: Each ``worker_init_fn`` with the dataset of its loader.
     """
 
     def __init__(self, calls: Sequence[tuple[Callable[[int], None], object]]) -> None:
@@ -242,7 +272,8 @@ class WorkerInit:
         previous_dataset = info.dataset
         try:
             for function, data in self.calls:
-                object.__setattr__(info, "dataset", data)  # its class is frozen
+                # The class of `info` is frozen, so plain assignment raises.
+                object.__setattr__(info, "dataset", data)
                 function(worker_id)
         finally:
             object.__setattr__(info, "dataset", previous_dataset)
@@ -251,11 +282,11 @@ class WorkerInit:
 def with_worker_init(
     loaders: Mapping[str, LoaderConfig], pieces: Iterable[tuple[str, object, LoaderConfig | None]]
 ) -> dict[str, LoaderConfig]:
-    """Return how parts are loaded, with the ``worker_init_fn`` of all clients' loaders.
+    """Return the loader settings of each split, with one function that calls the ``worker_init_fn`` of all clients.
 
     Args:
-        loaders: How the parts are loaded.
-        pieces: A part, its dataset and its loading for each client.
+        loaders: Loader settings of each split.
+        pieces: Name, dataset and loader settings of each split of each client.
     """
     calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
     for split_name, data, loading in pieces:
@@ -265,7 +296,7 @@ def with_worker_init(
             calls.setdefault(split_name, {})[id(function), id(whole)] = function, whole
     configs = {}
     for split_name, loading in loaders.items():
-        # A part without a loader has samples of the training loader.
+        # A split without a loader has samples of the training loader.
         split_calls = calls.get(split_name) or calls.get("train", {})
         init = None if loading.worker_init_fn is None else WorkerInit([*split_calls.values()])
         configs[split_name] = replace(loading, worker_init_fn=init)
@@ -273,7 +304,7 @@ def with_worker_init(
 
 
 def _rows(sampler: Any) -> list[int] | None:
-    """The samples that a sampler gives in every epoch; None if it may give others."""
+    """Return the sample numbers that a sampler returns in every epoch, or None if they can differ between epochs."""
     if type(sampler) is SubsetRandomSampler:
         return [int(row) for row in sampler.indices]
     if type(sampler) is RandomSampler:

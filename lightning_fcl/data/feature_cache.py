@@ -1,4 +1,4 @@
-"""Features of a frozen backbone in place of images: computed once, kept in the user's cache, mapped into memory."""
+"""Features of a frozen backbone instead of images: computed once, stored in the user's cache, mapped into memory."""
 
 from __future__ import annotations
 
@@ -24,18 +24,26 @@ from lightning_fcl.io.reading import regular_file
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH_SIZE = 16
-"""Images at once: what layers hand on stays in a CPU's cache, which takes half the time of 64, for each image."""
+"""Number of images per batch. The outputs of layers then fit into a CPU's cache, which halves the time of 64 images."""
 
-_DIGEST = 32  # bytes of a SHA-256, behind the features
+# Size in bytes of the SHA-256 checksum after the features.
+_DIGEST = 32
 
 
 def compute_features(
     samples: Samples, backbone: nn.Module | str, num_workers: int = 0, device: torch.device | None = None
 ) -> Samples:
-    """Samples that are a backbone's features of images, shape (n, features), with the same targets, owners and parts.
+    """Return samples whose inputs are a backbone's features of the images, shape (n, features).
 
-    They are kept under a key of the images, in their order, and of the backbone, by its layers and weights: each split,
-    process and run of the same images maps the same file, whose checksum and first features are compared before.
+    Targets, owners and splits stay unchanged. The features are cached under a key of the images, in their order, and of
+    the layers and weights of the backbone. Every split, process and run with the same images maps the same file into
+    memory. Before that, the checksum and the first features of the file are checked.
+
+    Args:
+        samples: Samples with images.
+        backbone: A name of `frozen_backbone`, or a module with ``embed(x)``.
+        num_workers: Number of processes that read images.
+        device: Device of the backbone. None: its current device.
     """
     network, folder = _backbone(backbone).to(device), cache_folder() / "features"
     model_key, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
@@ -51,7 +59,8 @@ def compute_features(
         folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         with file_lock(folder / f".{model_key}.lock"):
-            if not any(folder.glob(f"{model_key}-*")):  # none yet: the images are read once, for the key and for these
+            # Without cached features of this backbone, one pass over the images computes the key and the features.
+            if not any(folder.glob(f"{model_key}-*")):
                 _write(folder / model_key, len(samples), (_features(network, x, device) for x in read_images()))
                 (folder / model_key).rename(folder / f"{model_key}-{key.hexdigest()[:32]}")
         if not first:
@@ -70,7 +79,7 @@ def compute_features(
 
 
 class BackboneAndModule(nn.Module):
-    """What a module that has learnt from features makes of images, pixels from 0 to 1, by the backbone and the module.
+    """A backbone followed by a module that was trained on its features. The input is images with pixels from 0 to 1.
 
     Example:
         >>> from lightning_fcl.models import MLP
@@ -88,14 +97,14 @@ class BackboneAndModule(nn.Module):
 
 
 def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
-    """Images as they are stored, by batches; what a data set draws for them is the same each time."""
+    """Yield batches of the stored images. Random draws of the dataset are the same in each call."""
     parts = np.split(np.arange(len(samples)), range(BATCH_SIZE, len(samples), BATCH_SIZE))
     requests = (BatchRequest(part, 0, ("features", number)) for number, part in enumerate(parts))
     reading = read_batches(samples.get_stored, requests, LoaderConfig(BATCH_SIZE, num_workers=num_workers))
     for batch in reading if samples.is_random else map(samples.get_stored, parts):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise InvalidValueError(
-                "Expected data of images and their classes for `backbone` but got items of other kinds.",
+                "Expected pairs of an image and its label for `backbone`, but got other items.",
                 hint="Return pairs of a tensor and a label from the dataset.",
                 argument="backbone",
             )
@@ -103,7 +112,7 @@ def iter_images(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
 
 
 def to_pixels(samples: Samples) -> Samples:
-    """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
+    """Return samples with images as a backbone expects them: bytes are scaled to [0, 1] and not normalized."""
     if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
         return samples
     measurement, channels = samples.measurement, samples.x.shape[1]
@@ -113,7 +122,7 @@ def to_pixels(samples: Samples) -> Samples:
 
 
 def clear_features() -> tuple[int, int]:
-    """Delete all features in the user's cache; how many files, and their bytes."""
+    """Delete all features in the user's cache. Return the number of files and their total size in bytes."""
     files = [path for path in (cache_folder() / "features").glob("[!.]*") if path.is_file()]
     sizes = [path.stat().st_size for path in files]
     for path in files:
@@ -127,14 +136,15 @@ def _backbone(backbone: nn.Module | str) -> Any:
         raise InvalidValueError(
             "Expected `backbone` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
             f"`{type(network).__name__}`.",
-            hint="Define `embed`: features (batch, features) of images.",
+            hint="Define `embed(x)`, which returns the features of images, shape (batch, features).",
             argument="backbone",
         )
     return network.eval()
 
 
 def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:
-    pixels = x / 255 if x.dtype == torch.uint8 else x  # scaled to [0, 1], not normalised
+    # Pixels are scaled to [0, 1] but not normalized, because the backbone normalizes them.
+    pixels = x / 255 if x.dtype == torch.uint8 else x
     features: Tensor = network.embed(pixels.to(device))
     return features.float().cpu()
 
@@ -151,7 +161,7 @@ def _write(path: Path, samples: int, features: Iterator[Tensor]) -> None:
 
 
 def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
-    """Whether features are as they were written, and the backbone still makes the same."""
+    """Return whether the cached features are undamaged and the backbone still computes the same first features."""
     if not path.is_file() or path.stat().st_size != 4 * shape[0] * shape[1] + _DIGEST:
         return False
     content = np.memmap(regular_file(path), np.uint8, "r").data
@@ -162,7 +172,7 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
 
 
 def _fingerprint(network: nn.Module) -> Any:
-    """What tells one backbone from another: its layers and all numbers in it."""
+    """Return a hash of a backbone's layers and of all values in its state."""
     digest = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
     for name, value in network.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -1,4 +1,4 @@
-"""Random generators of a data set's own code: found, seeded for each read, and restored."""
+"""Random generators in the code of a dataset: found once, seeded for each read, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fcl.data.reachable import reachable
 from lightning_fcl.rng import derive_seed
 from lightning_fcl.snapshot_values import ValueKind, find_kind
 
-# The global generators, which a read seeds and restores by itself.
+# The global generators. A read seeds and restores them separately.
 _GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
 
 
@@ -25,10 +25,10 @@ class _Found(NamedTuple):
 
 
 class Generators:
-    """The random generators that data sets and `collate_fn` hold, found once and seeded for each read.
+    """The random generators in datasets and in `collate_fn`, found once and seeded for each read.
 
     Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and the
-    globals that the code uses. A copy in another process finds its own.
+    globals that the code uses. A copy in another process searches again.
 
     Example:
         >>> transform = {"noise": np.random.default_rng(7)}
@@ -43,7 +43,7 @@ class Generators:
     """
 
     def __init__(self) -> None:
-        # By the id of an object, which is kept so that no other object gets the id.
+        # The key is the id of an object. The object is kept so that no other object gets the same id.
         self._found: dict[int, tuple[object, list[_Found]]] = {}
 
     def __reduce__(self) -> tuple[type[Generators], tuple[()]]:
@@ -56,10 +56,10 @@ class Generators:
         return self._found[id(root)][1]
 
     def seeded(self, roots: Mapping[str, object], seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed each generator that some objects can reach by the seed and its path.
+        """Temporarily seed each generator that some objects can reach. Its seed depends on ``seed`` and its path.
 
         Args:
-            roots: The objects by the first part of the paths.
+            roots: The objects, keyed by the first part of the paths.
             seed: Seed of the read.
         """
         generators: dict[int, tuple[str, _Found]] = {}
@@ -69,7 +69,7 @@ class Generators:
         return _seeded([*generators.values()], seed) if generators else nullcontext()
 
     def forget(self) -> None:
-        """Find generators again at the next read."""
+        """Discard the found generators, so that the next read searches for them again."""
         self._found.clear()
 
 

@@ -1,4 +1,4 @@
-"""The targets of samples: what the items of a data set hold, and labels as the numbers of their classes."""
+"""Targets of samples: reading targets from the items of a dataset, and conversion of labels to class numbers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError
 from lightning_fcl.validation import did_you_mean, format_names
 
-# What data sets of dicts call the targets.
+# Keys of the target in datasets whose items are dicts.
 _TARGETS = ("labels", "label", "targets", "target", "y")
 
-_FETCHED = 64  # items that are read at once, if a dataset can do so
-_COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
+# Number of items that are read at once if the dataset supports it.
+_FETCHED = 64
+# Number of items whose targets are compared with the declared targets, in addition to one item of each label.
+_COMPARED = 100
 
 LONG = "gG"
-"""Character codes of NumPy's types of extended precision, which torch does not have."""
+"""NumPy's character codes of extended-precision types, which torch does not have."""
 
 SampleName = Callable[[int], str]
-"""Returns the name of a sample for messages."""
+"""Function that returns the name of a sample for messages."""
 
 
 def default_name(number: int) -> str:
@@ -39,7 +41,19 @@ def default_name(number: int) -> str:
 def index_targets(
     y: Any, classes: Sequence[str] | None, sample_name: SampleName = default_name
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Return targets as an array, and the names of their classes: none if the targets are not labels."""
+    """Return the targets as an array, and the names of the classes.
+
+    Labels are replaced by class numbers. The names are empty if the targets are not labels.
+
+    Args:
+        y: Target of each sample, shape (n, ...).
+        classes: Names of the classes. Empty: the targets are not labels. None: the labels define the names.
+        sample_name: Function that returns the name of a sample for messages.
+
+    Raises:
+        TypeError: If the type of the targets is not supported.
+        ValueError: If a target is missing, non-finite or an unknown label, or if labels have a second axis.
+    """
     targets = to_array(y)
     if targets.dtype.char in LONG:
         raise InvalidTypeError(
@@ -52,8 +66,7 @@ def index_targets(
     if targets.shape[1:] == (1,) and classes != () and (classes or targets.dtype.kind != "f"):
         raise InvalidValueError(
             f"Expected `y` to be labels of shape ({len(targets)},), but got shape ({len(targets)}, 1).",
-            hint="Remove the last axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not "
-            "classes.",
+            hint="Remove the last axis with `y.squeeze(-1)`, or pass `classes=()` for targets that are not classes.",
             argument="y",
         )
     numeric, floating = targets.dtype.kind in "biuf", targets.dtype.kind == "f"
@@ -62,16 +75,16 @@ def index_targets(
         if numeric and classes is not None:
             return targets.astype(np.int64), tuple(classes)
         names = np.unique(targets.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        # Text of the type of the names would be cut to the length of the longest name.
+        # With the string type of the names, labels would be cut to the length of the longest name.
         labels = targets.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
         return label_indices(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
         expected_form = (
-            "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+            "labels, one whole number or name for each sample" if classes != () else "numbers, because `classes=()`"
         )
         raise InvalidTypeError(
             f"Expected `y` to be {expected_form}, but got {targets.dtype} of shape {targets.shape}.",
-            hint="Leave `classes` out.",
+            hint="Remove `classes`.",
             argument="y",
             value=targets.dtype,
         )
@@ -79,17 +92,17 @@ def index_targets(
 
 
 def check_names(names: Sequence[str], argument: str = "classes") -> None:
-    """Raise ValueError if a name comes twice, or cannot be encoded as UTF-8.
+    """Raise ValueError if a name is repeated, or if UTF-8 cannot encode it.
 
     Args:
         names: The names.
-        argument: Name of the argument that has the names.
+        argument: Name of the argument that contains the names.
     """
     twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
         raise InvalidValueError(
-            f"Expected `{argument}` to be different names but got {twice!r} more than once.",
-            hint="Rename or remove the others.",
+            f"Expected the names in `{argument}` to be unique, but got {twice!r} more than once.",
+            hint="Rename or remove the duplicates.",
             argument=argument,
         )
     for name in names:
@@ -97,18 +110,18 @@ def check_names(names: Sequence[str], argument: str = "classes") -> None:
             name.encode()
         except UnicodeEncodeError as error:
             raise InvalidValueError(
-                f"Expected `{argument}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
+                f"Expected `{argument}` to contain names in Unicode, but got {name!a}, which UTF-8 cannot encode.",
                 hint=f"Rename it in `{argument}`.",
                 argument=argument,
             ) from error
 
 
 def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name) -> None:
-    """Raise ValueError if a sample has no target, or a target that is not finite.
+    """Raise ValueError if a sample has no target or a non-finite target.
 
     Args:
         targets: Target of each sample, shape (n, ...).
-        sample_name: Returns the name of a sample for messages.
+        sample_name: Function that returns the name of a sample for messages.
     """
     if targets.dtype.kind == "O":
         wrong = np.array([not isinstance(value, str) for value in targets.ravel()], dtype=bool)
@@ -123,13 +136,13 @@ def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name)
             f"Expected `y` to have a finite target for each sample, but got {targets.ravel().tolist()[first]!r} for "
             f"{sample_name(first // (targets.size // len(targets)))} ({number} of {len(targets)} samples have such "
             "values).",
-            hint=f"Correct or drop these samples, or pass other targets as `y`{unless}.",
+            hint=f"Correct or remove these samples, or pass other targets as `y`{unless}.",
             argument="y",
         )
 
 
 def to_array(values: Any) -> NDArray[Any]:
-    """Values as an array, also of tensors with gradients, or of a type that NumPy has not."""
+    """Return values as an array. Tensors may have gradients. The type bfloat16, which NumPy lacks, becomes float32."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
@@ -137,13 +150,13 @@ def to_array(values: Any) -> NDArray[Any]:
 
 
 def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], owner_name: str) -> IntArray:
-    """The number of each label among the names of the classes."""
+    """Return the number of each label in the list of class names. Raise ValueError for unknown labels."""
     class_names = np.asarray(names)
     if len(unknown := np.setdiff1d(labels, class_names)):
         hint = did_you_mean(unknown[0], map(str, names))
         raise UnknownNameError(
-            f"Expected {owner_name} among the classes {', '.join(map(str, names))} but got {format_names(unknown)}.",
-            hint=f"{hint} Leave these samples out, or name every class.",
+            f"Expected {owner_name} to be among {', '.join(map(str, names))}, but got {format_names(unknown)}.",
+            hint=f"{hint} Remove these samples, or name every class.",
             argument="y",
             value=unknown.tolist(),
         )
@@ -152,7 +165,7 @@ def label_indices(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], own
 
 
 class ItemsOf(Dataset[Any]):
-    """A dataset whose item i is made of item i of other data.
+    """A dataset whose item i is derived from item i of other data.
 
     Attributes:
         data: The other data.
@@ -162,7 +175,7 @@ class ItemsOf(Dataset[Any]):
 
 
 class IndexedTargets(ItemsOf):
-    """A data set whose items hold the numbers of their classes in place of their labels."""
+    """A dataset whose items contain class numbers instead of labels."""
 
     def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
         self.data = data
@@ -179,8 +192,9 @@ class IndexedTargets(ItemsOf):
         label: Any = None if position is None else np.asarray(item[position]).item()
         if label not in self.numbers:
             raise InvalidValueError(
-                f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
-                hint="Return the same label each time, as the second item of a pair or in a dict.",
+                f"Expected item {index} to contain one of the labels {', '.join(map(str, self.numbers))}, but got "
+                f"{label}.",
+                hint="Return the same label in each read, as the second item of a pair or in a dict.",
                 argument="y",
                 value=label,
             )
@@ -193,13 +207,13 @@ class IndexedTargets(ItemsOf):
 
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
-    """Return some items of a dataset, one by one if ``__getitems__`` returns something else than a list of them."""
+    """Return some items of a dataset. Read each one individually if ``__getitems__`` does not return them as a list."""
     items = fetch(data, rows)
     return items if isinstance(items, list | tuple) and len(items) == len(rows) else [data[row] for row in rows]
 
 
 def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """A data set whose items hold the numbers of their classes; itself, if they do."""
+    """Return a dataset whose items contain class numbers. Return the dataset itself if its labels are class numbers."""
     label_array = np.asarray(labels)
     if label_array.dtype.kind != "f" and np.array_equal(label_array, numbers):
         return data
@@ -210,14 +224,18 @@ def index_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[
 
 
 def target_position(item: Any) -> Any:
-    """Where an item holds its target; None if it has none."""
+    """Return the index or key of the target in an item, or None if the item has no target."""
     if isinstance(item, Mapping):
         return next((name for name in _TARGETS if name in item), None)
     return 1 if isinstance(item, Sequence) and len(item) > 1 else None
 
 
 def read_targets(dataset: Dataset[Any]) -> Any:
-    """The targets of a data set's items, read from them unless it tells the same of some; none if items have none."""
+    """Return the targets of a dataset's items, or an empty list if items have no targets.
+
+    If the dataset has an attribute ``targets``, only some items are read. All items are read if their targets differ
+    from the attribute.
+    """
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]
         return np.concatenate(parts) if all(map(len, parts)) else []
@@ -236,7 +254,7 @@ def read_targets(dataset: Dataset[Any]) -> Any:
 
 
 def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
-    """What a data set tells of the targets of its items, which may hold others; None: nothing."""
+    """Return the attribute ``targets`` of a dataset as an array, or None. The items may contain other targets."""
     targets = getattr(dataset, "targets", None)
     if targets is None and isinstance(dataset, Subset):
         whole = _declared_targets(dataset.dataset)
@@ -247,12 +265,13 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
         return np.concatenate(declared_parts) if len(declared_parts) == len(parts) else None
     try:
         return None if targets is None else np.asarray(targets)
-    except ValueError:  # of several shapes
+    except ValueError:
+        # The targets have different shapes.
         return None
 
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
-    """The targets of items; none if an item has none, or they have several shapes."""
+    """Return the targets of some items, or an empty list if an item has no target or the targets differ in shape."""
     targets, whole = [], list(rows)
     size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
@@ -263,9 +282,11 @@ def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
                     return []
                 try:
                     targets.append(to_array(item[position]))
-                except ValueError:  # a nest: a target and what more the loss takes
+                except ValueError:
+                    # The entry is nested: it contains the target and other values for the loss.
                     return []
-    structured = [target.dtype.kind == "O" for target in targets]  # boxes, None
+    # Entries such as boxes or None are not numbers, so NumPy stores them as objects.
+    structured = [target.dtype.kind == "O" for target in targets]
     if len({target.shape for target in targets}) > 1 or all(structured):
         return []
     return [target.tolist() for target in targets] if any(structured) else targets

@@ -13,13 +13,14 @@ from lightning_fcl.data.scenarios.base import EMPTY, Plan
 from lightning_fcl.rng import global_seed
 
 CLIENT = "local"
-"""The name of the client."""
+"""Name of the client."""
 
-_SAMPLES = {CLIENT: np.zeros(1, dtype=np.int64)}  # how many samples an epoch has is known when it ends
+# Placeholder: the number of samples in an epoch is only known when the epoch ends.
+_SAMPLES = {CLIENT: np.zeros(1, dtype=np.int64)}
 
 
 class ClientStream(Protocol):
-    """The data of clients, round by round: a `FederatedStream` or a `LoaderStream`."""
+    """A stream with the data of clients in each round: a `FederatedStream` or a `LoaderStream`."""
 
     min_batch_size: int
 
@@ -34,7 +35,7 @@ class ClientStream(Protocol):
 
 
 class LoaderStream:
-    """The implicit stream of one client: a fit is an experience, an epoch is a round, and samples have no numbers.
+    """The implicit stream of one client. A fit is an experience, and an epoch is a round. Samples have no numbers.
 
     Args:
         is_kept: Whether inputs are kept until the epoch ends. Otherwise only labels are kept.
@@ -58,15 +59,15 @@ class LoaderStream:
 
     @property
     def seed(self) -> int:
-        """The seed of every draw."""
+        """Seed of all random draws."""
         return global_seed()
 
     def begin_round(self, experience: int, round_idx: int, rounds: int | None) -> None:
-        """Forget the samples of the epoch before.
+        """Start a round, and discard the samples of the previous epoch.
 
         Args:
-            experience: Number of the experience.
-            round_idx: Number of the round.
+            experience: Index of the experience.
+            round_idx: Index of the round.
             rounds: Number of rounds of the fit. None or -1: unlimited.
         """
         num_rounds = round_idx + 2 if rounds in (None, -1) else max(rounds or 0, round_idx + 1)
@@ -75,26 +76,26 @@ class LoaderStream:
         self._x, self._y = [], []
 
     def add(self, x: Any, y: Tensor) -> None:
-        """Add the samples of a batch to those of the epoch."""
+        """Add the samples of a batch to the samples of the current epoch."""
         if self._is_kept:
             self._x.append(x)
         self._y.append(y)
 
     def client_round(self, client: str, round_idx: int) -> ClientRound:
-        """Return the client's part in a round, with the labels of the samples so far."""
+        """Return the data about the client in a round, with the labels of all samples up to now."""
         labels = torch.cat(self._y).cpu() if self._y else torch.empty(0, dtype=torch.long)
         last = round_idx + 1 == self.plan.num_rounds
         return ClientRound(client, round_idx, self.plan.experiences[client][round_idx], labels, 0, last, len(labels))
 
     def sample_history(self, client: str, round_idx: int, trained: list[int]) -> None:
-        """Return None: the samples have no numbers."""
+        """Return None, because the samples have no numbers."""
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
-        """Return True: each epoch of a fit is of the same samples."""
+        """Return True, because all epochs of a fit have the same samples."""
         return True
 
     def client_samples(self, client: str, round_idx: int, seed: int) -> list[Tensor]:
-        """Return the samples of the latest epoch, stacked, in the order of its batches."""
+        """Return the samples of the current epoch, concatenated in the order of its batches."""
         return [torch.cat(column) for column in (self._x, self._y) if column]
 
 

@@ -1,4 +1,4 @@
-"""Origins of samples: samples that are one sample of a dataset, and checks that no test sample is trained on."""
+"""Origins of samples: samples that are the same item of a dataset, and checks that no test sample is trained on."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
 
-# The second column of keys whose first column is the address of a row, or of an object.
+# Second column of a key. The first column is the memory address of a row, or of an object.
 _ROW, _ITEM = -1, -2
 
 
 def origins_of(data: Dataset[Any]) -> IntArray | None:
-    """Return a number for each sample, equal for samples of one origin, shape (n,); None if all origins differ.
+    """Return the origin of each sample as a number, shape (n,), or None if all origins differ.
 
-    The origin of a sample is the place it is read from: an item of a dataset below all subsets, joined datasets and
-    datasets that wrap one other dataset, a row of an array that `TensorDataset` objects share, or an object in a list.
+    Samples of the same origin have equal numbers. The origin of a sample is the place that it is read from:
+
+    - an item of a dataset, below all subsets, joined datasets and datasets that wrap one other dataset,
+    - a row of an array that `TensorDataset` objects share, or
+    - an object in a list.
     """
     return _numbered(_keys(data, _origins))
 
 
 def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[Any] | None, remedy: str) -> None:
-    """Raise ValueError if two parts of a plan share samples. All validation samples may be all test samples.
+    """Raise ValueError if two parts of a plan share samples. The validation and the test samples may be identical.
 
     Args:
-        origin: A number of the origin of each sample, shape (n,). See `origins_of`.
+        origin: Origin of each sample, shape (n,). See `origins_of`.
         parts: Numbers of the samples for ``"training"``, ``"validation"`` and ``"test"``.
         owner: Client of each sample, shape (n,), or None.
-        remedy: Last sentence of the message.
+        remedy: Last sentence of the error message.
     """
     for pair in combinations(parts, 2):
         rows = [parts[part] for part in pair]
@@ -51,7 +54,7 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
         example = ""
         if owner is not None:
             clients = [owner[numbers[origin[numbers] == shared[0]][0]] for numbers in rows]
-            example = f", such as one of client {clients[0]} for {pair[0]} and of client {clients[1]} for {pair[1]}"
+            example = f", such as a sample of client {clients[0]} for {pair[0]} and client {clients[1]} for {pair[1]}"
         raise InvalidValueError(
             f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}.",
             hint=remedy,
@@ -61,12 +64,12 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
 
 
 def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: IntArray, tested: IntArray) -> None:
-    """Warn if test samples in memory have the same content as training samples: equal inputs and equal targets.
+    """Warn if test samples in memory have the same inputs and targets as training samples.
 
     Args:
-        data: Samples, shape (n, ...), or a dataset, of which the parts that are a `TensorDataset` are compared.
-        targets: Targets of samples that are no dataset, shape (n, ...).
-        trained: Numbers of the samples that are trained on.
+        data: Samples, shape (n, ...), or a dataset. Only the `TensorDataset` parts of a dataset are compared.
+        targets: Targets of the samples if ``data`` is a tensor, shape (n, ...).
+        trained: Numbers of the training samples.
         tested: Numbers of the test samples.
     """
     if not len(tested):
@@ -81,14 +84,14 @@ def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: I
 
 
 def _numbered(keys: NDArray[np.int64]) -> IntArray | None:
-    """Number the different keys, shape (n, 2), from 0; None if all differ."""
+    """Return a number for each key, shape (n,), equal for equal keys. Return None if all keys differ."""
     first, second = (np.unique(column, return_inverse=True) for column in keys.T)
     number = np.unique(first[1] * len(second[0]) + second[1], return_inverse=True)
     return None if len(number[0]) == len(keys) else number[1].astype(np.int64)
 
 
 def _keys(data: Any, leaf: Callable[[Any], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return a key for each item of data, shape (n, 2), which a function gives for data that wraps no other."""
+    """Return a key for each item of the data, shape (n, 2). ``leaf`` computes the keys of the innermost data."""
     if isinstance(data, Subset):
         return _keys(data.dataset, leaf)[np.asarray(data.indices, dtype=np.int64)]
     if isinstance(data, ConcatDataset):
@@ -98,7 +101,7 @@ def _keys(data: Any, leaf: Callable[[Any], NDArray[np.int64]]) -> NDArray[np.int
 
 
 def _wrapped(data: Any) -> Any:
-    """Return the data whose item i the item i of a dataset is made of; None if it is of no other, or unknown."""
+    """Return the data that a dataset wraps item by item, or None if it wraps no data, several data or unknown data."""
     if isinstance(data, ItemsOf):
         return data.data
     if isinstance(data, StackDataset):
@@ -106,15 +109,15 @@ def _wrapped(data: Any) -> Any:
     datasets: list[Any] = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, Dataset)]
     if len(datasets) != 1 or not hasattr(datasets[0], "__len__") or len(datasets[0]) != len(data):
         return None
-    # Two datasets that refer to each other wrap none.
+    # If two datasets refer to each other, neither wraps the other.
     return None if any(value is data for value in getattr(datasets[0], "__dict__", {}).values()) else datasets[0]
 
 
 def _origins(data: Any) -> NDArray[np.int64]:
-    """Return the address of each row of the array that a `TensorDataset` has, or of each item of a list."""
+    """Return a key for the place of each item: a row of a `TensorDataset`, an object in a list, or an index."""
     if isinstance(data, TensorDataset):
         dense = [tensor for tensor in data.tensors if tensor.layout == torch.strided and tensor[:1].numel()]
-        # An expanded tensor, whose stride is 0, repeats one row.
+        # An expanded tensor has stride 0 and repeats one row.
         tensor = next((tensor for tensor in dense if tensor.stride(0)), None)
         if tensor is not None:
             step = tensor.stride(0) * tensor.element_size()
@@ -125,7 +128,7 @@ def _origins(data: Any) -> NDArray[np.int64]:
 
 
 def _address(item: Any) -> int:
-    """Return a number of the places in memory of the arrays that an item consists of; 0 if it has none."""
+    """Return a hash of the memory addresses of the arrays in an item, or 0 if the item has no arrays."""
     parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, Sequence) else [item]
     places = [part.data_ptr() for part in parts if isinstance(part, Tensor) and part.numel()]
     places += [part.__array_interface__["data"][0] for part in parts if isinstance(part, np.ndarray) and part.size]
@@ -138,7 +141,7 @@ def _contents(data: Any) -> NDArray[np.int64]:
 
 
 def _hashes(arrays: Sequence[Any]) -> NDArray[np.int64]:
-    """Return a key of the content of each row of some arrays, shape (n, 2)."""
+    """Return a key for the content of each row of some arrays, shape (n, 2)."""
     columns = [np.ascontiguousarray(to_array(one)) for one in arrays]
     return _pairs([hash(tuple(one[row].tobytes() for one in columns)) for row in range(len(arrays[0]))], _ROW)
 

@@ -1,7 +1,8 @@
-"""Divide samples among clients.
+"""Partitions, which divide samples among clients.
 
-A partition is an object: its arguments say how, and `partition` gives each client its samples. In a recipe its class
-name is enough. A sample goes to one client at most, and all randomness comes from the generator that is handed in.
+A partition is an object. Its arguments define the division, and its method `partition` returns the samples of each
+client. In a recipe, the name of its class is enough. A sample belongs to at most one client. All randomness comes from
+the random generator that is passed to `partition`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ATTEMPTS = 1000
 
 
 class Partition(ABC):
-    """How samples go to clients. A partition of your own is a subclass with a `partition`."""
+    """A rule that divides samples among clients. To add a partition, define a subclass with a method `partition`."""
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -34,22 +35,23 @@ class Partition(ABC):
 
     @abstractmethod
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
+        """Return the sorted positions in ``y`` of each client's samples. No position is returned twice.
+
+        The keys are the names of the clients: "0", "1" and so on, or the owners in ``client_ids``.
 
         Args:
-            y: Label of each sample, shape ``(n,)``; all 0 where targets are no classes.
-            client_ids: Natural owner of each sample, integers or strings, shape ``(n,)``; None where the data name
-                none.
-            rng: Source of randomness.
+            y: Label of each sample, shape ``(n,)``. All 0 if targets are not classes.
+            client_ids: Owner of each sample, integers or strings, shape ``(n,)``. None if the data define no owners.
+            rng: Random generator for all draws.
 
         Raises:
-            ValueError: If the samples cannot be divided so.
+            ValueError: If the samples cannot be divided as requested.
         """
 
 
 @dataclass(frozen=True)
 class ByClientId(Partition):
-    """Every owner that the data name (a subject, a user) is a client with its own samples.
+    """One client for each owner in the data, such as a subject or a user. The client has the samples of the owner.
 
     Example:
         >>> parts = ByClientId().partition(np.zeros(3, int), np.array([10, 2, 10]), np.random.default_rng(0))
@@ -60,22 +62,22 @@ class ByClientId(Partition):
     def partition(self, y: IntArray, client_ids: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         if client_ids is None:
             raise InvalidValueError(
-                "Expected the owner of each sample for the partition `ByClientId` but the data name none.",
+                "Expected the owner of each sample for the partition `ByClientId`, but the data define no owners.",
                 hint="Use another `partition`, such as `IID`.",
                 argument="partition",
             )
         names, number = np.unique(client_ids, return_inverse=True)
-        # One stable sort for all: looking for each owner's samples in turn takes the square of their number.
+        # One stable sort serves all owners. A search for each owner would take quadratic time.
         rows = np.argsort(number, kind="stable").astype(np.int64, copy=False)
         return concat_views(list(map(str, names.tolist())), rows, np.bincount(number))
 
 
 @dataclass(frozen=True)
 class IID(Partition):
-    """Samples are dealt to clients uniformly at random; sizes differ by one at most, and all samples are used.
+    """Samples assigned to clients uniformly at random. Sizes differ by at most one, and all samples are used.
 
     Args:
-        num_clients: Number of clients, at most that of samples.
+        num_clients: Number of clients, at most the number of samples.
 
     Raises:
         ValueError: If there are fewer samples than clients.
@@ -95,20 +97,21 @@ class IID(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
+    """Each class divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
-    Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks", section 4: for every class c,
-    p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used; it is drawn again until all have
-    `min_partition_size`.
+    Yurochkin et al. (2019), "Bayesian nonparametric federated learning of neural networks", section 4: for every class
+    c, p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used. The division is drawn again until each
+    client has at least `min_partition_size` samples.
 
     Args:
-        num_clients: Number of clients, at most that of samples.
-        alpha: Concentration, from 1e-9 to 1e6: small values give clients few classes, large ones nearly equal shares.
-        min_partition_size: Fewest samples that a client may have.
+        num_clients: Number of clients, at most the number of samples.
+        alpha: Concentration, from 1e-9 to 1e6. Small values give each client few classes. Large values give each client
+            nearly equal shares of all classes.
+        min_partition_size: Minimum number of samples per client.
 
     Raises:
-        ValueError: If an argument is out of range, or if 1000 draws gave no division with `min_partition_size` samples
-            each.
+        ValueError: If an argument is out of range, or if none of 1000 draws gives each client `min_partition_size`
+            samples.
 
     Example:
         >>> y = np.repeat([0, 1], 50)
@@ -134,9 +137,8 @@ class Dirichlet(Partition):
             if min(map(len, parts.values())) >= self.min_partition_size:
                 return parts
         raise InvalidValueError(
-            f"Expected a division with `min_partition_size`={self.min_partition_size} samples per client but "
-            f"{_ATTEMPTS} draws with "
-            f"`alpha`={self.alpha} and {self.num_clients} clients gave none.",
+            f"Expected a division with `min_partition_size`={self.min_partition_size} samples per client, but "
+            f"{_ATTEMPTS} draws with `alpha`={self.alpha} and {self.num_clients} clients gave none.",
             hint="Raise `alpha`, or lower `min_partition_size` or `num_clients`.",
             argument="min_partition_size",
             value=self.min_partition_size,
@@ -145,18 +147,19 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class Shards(Partition):
-    """The samples are sorted by label and cut in shards of equal size, of which each client gets a few at random.
+    """Samples sorted by label and cut into shards of equal size. Each client gets a few shards at random.
 
-    McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data", section 3 (there
-    100 clients with 2 shards of 300). Only who gets which shard is drawn. All samples are used; sizes of shards differ
-    by one at most.
+    McMahan et al. (2017), "Communication-efficient learning of deep networks from decentralized data", section 3, use
+    100 clients with 2 shards of 300 samples. Only the assignment of shards to clients is random. All samples are used.
+    The sizes of shards differ by at most one.
 
     Args:
         num_clients: Number of clients.
-        shards_per_client: Shards for each client; ``clients * shards_per_client`` is at most the number of samples.
+        shards_per_client: Number of shards per client. ``num_clients * shards_per_client`` must be at most the number
+            of samples.
 
     Raises:
-        ValueError: If there are more shards than samples, or none.
+        ValueError: If there are more shards than samples, or no shards.
 
     Example:
         >>> parts = Shards(2, shards_per_client=1).partition(np.array([1, 0, 1, 0]), None, np.random.default_rng(0))
@@ -178,16 +181,17 @@ class Shards(Partition):
 
 @dataclass(frozen=True)
 class ClassSubsets(Partition):
-    """Each client gets a random subset of the classes and a random fraction of their samples.
+    """A random subset of the classes for each client, and a random fraction of the samples of each of these classes.
 
-    Where clients ask for more of a class than there is, it is divided in proportion to what they ask. Where they have
-    room for all classes together, one that nobody drew takes the place of the most frequent one at a client that has
-    it; otherwise such classes stay unused.
+    If clients request more samples of a class than it has, the samples are divided in proportion to the requests.
+
+    A class that no client has drawn replaces the most frequent class at one client. This requires that the numbers of
+    classes of all clients add up to at least the number of classes. Otherwise, classes that are not drawn stay unused.
 
     Args:
         num_clients: Number of clients.
-        classes_per_client: Number of classes, or an inclusive range from which each client draws its own number.
-        fraction: Share of a class's samples, above 0 and at most 1, or a range from which each client draws its own.
+        classes_per_client: Number of classes per client, or an inclusive range from which each client draws the number.
+        fraction: Fraction of a class's samples, above 0 and at most 1, or a range from which each client draws it.
 
     Raises:
         ValueError: If an argument is out of range, or if a client would get no sample of one of its classes.
@@ -230,9 +234,9 @@ class ClassSubsets(Partition):
             for client, rows in enumerate(parts):
                 if shares[client] > 0 and len(rows) == 0:
                     raise InvalidValueError(
-                        f"Expected at least one sample of class {label} for client '{client}' but "
-                        f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and "
-                        f"the `fraction` of this one is {shares[client]:.3g}.",
+                        f"Expected at least one sample of class {label} for client '{client}', but "
+                        f"{np.count_nonzero(shares)} clients share the class, which has {len(members)} samples, and "
+                        f"the `fraction` of this client is {shares[client]:.3g}.",
                         hint="Raise `fraction`, or lower `num_clients` or `classes_per_client`.",
                         argument="fraction",
                         value=shares[client],
@@ -242,12 +246,13 @@ class ClassSubsets(Partition):
 
 
 def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
-    """Let the classes that no client asks for take the place of the most frequent ones, if there is room for all."""
+    """Give each class that no client has drawn the place of the most frequent class, if there are enough places."""
     holders = np.count_nonzero(client_fractions, axis=0)
     if holders.sum() < len(holders):
         return
     for left_out in np.flatnonzero(holders == 0).tolist():
-        frequent = int(holders.argmax())  # two clients have it at least: there is room
+        # At least two clients have this class, because there are at least as many places as classes.
+        frequent = int(holders.argmax())
         client = rng.choice(np.flatnonzero(client_fractions[:, frequent]))
         client_fractions[client, [left_out, frequent]] = client_fractions[client, [frequent, left_out]]
         holders[[left_out, frequent]] += 1, -1
@@ -259,13 +264,13 @@ def _range(value: float | Sequence[float]) -> tuple[Any, Any]:
 
 
 def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:
-    """Samples cut at running sums of shares, and the rest of them."""
-    # Rounding the running sum, not each share, keeps the total within the class and uses it up when all of it is
-    # asked for.
+    """Return the samples cut at cumulative shares. The last piece has the remaining samples."""
+    # Rounding the cumulative share instead of each share keeps the total within the class. If the shares add up to 1,
+    # all samples are used.
     return np.split(members, np.rint(ends * len(members)).astype(np.int64))
 
 
 def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
-    """Clients by number; each has its part of every piece."""
+    """Return the sorted samples of each client, by client number. A client gets its part of every piece."""
     parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
     return {str(client): part for client, part in enumerate(parts)}

@@ -1,4 +1,4 @@
-"""Plain tensors in place of subclasses of `torch.Tensor`, without Lightning."""
+"""Conversion of subclasses of `torch.Tensor` to plain tensors, without Lightning."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def plain_tensor(value: Tensor) -> Tensor:
-    """Return a tensor as a `torch.Tensor`, without a subclass, attributes and gradient. Its numbers are not copied.
+    """Return a tensor as a `torch.Tensor`, without subclass, attributes and gradient. The values are not copied.
 
-    A subclass that wraps other tensors, such as `DTensor`, has no numbers of its own and is returned unchanged.
+    A subclass that wraps other tensors, such as `DTensor`, contains no values itself and is returned unchanged.
 
     Example:
         >>> import torch
@@ -22,9 +22,10 @@ def plain_tensor(value: Tensor) -> Tensor:
         return value
     if type(value) is Tensor and not value.requires_grad and not vars(value):
         return value
-    return value.as_subclass(Tensor).detach()  # `detach` alone returns the subclass
+    # `detach` alone would return the subclass.
+    return value.as_subclass(Tensor).detach()
 
 
 def plain_samples(samples: Any) -> Any:
-    """Return samples, in any nest, with a plain `torch.Tensor` for each tensor: see `plain_tensor`."""
+    """Return samples, in any nesting, with each tensor replaced by a plain `torch.Tensor`. See `plain_tensor`."""
     return apply_to_collection(samples, Tensor, plain_tensor, allow_frozen=True)

@@ -1,4 +1,4 @@
-"""Which class comes when, and to whom: a plan in words and in a picture."""
+"""Summary of a plan, as text and as charts: the classes in each round and of each client."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
 
 
 def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
-    """A line for the plan, and one for each round in which other clients or classes come than in the one before.
+    """Return a plan as text: a summary, and a line for each round whose clients or classes differ from the line before.
 
     Args:
-        classes: Names of the classes; empty where targets are none.
+        plan: The plan.
+        classes: Names of the classes. Empty if targets are not classes.
     """
     names, counts = plan.group_names(classes), _counts(plan)
     kind = "class" if plan.groups_are_classes else "group"
@@ -47,14 +48,16 @@ def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
 
 
 def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
-    """Three heat maps: samples of each class in each round, and of each client; each client's task in each round.
+    """Return three heat maps of a plan.
 
-    Of more than 120 rounds some are drawn, evenly; of more than 60 clients the first.
+    They show the number of samples per class and round, the task of each client per round, and the number of samples
+    per class and client. The charts show at most 120 evenly spaced rounds, and the first 60 clients.
 
     Args:
-        classes: Names of the classes; empty where targets are none.
+        plan: The plan.
+        classes: Names of the classes. Empty if targets are not classes.
     """
-    require_package("altair", "draws")
+    require_package("altair", "draws charts")
     import altair as alt
 
     from lightning_fcl.evaluation import charts
@@ -89,20 +92,21 @@ def plot_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     samples = alt.Color("samples:Q", scale=alt.Scale(scheme="viridis", domainMin=0), title="samples")
     task = alt.Color("task:O", scale=alt.Scale(scheme="viridis"), title="task")
     pieces = [
-        charts.get_chart("by_round").mark_rect().encode(x, group, samples).properties(title=f"Which {kind} comes when"),
-        charts.get_chart("tasks").mark_rect().encode(x, client, task).properties(title="Who has which task when"),
+        charts.get_chart("by_round").mark_rect().encode(x, group, samples).properties(title=f"Samples of each {kind}"),
+        charts.get_chart("tasks").mark_rect().encode(x, client, task).properties(title="Task of each client"),
         charts.get_chart("by_client")
         .mark_rect()
         .encode(alt.X("client:N", sort=list(clients), title="client", axis=charts.integer_axis()), group, samples)
-        .properties(title=f"Who has which {kind}"),
+        .properties(title=f"Samples of each {kind} and client"),
     ]
     chart = alt.vconcat(*(piece.properties(width=560) for piece in pieces)).resolve_scale(color="independent")
     return charts.spec(chart, by_round=by_round, by_client=by_client, tasks=tasks)
 
 
 def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArray]:
-    """Samples of each group in rounds, of all clients, shape (groups,)."""
-    cached_counts: dict[int, IntArray] = {}  # of rounds that share their samples
+    """Yield the number of samples of each group in each round, over all clients, shape (groups,)."""
+    # Rounds can share one dict of samples, which is then counted once.
+    cached_counts: dict[int, IntArray] = {}
     for round_idx in range(plan.num_rounds) if rounds is None else rounds:
         current = plan.train[round_idx]
         if id(current) not in cached_counts:

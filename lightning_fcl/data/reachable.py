@@ -1,4 +1,4 @@
-"""The objects that a data set's code can reach: attributes, containers, closures, class attributes and globals."""
+"""Objects that the code of a dataset can reach: attributes, containers, closures, class attributes and globals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_fcl.snapshot_values import CONSTANT, LEFT_ALONE, is_of
 _SIMPLE = (*CONSTANT, Tensor, np.ndarray, np.generic)
 _CONTAINERS = (dict, list, tuple, deque)
 _LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "PIL.", "pandas.", "pyarrow.", "h5py.")
-# Packages whose classes and functions are known: no state of a user is behind their class attributes and globals.
+# Packages whose classes and functions are known. Their class attributes and globals contain no state of the user.
 _KNOWN = ("numpy.", "torch.", "torchvision.", *_LEFT_ALONE)
 _STANDARD = frozenset({"builtins", "abc", "typing", "collections", "functools", "enum", "dataclasses"})
 
@@ -31,9 +31,9 @@ class Reachable(NamedTuple):
     """An object that code can reach.
 
     Args:
-        path: How it is reached from the first object, as in ``transform.transforms[0].rng``.
+        path: Path from the first object, such as ``transform.transforms[0].rng``.
         value: The object.
-        held: Returns the values that it holds, by their paths; one dict of attributes, items or variables.
+        held: Function that returns the attributes, items or variables of the object, by their paths.
     """
 
     path: str
@@ -44,11 +44,11 @@ class Reachable(NamedTuple):
 def reachable(roots: Mapping[str, object]) -> Iterator[Reachable]:
     """Yield each object that some objects can reach, once, nearest first.
 
-    The order and the paths are the same in each process. Tensors, arrays and values without attributes are yielded as
-    well. Long containers that hold nothing else are not entered.
+    The order and the paths are identical in each process. Tensors, arrays and values without attributes are included.
+    Containers that contain only constants, tensors and arrays are not searched.
 
     Args:
-        roots: The first objects by the first part of their paths, which may be empty.
+        roots: The start objects, keyed by the first part of their paths, which may be empty.
     """
     todo = deque(roots.items())
     seen_ids: set[int] = set()
@@ -83,10 +83,11 @@ def _items_of(path: str, container: Any) -> dict[str, Any]:
 
 
 def _is_looked_into(value: object) -> bool:
-    """Return whether an object's attributes are part of the walk."""
+    """Return whether the attributes of an object are searched."""
     if isinstance(value, Dataset):
         return True
-    if isinstance(value, L.LightningDataModule | L.LightningModule):  # `collate_fn` may be one of its methods
+    # `collate_fn` may be a method of the module.
+    if isinstance(value, L.LightningDataModule | L.LightningModule):
         return not type(value).__module__.startswith("lightning_fcl.")
     return not is_of(value, _LEFT_ALONE)
 
@@ -105,14 +106,14 @@ def _is_known(module: str) -> bool:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """Return the attributes that a class and its base classes keep in slots."""
+    """Return the names of the attributes that a class and its base classes store in slots."""
     slot_declarations = (vars(base).get("__slots__", ()) for base in kind.__mro__ if not _is_known(base.__module__))
     names = chain.from_iterable([own] if isinstance(own, str) else own for own in slot_declarations)
     return tuple(name for name in names if not name.startswith("__"))
 
 
 def _class_attributes_of(kind: type) -> dict[str, Any]:
-    """Return attributes and methods of a class and its base classes, by the name of the class, not of the object."""
+    """Return attributes and methods of a class and its base classes. Their paths start with the name of the class."""
     attributes: dict[str, Any] = {}
     for base in kind.__mro__:
         if _is_known(base.__module__):
@@ -133,20 +134,25 @@ def _function_of(item: object) -> types.FunctionType | None:
 
 
 def _variables_of(path: str, function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables that a function uses: of closures, defaults, and globals of code that is not installed."""
+    """Return the variables that a function uses: closure variables, defaults and attributes.
+
+    Globals are included if the code is not part of an installed package.
+    """
     if _is_known(function.__module__ or ""):
         return {}
     values_by_path: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             values_by_path[f"{path}.{name}"] = cell.cell_contents
-        except ValueError:  # the variable has no value yet
+        except ValueError:
+            # The variable has no value yet.
             continue
     values_by_path |= {f"{path}.__defaults__": function.__defaults__, f"{path}.__kwdefaults__": function.__kwdefaults__}
     values_by_path |= {f"{path}.{name}": value for name, value in vars(function).items()}
     if _is_installed(function.__code__.co_filename):
         return values_by_path
-    module = (function.__module__ or "").replace("__mp_main__", "__main__")  # the main script in a spawned process
+    # In a spawned process, the main script has the module name `__mp_main__`.
+    module = (function.__module__ or "").replace("__mp_main__", "__main__")
     variables = function.__globals__
     return values_by_path | {
         f"{module}.{name}": variables[name] for name in _names_in(function.__code__) if name in variables
@@ -160,7 +166,7 @@ def _is_installed(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals that code may use, functions defined in it included."""
+    """Return the names of globals that code may use, including the code of functions that are defined in it."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return tuple(dict.fromkeys(chain(code.co_names, *inner)))
 
@@ -170,7 +176,7 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 def _is_simple(container: Any) -> bool:
-    """Return whether a container holds constants, tensors and arrays only, also in tuples, lists and dicts."""
+    """Return whether a container has only constants, tensors and arrays, also within tuples, lists and dicts."""
     containers = [container]
     for _ in range(4):
         kinds = set[type]()

@@ -1,4 +1,4 @@
-"""A check that reading a sample leaves no state behind that later samples depend on."""
+"""Check that reading a sample changes no state on which later samples depend."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from lightning_fcl.validation import format_code_names
 
 log = logging.getLogger(__name__)
 
-_SMALL = 2**20  # bytes of a tensor or an array whose content is compared
+# Maximum size in bytes of a tensor or an array whose content is compared.
+_SMALL = 2**20
 
 
 def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
-    """Before a fit, forget the generators that were found in another one, and warn of state that reads change.
+    """Prepare the reading of samples in a fit: search for generators again, and warn if reading changes state.
 
     Args:
-        samples: The samples of a stream.
-        rows: Samples to train on. The first is read twice.
+        samples: Samples of a stream.
+        rows: Numbers of the training samples. The first sample is read twice.
         seed: Seed of both reads.
         warn: Whether this process warns.
     """
@@ -43,7 +44,8 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
     data = roots.pop("0")
     try:
         changed_names, is_repeatable = changes_of(lambda: request.load(samples.get), {"": data, **roots})
-    except Exception:  # such as a `collate_fn` for several samples; training raises all others
+    except Exception:
+        # The check reads one sample, and `collate_fn` may need several. Training raises all other errors.
         log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
         return
     class_name = type(data).__name__
@@ -65,17 +67,17 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
 
 
 def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
-    """Read a sample twice with the same random numbers and compare.
+    """Read a sample twice with the same random numbers, and compare the state and the samples.
 
-    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes of
-    the first read alone, such as caches and opened files, do not count.
+    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes that
+    only the first read makes, such as caches and opened files, are not reported.
 
     Args:
-        read_sample: Reads the sample.
-        roots: The objects whose code reads it, by the first part of the paths.
+        read_sample: Function that reads the sample.
+        roots: Objects whose code reads the sample, keyed by the first part of their paths.
 
     Returns:
-        The paths of all that the second read has changed, and whether both samples are equal.
+        The paths of all values that the second read has changed, and whether both samples are equal.
     """
     first = _Snapshot(roots)
     try:
@@ -92,7 +94,7 @@ def changes_of(read_sample: Callable[[], Any], roots: Mapping[str, object]) -> t
 
 @contextmanager
 def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Iterator[None]:
-    """Temporarily read some samples: state that reading them changes is restored, as in `changes_of`."""
+    """Temporarily allow reads of some samples. State that the reads change is restored, as in `changes_of`."""
     snapshot = _Snapshot(samples.readers(rows, split_name))
     try:
         yield
@@ -101,7 +103,7 @@ def restored_reading(samples: Samples, rows: IntArray, split_name: str) -> Itera
 
 
 class _Snapshot:
-    """What some objects hold, by their paths."""
+    """Snapshot of the values that some objects contain, by path."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._parts: list[NamedValues | ContainerValue] = []
@@ -116,7 +118,7 @@ class _Snapshot:
                 self._parts.append(ContainerValue(node.path, value, kind, kind.copy(kind.read(value))))
 
     def changed(self) -> list[str]:
-        """Return the paths of what is no longer equal, attributes and items before what holds them."""
+        """Return the paths of changed values. Attributes and items come before the objects that contain them."""
         names: list[str] = []
         for node, previous_values in self._held:
             updated_values = node.held()
@@ -136,7 +138,7 @@ class _Snapshot:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal; objects whose content is unknown are, if their types are."""
+    """Return whether two values are equal. Objects of unknown content are equal if their types are equal."""
     if value is other:
         return True
     if type(value) is not type(other):

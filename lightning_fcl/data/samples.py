@@ -1,4 +1,4 @@
-"""The samples of a stream: arrays in memory, or the items of a torch data set, read when they are asked for."""
+"""Samples of a stream: arrays in memory, or items of a torch dataset that are read on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from lightning_fcl.data.batching import Collate, LoaderConfig, fetch
-from lightning_fcl.data.collation import as_it_is
+from lightning_fcl.data.collation import return_unchanged
 from lightning_fcl.data.datamodule_adapter import SampledRows
 from lightning_fcl.data.datasets import ArrayDataset, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement, check_scale
@@ -30,12 +30,12 @@ from lightning_fcl.rng import derive_seed
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A public data set by name, with what its loader is to do.
+    """The name of a public dataset, with arguments of its loader.
 
     Args:
-        name: One of `lightning_fcl.data.datasets`; ``lightning-fcl data ls`` shows them.
-        root: Folder of the data sets; default: the environment variable LIGHTNING_FCL_DATA.
-        options: Further arguments of the data set's loader, as in ``{"chunk": 16}``.
+        name: Name of a dataset in `lightning_fcl.data.datasets`. ``lightning-fcl data ls`` lists the names.
+        root: Folder of the datasets. Default: the environment variable LIGHTNING_FCL_DATA, or the user's cache.
+        options: Further arguments of the dataset's loader, such as ``{"chunk": 16}``.
     """
 
     name: str = "digits"
@@ -45,19 +45,24 @@ class DatasetSpec:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a stream, and what is known of each.
+    """The samples of a stream, with their targets, owners, domains and splits.
 
     Args:
-        x: Samples, shape (n, ...), or a map-style data set of n items.
-        targets: Target of each sample, shape (n, ...): labels 0..C-1 if there are ``classes``. Of a data set, whose
-            items hold their own targets, empty where these are no classes.
-        classes: Names of the classes; empty where targets are no classes.
-        client_ids: Natural owner of each sample, shape (n,), as ``group`` is its natural domain.
-        test: True for the samples of the data's own test set, shape (n,), as ``validation`` for its validation set.
-        scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
-        loader_configs: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
-        has_client_splits: Whether its own test and validation sets are the split, unless another is asked for.
-        raw_samples: The samples as they were before any `map`; None: these are.
+        x: Samples, shape (n, ...), or a map-style dataset of n items.
+        targets: Target of each sample, shape (n, ...). With ``classes``, these are labels from 0 to C-1. Empty for a
+            dataset whose items contain targets that are not classes.
+        classes: Names of the classes. Empty if targets are not classes.
+        client_ids: Owner of each sample, shape (n,).
+        group: Domain of each sample, shape (n,).
+        test: Mask of the samples in the test set of the data, shape (n,).
+        validation: Mask of the samples in the validation set of the data, shape (n,).
+        scale: Mean and standard deviation that normalize stored pixels. None: samples are not normalized.
+        collate_fn: Function that makes a batch of a dataset's items.
+        loader_configs: Loader settings of a data module for ``"train"``, ``"validation"`` and ``"test"``.
+        measurement: Description of the measured channels and of their scaling, if it is known.
+        name: Name of the data for messages.
+        has_client_splits: Whether the test and validation sets of the data are the default split.
+        raw_samples: The samples before any `map`. None: these samples.
     """
 
     x: Tensor | Dataset[Any]
@@ -76,7 +81,7 @@ class Samples:
     raw_samples: Samples | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if targets, names of classes, or mean and standard deviation are invalid."""
+        """Raise ValueError if targets, class names, mean or standard deviation are invalid."""
         check_targets(self.targets)
         check_names(self.classes)
         if self.scale is not None and isinstance(self.x, Tensor):
@@ -88,27 +93,27 @@ class Samples:
 
     @property
     def labels(self) -> IntArray:
-        """The class of each sample, shape (n,); all 0 where targets are no classes."""
+        """Class of each sample, shape (n,). All 0 if targets are not classes."""
         return self.targets if self.classes else np.zeros(len(self), dtype=np.int64)
 
     @cached_property
     def origin(self) -> IntArray | None:
-        """A number for each sample, equal for samples of one origin, shape (n,); None if all origins differ."""
+        """Number for the origin of each sample, shape (n,), or None if all origins differ. See `origins_of`."""
         return origins_of(self.x) if isinstance(self.x, Dataset) else None
 
     @property
     def is_random(self) -> bool:
-        """Whether taking samples runs a data set's own code, which may draw random numbers."""
+        """Whether reading samples runs the code of a dataset, which may draw random numbers."""
         return isinstance(self.x, Dataset)
 
     def collate(self, split_name: str) -> Collate:
-        """What makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
+        """Return the function that makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
         if not isinstance(self.x, Dataset):
             return default_collate
         return self.loader_configs[split_name].collate_fn if split_name in self.loader_configs else self.collate_fn
 
     def to_float32(self) -> Samples:
-        """These, whose arrays of double precision, NumPy's default, are such as models have them."""
+        """Return the samples with arrays of double precision converted to single precision. Datasets are unchanged."""
         if not isinstance(self.x, Tensor):
             return self
         x, targets = self.x, self.targets
@@ -117,16 +122,16 @@ class Samples:
 
     @cached_property
     def generators(self) -> Generators:
-        """The random generators that a data set's own code holds."""
+        """Random generators in the code of a dataset."""
         return Generators()
 
     def get(self, indices: IntArray, split_name: str = "train", seed: int = 0) -> Any:
-        """Return some samples, stacked: ``[x, y]``, or the content of a data set's items.
+        """Return some samples as a batch: ``[x, y]``, or the collated items of a dataset.
 
         Args:
             indices: Numbers of the samples, shape (n,).
-            split_name: ``"train"``, ``"validation"`` or ``"test"``, whose `collate_fn` is used.
-            seed: Seed of the random generators that a data set holds. Their own state stays as it is.
+            split_name: ``"train"``, ``"validation"`` or ``"test"``. The `collate_fn` of this split is used.
+            seed: Seed of the random generators in a dataset. Their state is restored afterwards.
         """
         if isinstance(self.x, Dataset):
             batch = self.read(indices, split_name, seed)
@@ -135,19 +140,19 @@ class Samples:
         return [self.normalize(x), y]
 
     def read(self, indices: Iterable[int], split_name: str, seed: int) -> Any:
-        """Return a batch of a data set's items as `collate_fn` makes it. See `get`."""
+        """Return a batch of a dataset's items, made by `collate_fn`. See `get`."""
         data: Any = self.x
         with self.seeded(indices, split_name, seed):
             return self.collate(split_name)(fetch(data, [int(i) for i in indices]))
 
     def seeded(self, indices: Iterable[int], split_name: str, seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed the random generators of the data sets that hold some samples, and of `collate_fn`."""
+        """Temporarily seed the random generators of the datasets that contain some samples, and of `collate_fn`."""
         return self.generators.seeded(self.readers(indices, split_name), seed)
 
     def readers(self, indices: Iterable[int], split_name: str) -> dict[str, object]:
-        """Return the data sets that hold some samples, numbered as they are read, and `collate_fn`.
+        """Return the datasets that contain some samples, and `collate_fn`, by name.
 
-        A client's own data set has the same name whichever other clients there are.
+        Datasets are numbered in the order of reading. The name of a client's dataset does not depend on other clients.
         """
         if not isinstance(self.x, Dataset):
             return {}
@@ -156,12 +161,17 @@ class Samples:
         return {**numbered, "collate_fn": self.collate(split_name)}
 
     def find_generators(self) -> None:
-        """Find all generators now, so that processes that are forked to read need not."""
+        """Search for all generators now, so that forked worker processes do not search."""
         for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
             self.generators.of(data)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
-        """What a function makes of these, batch by batch, on a device: features of a frozen backbone."""
+        """Return samples with new inputs: the outputs of a function, such as the features of a frozen backbone.
+
+        Args:
+            function: Function of a batch of inputs.
+            device: Device of the batches. None: the inputs are not moved.
+        """
         indices = np.arange(len(self))
         with torch.no_grad():
             parts = [
@@ -171,13 +181,13 @@ class Samples:
         return replace(self, x=torch.cat(parts), scale=None, raw_samples=self.raw_samples or self)
 
     def get_stored(self, indices: IntArray, seed: int = 0) -> Any:
-        """As `get`, but pixels as they are stored, which `normalize` makes samples of."""
+        """Return samples like `get`, but with stored pixels. `normalize` converts them."""
         if isinstance(self.x, Dataset):
             return self.get(indices, "test", seed)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Samples as models take them, on whatever device they are: stored pixels normalised, others as they are."""
+        """Return samples as models expect them, on the same device. Only stored pixels are normalized."""
         if self.scale is None:
             return x
         mean, std = (part.to(x.device) for part in self.scale)
@@ -185,19 +195,19 @@ class Samples:
 
     @property
     def pixel_encoding(self) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
-        """Mean, standard deviation and shape of stored images; None where samples are stored as models take them."""
+        """Mean, standard deviation and shape of stored images. None if samples are stored as models expect them."""
         return None if self.scale is None or isinstance(self.x, Dataset) else (*self.scale, tuple(self.x.shape[1:]))
 
 
 def data_name(data: object) -> str:
-    """The name of a public data set, or of the class of whatever else a `FederatedStream` takes as its data."""
+    """Return the name of a public dataset, or the class name of any other data."""
     if isinstance(data, str):
         return data
     return data.name if isinstance(data, DatasetSpec | Samples) else type(data).__name__
 
 
 def load_public(data: str | DatasetSpec | ArrayDataset) -> Samples:
-    """The samples of a public data set, or of arrays as its loader gives them."""
+    """Return the samples of a public dataset, or of an `ArrayDataset`."""
     name, scale = "the data", None
     if not isinstance(data, ArrayDataset):
         public_data = DatasetSpec(data) if isinstance(data, str) else data
@@ -219,13 +229,13 @@ def load_public(data: str | DatasetSpec | ArrayDataset) -> Samples:
 
 
 class Joined(ConcatDataset[Any]):
-    """The datasets of clients and splits, one after the other.
+    """The concatenated datasets of clients and splits.
 
-    Items of one dataset are read in a batch by its ``__getitems__``, which `ConcatDataset` ignores.
+    A batch of items of one dataset is read by its ``__getitems__``, which `ConcatDataset` ignores.
     """
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """Return some items in the order of ``rows``; a batch of one dataset is returned as the dataset returns it."""
+        """Return some items in the order of ``rows``. A batch of one dataset has the type that the dataset returns."""
         positions: dict[int, list[int]] = {}
         numbers = []
         for row in rows:
@@ -239,13 +249,13 @@ class Joined(ConcatDataset[Any]):
         return [next(items[number]) for number in numbers]
 
     def place_of(self, row: int) -> tuple[int, int]:
-        """Return the number of the dataset that has an item, and the number of the item in this dataset."""
+        """Return the index of the dataset that contains an item, and the index of the item in this dataset."""
         number = bisect_right(self.cumulative_sizes, row)
         return number, row - (self.cumulative_sizes[number - 1] if number else 0)
 
 
 class SampleRows(Dataset[tuple[Tensor, Tensor]]):
-    """Some samples in memory as a data set; stored pixels are normalised when they are read."""
+    """A dataset of some samples in memory. Stored pixels are normalized when they are read."""
 
     def __init__(self, samples: Samples, indices: IntArray) -> None:
         self.samples = samples
@@ -263,7 +273,7 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class _SeededRows(Dataset[Any]):
-    """Some items of a data set whose code holds random generators, read in batches that are seeded by their place."""
+    """Some items of a dataset whose code contains random generators. The seed of a batch depends on its position."""
 
     def __init__(self, samples: Samples, indices: IntArray, split_name: str, seed: int) -> None:
         self.samples = samples
@@ -279,7 +289,7 @@ class _SeededRows(Dataset[Any]):
             return self.samples.x[int(self.indices[index])]
 
     def __getitems__(self, rows: list[int]) -> Any:
-        """Return a whole batch, as the loader's `collate_fn` returns it."""
+        """Return a whole batch, made by the `collate_fn` of the split."""
         return self.samples.read(self.indices[rows], self.part, self._seed(rows[0]))
 
     def _seed(self, first: int) -> int:
@@ -293,14 +303,14 @@ def select_samples(samples: Samples, indices: IntArray) -> Dataset[Any]:
 def loader_of(
     samples: Samples, indices: IntArray, loading: LoaderConfig, split_name: str, seed: int
 ) -> DataLoader[Any]:
-    """Return a loader of the samples of a part, whose batches do not depend on `num_workers`."""
+    """Return a loader of the samples of a split. Its batches do not depend on `num_workers`."""
     if not any(map(samples.generators.of, samples.readers(indices, split_name).values())):
         return loading.make_loader(select_samples(samples, indices))
-    return replace(loading, collate_fn=as_it_is).make_loader(_SeededRows(samples, indices, split_name, seed))
+    return replace(loading, collate_fn=return_unchanged).make_loader(_SeededRows(samples, indices, split_name, seed))
 
 
 def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
-    """Yield the data sets that hold some items, without those of torch and of this package that join others."""
+    """Yield the datasets that contain some items. Subsets and joined datasets of known types are unwrapped."""
     if type(data) is IndexedTargets:
         yield from _holding(data.data, rows)
     elif type(data) is Subset or type(data) is SampledRows:
@@ -329,14 +339,20 @@ def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
 
 
 def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
-    """Samples of uint8 images that are normalised when they are taken."""
+    """Return samples of uint8 images that are normalized when they are read.
+
+    Args:
+        samples: Samples of images, shape (n, channels, height, width).
+        mean: Mean of the pixels, scaled to [0, 1]: one number, or one number for each channel.
+        std: Standard deviation of the pixels, in the same form.
+    """
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
         description = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise InvalidValueError(
-            "Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
+            "Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std`, but got "
             f"{description}.",
-            hint="Normalise other samples beforehand, or in your data set's transform.",
+            hint="Normalize other samples beforehand, or in the transform of your dataset.",
             argument="x",
             value=description,
         )
@@ -345,17 +361,17 @@ def normalize_samples(samples: Samples, mean: Any, std: Any) -> Samples:
         values = np.asarray(np.nan if value is None else value, dtype=np.float32)
         if not ((values >= 0) & (values <= 1) & ((values > 0) | (name == "mean"))).all():
             raise InvalidValueError(
-                f"Expected `{name}` to be {lower_bound} and at most 1, of pixels scaled to [0, 1], but got {value}.",
-                hint="Pass `mean` and `std`, in units of 255 grey levels.",
+                f"Expected `{name}` to be {lower_bound} and at most 1, for pixels scaled to [0, 1], but got {value}.",
+                hint="Pass both `mean` and `std`. Divide values for pixels from 0 to 255 by 255.",
                 argument=name,
                 value=value,
             )
         if values.ndim > 1 or values.size not in (1, x.shape[1]):
             last = x.dim() == 4 and values.size == x.shape[-1]
             raise InvalidValueError(
-                f"Expected `{name}` to be a number, or one for each of {x.shape[1]} channels of images of shape "
-                f"{tuple(x.shape[1:])}, but got {values.size}.",
-                hint="The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "",
+                f"Expected `{name}` to be one number, or one number for each of {x.shape[1]} channels of images of "
+                f"shape {tuple(x.shape[1:])}, but got {values.size} numbers.",
+                hint="The channels are the last dimension. Pass `x.transpose(0, 3, 1, 2)`." if last else "",
                 argument=name,
                 value=value,
             )

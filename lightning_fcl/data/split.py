@@ -20,14 +20,14 @@ from lightning_fcl.validation import did_you_mean, format_names, validate_fields
 class Split:
     """A split of samples into training, validation and test data.
 
-    A fraction keeps samples of one origin together, such as a sample of a dataset that several clients have. Parts
-    given by owners, or by the data, must not share samples.
+    A fraction keeps samples of the same origin together, such as one item of a dataset that several clients have. Parts
+    that are given by owners or by the data must not share samples.
 
     Args:
-        test: Fraction of the samples of each class in the test set; ``"official"`` for the data's own test set; or the
-            owners (subjects, users) whose samples make it up: clients that join later.
-        validation: Fraction of the other samples of each class in the validation set, ``"official"``, or its owners.
-        train_clients: The owners whose samples are trained on; None: all that are left.
+        test: Fraction of the samples of each class in the test set. Or ``"official"`` for the test set of the data. Or
+            the owners (subjects, users) whose samples form the test set, as clients that join later.
+        validation: Fraction of the remaining samples of each class in the validation set, ``"official"``, or owners.
+        train_clients: Owners whose samples are trained on. None: all remaining owners.
     """
 
     test: float | Literal["official"] | list[str] = 0.2
@@ -38,10 +38,10 @@ class Split:
         validate_fields(self)
 
     def split_indices(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
-        """The training, validation and test samples.
+        """Return the training, validation and test samples.
 
         Raises:
-            ValueError: If the data are not known to have such parts, or nothing is left to train on.
+            ValueError: If the data do not have the requested sets or owners, or if no training samples remain.
         """
         rest, test = _set_aside("test", self.test, np.arange(len(samples)), samples, rng)
         train, validation = _set_aside("validation", self.validation, rest, samples, rng)
@@ -49,7 +49,7 @@ class Split:
             train = _set_aside("train_clients", self.train_clients, train, samples, rng)[1]
         if not len(train):
             raise InvalidValueError(
-                f"Expected `test`, `validation` and `train_clients` to leave samples to train on but {self.test}, "
+                f"Expected `test`, `validation` and `train_clients` to leave training samples, but {self.test}, "
                 f"{self.validation} and {self.train_clients} leave none.",
                 hint="Lower `test` or `validation`, or name other owners.",
                 argument="test",
@@ -64,12 +64,12 @@ def _set_aside(
     samples: Samples,
     rng: np.random.Generator,
 ) -> tuple[IntArray, IntArray]:
-    """Split samples into the rest and those that an argument asks for."""
+    """Return the remaining samples, and the samples that an argument selects."""
     if selection == "official":
         official = samples.test if name == "test" else samples.validation
         if official is None:
             raise InvalidValueError(
-                f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.',
+                f'Expected `{name}` to be a fraction, but got "official", and {samples.name} has no official set.',
                 hint=f"Use a fraction, such as `{name}=0.2`.",
                 argument=name,
             )
@@ -79,13 +79,13 @@ def _set_aside(
     if isinstance(selection, str):
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
         hint = did_you_mean(selection, ["official"])
-        raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{selection}".', hint=hint, argument=name)
+        raise UnknownNameError(f'Expected `{name}` to be {fraction}, but got "{selection}".', hint=hint, argument=name)
     if samples.client_ids is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
-        other = "Leave it out" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
+        other = "Remove it" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
         raise InvalidValueError(
-            f"Expected {wanted_instead} but got {selection}: {samples.name} names no owners.",
-            hint=f"{other}, or pass the owners as `client` to `FederatedStream.from_arrays`.",
+            f"Expected {wanted_instead}, but got {selection}, and {samples.name} has no owners.",
+            hint=f"{other}, or pass the owners as `client_ids` to `FederatedStream.from_arrays`.",
             argument=name,
             value=selection,
         )
@@ -95,8 +95,8 @@ def _set_aside(
     if missing:
         present_owners = format_names(sorted(set(present)))
         raise InvalidValueError(
-            f"Expected `{name}` to be among the owners {present_owners} but got {format_names(missing)}.",
-            hint=did_you_mean(missing[0], present.tolist()) or f"Leave {format_names(missing)} out.",
+            f"Expected the owners in `{name}` to be among {present_owners}, but got {format_names(missing)}.",
+            hint=did_you_mean(missing[0], present.tolist()) or f"Remove {format_names(missing)}.",
             argument=name,
         )
     among_them = np.isin(present, owner_names)
@@ -106,7 +106,7 @@ def _set_aside(
 def _set_fraction_aside(
     fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray]:
-    """Split samples into the rest and a fraction of each class; samples of one origin stay together."""
+    """Return the remaining samples, and a fraction of each class. Samples of the same origin stay together."""
     if samples.origin is None:
         rest, subset = stratified_split(samples.labels[indices], fraction, rng)
         return indices[rest], indices[subset]
@@ -118,9 +118,10 @@ def _set_fraction_aside(
 
 
 def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
-    """Raise ValueError if a test sample is trained on by its origin; warn if one is by its content."""
+    """Raise ValueError if training and test data share samples by origin. Warn if they share samples by content."""
     if samples.origin is None and samples.name != Samples.name:
-        return  # The splits of published datasets are as published.
+        # Public datasets keep their published splits.
+        return
     is_trained = np.zeros(len(samples), dtype=np.bool_)
     is_trained[np.concatenate([plan.pretrain, plan.base_samples])] = True
     for current in plan.different_rounds:
@@ -131,14 +132,14 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
             "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together."
         )
         if scenario.provides_split:
-            remedy = f"Remove the copies from the data, as `{scenario}` draws the test samples."
+            remedy = f"Remove the copies from the data, because `{scenario}` draws the test samples itself."
         parts = {"training": trained, "validation": plan.validation, "test": plan.test}
         check_apart(samples.origin, parts, samples.client_ids, remedy)
     warn_of_equal(samples.x, samples.targets, trained, plan.test)
 
 
 def check_classes(samples: Samples, scenario: Scenario, partition: Partition | None = None) -> None:
-    """Raise ValueError if a scenario or a partition needs classes and the targets of the samples are none."""
+    """Raise ValueError if a scenario or a partition needs classes but the targets of the samples are not classes."""
     if samples.classes:
         return
     actual_targets = f"targets of type {samples.targets.dtype}" if len(samples.targets) else "no known targets"
@@ -159,11 +160,19 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
 def draw_split(
     samples: Samples, scenario: Scenario, partition: Partition | None, division: Split | None, seed: int
 ) -> tuple[Samples, Plan]:
-    """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
+    """Return the samples and the plan of a stream.
 
-    The samples come back with their classes as the scenario numbers them.
+    The split, the partition and the scenario are applied in this order. The partition divides the training samples
+    among clients, and the scenario assigns them to rounds. The returned samples have the classes in the order of the
+    scenario.
 
-    Without a division own sets of a data module, or of splits, are validated and tested on, of other data a fifth is.
+    Args:
+        samples: All samples.
+        scenario: The scenario.
+        partition: The partition. None: `IID`.
+        division: The split. None: the test and validation sets of a data module or of a dict of splits. Other data:
+            the defaults of `Split`, a fifth of the samples for testing.
+        seed: Seed of all draws.
     """
     if division is None:
         division = Split(
@@ -182,7 +191,7 @@ def draw_split(
         parts = (partition or IID()).partition(y[pool.train], owner, rng)
         counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
         rows = np.concatenate(list(parts.values())) if parts else EMPTY
-        # All in one array: of many clients, copies would take most of the memory.
+        # All clients share one array. With many clients, copies would take most of the memory.
         pool = replace(pool, clients=concat_views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
     if unnamed := [client for client in plan.clients if not client.strip()]:
@@ -196,7 +205,7 @@ def draw_split(
     _check_no_leakage(samples, plan, scenario)
     if reserved := {"server", "clients"} & set(plan.clients):
         raise InvalidValueError(
-            f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.', argument="client"
+            f'Expected clients not to be named "{reserved.pop()}", which is a reserved name.', argument="client"
         )
     if plan.class_order is not None:
         names = tuple(samples.classes[c] for c in plan.class_order[: plan.num_outputs])

@@ -1,4 +1,4 @@
-"""FederatedStream: a data set as a stream of experiences, split over clients."""
+"""FederatedStream: a dataset as a stream of experiences, divided among clients."""
 
 from __future__ import annotations
 
@@ -40,32 +40,38 @@ from lightning_fcl.validation import at_least, check_arguments
 
 
 class FederatedStream(L.LightningDataModule):
-    """A data set as a federated continual stream: rounds, experiences and clients.
+    """A dataset as a federated continual stream with rounds, experiences and clients.
 
     Args:
-        data: The name of a public data set (`lightning_fcl.data.datasets`), `DatasetSpec` with arguments of its loader,
-            its `ArrayDataset`, or a map-style data set: anything with ``__len__`` and ``__getitem__``; a
-            LightningDataModule, whose own test and validation sets then are the `split`, and whose loaders say what is
-            left open below; a dict of the splits ``train``, ``validation`` and ``test``; or a dict, or a list, of one
-            of these for each client.
-        scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
-        partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
-            deal the samples to clients themselves, such as those of papers.
-        split: What is tested and validated on. None for scenarios that draw test samples themselves.
-        batch_size: Samples per batch, default 32. A data module's test and validation samples keep their own.
-        shuffle: Whether each client's samples are shuffled every local epoch, default True.
-        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one.
-        num_workers: Processes that read the items of a data set; the result does not depend on it.
-        collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
-        classes: Of a data set or data module, as in `from_arrays`.
-        y: Targets of the samples if their items hold them in an unknown place, such as graphs of PyTorch Geometric, in
-            the structure of ``data``: an array with a target for each sample, a dict of them for the splits
-            ``train``, ``validation`` and ``test``, and a dict or a list of these for clients. As in `from_arrays`, they
-            decide who gets which samples when. Batches hold what the items hold.
-        seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
-        backbone: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
-            name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``, which takes stored pixels,
-            scaled to [0, 1], and normalises them by itself. What a data set draws for an image is drawn once.
+        data: Name of a public dataset (`lightning_fcl.data.datasets`), a `DatasetSpec` with arguments of its loader, or
+            an `ArrayDataset`. Or a map-style dataset, which is any object with ``__len__`` and ``__getitem__``. Or a
+            LightningDataModule: its test and validation sets are the default `split`, and its loaders define the
+            settings below that you do not pass. Or a dict of the splits ``train``, ``validation`` and ``test``. Or a
+            dict or list with a dataset, data module or dict of splits for each client.
+        scenario: Scenario, or the name of its class. It defines which classes or domains occur in which round. Default:
+            `ClassIncremental`.
+        partition: Partition, or the name of its class. It divides the samples among clients. Default: `ByClientId` if
+            the data have clients, otherwise `IID`. Do not pass a partition to a scenario that assigns samples to
+            clients itself, such as the scenarios of papers.
+        split: Test and validation data. Default: the sets of a data module or of a dict of splits, otherwise a fifth
+            of the samples for testing. Do not pass a split to a scenario that draws test samples itself.
+        batch_size: Number of samples per batch. Default: 32. The test and validation loaders of a data module keep
+            their batch sizes.
+        shuffle: Whether each client's samples are shuffled in every local epoch. Default: True.
+        drop_last: Whether an incomplete last batch is dropped, unless it is a client's only batch. Default: False.
+        num_workers: Number of processes that read the items of a dataset. Default: 0. The result does not depend on it.
+        collate_fn: Function that makes a batch of a dataset's items. Default: the function of each loader of a data
+            module, otherwise `torch.utils.data.default_collate`.
+        classes: Names of the classes of a dataset or data module, as in `from_arrays`.
+        y: Targets of the samples, if their items store them in an unknown place, such as graphs of PyTorch Geometric.
+            Pass them in the structure of ``data``: an array with a target for each sample, a dict of arrays for the
+            splits ``train``, ``validation`` and ``test``, or a dict or list of these for clients. As in `from_arrays`,
+            they determine which client gets which samples in which round. Batches contain the items unchanged.
+        seed: Seed of all random draws. Default: the seed of `lightning.seed_everything`, or 0.
+        backbone: Frozen backbone whose features replace the images. They are computed once and stored in the user's
+            cache. Pass a name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``. The method
+            receives stored pixels, scaled to [0, 1], and normalizes them itself. The dataset's random draws for an
+            image are made once.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -79,7 +85,7 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: StreamData = "digits",
-        # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
+        # The default is not "ClassIncremental": jsonargparse would pass its arguments to the class that replaces it.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
@@ -118,12 +124,15 @@ class FederatedStream(L.LightningDataModule):
         self._classes, self._targets, self.backbone = classes, y, backbone
         self._seed = seed
         self._torn_down = False
-        self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
+        # Returns the number of batches of a client in a round. A federation sets it for a fit.
+        self.count_batches: Callable[[], int] | None = None
         # Yields the batches of a client's round in a plain Trainer with methods.
         self.local_batches: Callable[[str, int], Iterator[Any]] | None = None
-        self.min_batch_size = 1  # the samples that a batch needs, which a federation finds out when a fit begins
+        # Minimum number of samples in a batch. A federation sets it when a fit begins.
+        self.min_batch_size = 1
         self.samples = Samples(torch.empty(0), EMPTY)
-        self.y: IntArray = EMPTY  # the class of each sample, as the scenario numbers them, where targets are classes
+        # Class of each sample, as numbered by the scenario. Empty if targets are not classes.
+        self.y: IntArray = EMPTY
 
     @classmethod
     @check_arguments
@@ -138,24 +147,26 @@ class FederatedStream(L.LightningDataModule):
         std: float | Sequence[float] | None = None,
         **kwargs: Any,
     ) -> FederatedStream:
-        """A stream of your own arrays or map-style `torch.utils.data.Dataset`.
+        """Return a stream of arrays or of a map-style `torch.utils.data.Dataset`.
 
         Args:
-            x: Samples, shape (n, ...); or a data set, whose items may be anything that ``collate_fn`` makes a batch of.
-            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; or others, as all
-                of a floating type are. Default: what a data set's items hold: the second entry of a tuple, or that of
-                a dict called labels, label, targets, target or y.
-            client_ids: Owner of each sample, shape (n,); it makes `ByClientId` the default partition.
+            x: Samples, shape (n, ...), or a dataset. ``collate_fn`` must be able to make a batch of a dataset's items.
+            y: Targets, shape (n, ...). Integers and strings are labels, which are numbered in ascending order.
+                Floating-point targets are not labels, unless they are whole numbers and ``classes`` is given. Default:
+                the targets in the items of a dataset, which are the second entry of a tuple, or the entry of a dict
+                named labels, label, targets, target or y.
+            client_ids: Owner of each sample, shape (n,). The default partition is then `ByClientId`.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
-            classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
-                ``()``: targets are none, even if they are whole numbers.
-            mean: Of uint8 images, shape (n, channels, height, width), which stay such until they are in a batch, the
-                mean of their pixels, scaled to [0, 1]: a number, or one for each channel.
-            std: The standard deviation of these pixels.
-            kwargs: Arguments of `FederatedStream`.
+            classes: Names of the classes, in the order of their numbers. Integer labels are then class numbers. ``()``:
+                the targets are not classes, even if they are integers.
+            mean: Mean of the pixels of uint8 images of shape (n, channels, height, width), scaled to [0, 1]: one
+                number, or one number for each channel. Images stay uint8 until they are in a batch.
+            std: Standard deviation of the pixels, in the same form.
+            kwargs: Further arguments of `FederatedStream`.
 
         Raises:
-            ValueError: If there are no targets, if columns do not fit together, or the scenario needs no owners.
+            ValueError: If there are no targets, if the lengths of columns differ, or if ``client_ids`` is given but the
+                scenario assigns samples to clients itself.
 
         Example:
             >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
@@ -175,14 +186,14 @@ class FederatedStream(L.LightningDataModule):
     def from_avalanche(
         cls, benchmark: Benchmark, scenario: Scenario | str | None = None, **kwargs: Any
     ) -> FederatedStream:
-        """A stream of an Avalanche benchmark, or of a list of its data sets, split over clients.
+        """Return a stream of an Avalanche benchmark, or of a list of Avalanche datasets, divided among clients.
 
         Args:
-            benchmark: Its experiences come in their order, its test stream is the test set; of a list, each data set is
-                an experience.
-            scenario: Default: `ClassIncremental` where no class comes twice, else `DomainIncremental`, an experience a
-                domain; or one of these with other arguments than the experiences.
-            kwargs: Arguments of `FederatedStream`.
+            benchmark: The benchmark. Its experiences keep their order, and its test stream is the test set. In a list,
+                each dataset is an experience.
+            scenario: Default: `ClassIncremental` if no class is in two experiences, otherwise `DomainIncremental` with
+                the experiences as domains. Pass one of these to set its other arguments.
+            kwargs: Further arguments of `FederatedStream`.
         """
         samples, scenario = samples_from_benchmark(benchmark, scenario)
         if samples.test is not None:
@@ -194,12 +205,12 @@ class FederatedStream(L.LightningDataModule):
 
     @property
     def seed(self) -> int:
-        """The seed of every draw."""
+        """Seed of all random draws."""
         return self._seed if self._seed is not None else global_seed()
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; before `setup` the data are read, and the plan drawn, as it would do."""
+        """Names of the classes. Reading this property before `setup` loads the data and draws the plan."""
         self.setup("fit")
         return self.samples.classes
 
@@ -209,11 +220,12 @@ class FederatedStream(L.LightningDataModule):
         return len(self.classes)
 
     def setup(self, stage: str) -> None:
-        """Load the data and draw the plan, once."""
+        """Load the data and draw the plan, unless this has already been done."""
         for module in self._modules:
             module.trainer = self.trainer
         if self._torn_down or not len(self.samples):
-            if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
+            # In a Trainer that is running, Lightning has already prepared the data, in one process.
+            if self.trainer is None or self.trainer.state.fn is None:
                 self.prepare_data()
             left_open = [*self.inferred_settings, *(["collate_fn"] if self.collate_fn is None else [])]
             samples = to_samples(self.data, self._classes, self.seed, left_open, self.collate_fn, self._targets)
@@ -224,7 +236,10 @@ class FederatedStream(L.LightningDataModule):
             call_seeded(self.seed, self.data.setup, stage)
 
     def setup_with_images(self) -> nn.Module | str | None:
-        """As `setup`, to test on images in place of features, as the backbone takes them, which comes back."""
+        """Set up the stream for a test on images instead of features, and return the backbone.
+
+        The images are in the form that the backbone expects. Return None if the stream has no backbone.
+        """
         backbone, self.backbone = self.backbone, None
         self.setup("test")
         if backbone is not None:
@@ -232,14 +247,14 @@ class FederatedStream(L.LightningDataModule):
         return backbone
 
     def teardown(self, stage: str) -> None:
-        """Let data modules close what they have open; what comes next sets them up anew."""
+        """Tear down the data modules that override this hook. The next `setup` sets them up again."""
         for module in self._modules:
             if is_overridden("teardown", module):
                 module.teardown(stage)
                 self._torn_down = True
 
     def set_samples(self, samples: Samples) -> None:
-        """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
+        """Set the samples. Settings that were not passed are taken from the training loader of a data module."""
         overrides: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
         if "num_workers" not in self.inferred_settings:
             overrides["num_workers"] = self.num_workers
@@ -255,23 +270,24 @@ class FederatedStream(L.LightningDataModule):
             self.samples = compute_features(self.samples, self.backbone, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
 
-    # What the strategy asks for.
+    # Interface for the strategy.
 
     @property
     def get_samples(self) -> TakeFn:
-        """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
-        return partial(self.samples.get, seed=self.seed)  # without the stream: a spawned process gets no Trainer
+        """Function that returns the samples at some indices, as a batch: ``[x, y]``, or the items of a dataset."""
+        # The function does not contain the stream, so that a spawned process does not get the Trainer.
+        return partial(self.samples.get, seed=self.seed)
 
     def client_samples(self, client: str, round_idx: int, seed: int) -> Any:
-        """Return a client's samples of a round, stacked, as plain tensors. Each call returns the same samples."""
+        """Return a client's samples of a round as one batch of plain tensors. Each call returns the same samples."""
         return plain_samples(
             BatchRequest.keyed(self.plan.train[round_idx][client], seed, client, round_idx).load(self.get_samples)
         )
 
     def read_batches(self, requests: Iterable[BatchRequest], split_name: str = "train") -> Generator[Any, None, None]:
-        """Yield the requested batches of a part, read by `num_workers` processes, which have no Trainer.
+        """Yield the requested batches of a split. They are read by `num_workers` processes, which have no Trainer.
 
-        Close the generator after the last batch. Otherwise its processes stay until the garbage collector ends them.
+        Close the generator after the last batch. Otherwise, its processes stay until the garbage collector ends them.
         """
         loading = self.loader_config(split_name)
         if loading.num_workers:
@@ -279,7 +295,7 @@ class FederatedStream(L.LightningDataModule):
         return read_batches(partial(self.samples.get, split_name=split_name), requests, loading)
 
     def client_round(self, client: str, round_idx: int) -> ClientRound:
-        """What is known of a client's part in a round."""
+        """Return the data about a client in a round that methods can read."""
         plan = self.plan
         indices, numbers = plan.train[round_idx].get(client, EMPTY), plan.experiences[client]
         last = round_idx + 1 == plan.num_rounds or numbers[round_idx + 1] != numbers[round_idx]
@@ -300,7 +316,13 @@ class FederatedStream(L.LightningDataModule):
         )
 
     def sample_history(self, client: str, round_idx: int, trained: Iterable[int]) -> SampleHistory:
-        """Return the numbers of a client's samples of a round and of the earlier rounds that the client trained in."""
+        """Return the sample numbers of a client in a round, and in the earlier rounds in which the client trained.
+
+        Args:
+            client: Name of the client.
+            round_idx: Index of the round.
+            trained: Indices of the earlier rounds in which the client trained.
+        """
         numbers, train = self.plan.experiences[client], self.plan.train
         parts: dict[bool, list[IntArray]] = {True: [], False: []}
         for earlier in trained:
@@ -310,7 +332,7 @@ class FederatedStream(L.LightningDataModule):
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """How a client's samples become batches."""
+        """Settings for dividing a client's samples into batches."""
         return BatchPlan(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
@@ -318,35 +340,35 @@ class FederatedStream(L.LightningDataModule):
         first, second = (self.plan.train[number].get(client, EMPTY) for number in rounds)
         return first is second or np.array_equal(first, second)
 
-    # Loaders, as any LightningDataModule has them.
+    # Hooks of a LightningDataModule that return loaders.
 
     def train_dataloader(self) -> ClientLoader:
-        """The clients' training data; a `FederatedStrategy` turns it into the batches of each round."""
+        """Return the clients' training data. A `FederatedStrategy` replaces the loader by the batches of each round."""
         return ClientLoader(self)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """The validation samples, if any."""
+        """Return the loader of the validation samples, or an empty list if there are none."""
         if not len(self.plan.validation):
-            # Lightning asks for an empty list of loaders, and warns of one.
+            # Lightning expects an empty list if there is no loader, but warns about it.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         return loader_of(self.samples, self.plan.validation, self.loader_config("validation"), "validation", self.seed)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """The common test set."""
+        """Return the loader of the common test set."""
         return loader_of(self.samples, self.plan.test, self.loader_config("test"), "test", self.seed)
 
     def predict_dataloader(self) -> Any:
-        """What a data module predicts; of other data the common test set."""
+        """Return the prediction loader of a data module, or the loader of the common test set."""
         if isinstance(self.data, L.LightningDataModule) and is_overridden("predict_dataloader", self.data):
             return self.data.predict_dataloader()
         return self.test_dataloader()
 
     def pretrain_dataloader(self) -> DataLoader[Any]:
-        """Samples for the server's model before the first round."""
+        """Return a loader of the samples that pre-train the server's model before the first round."""
         if not len(self.plan.pretrain):
             raise InvalidValueError(
-                f"Expected a scenario with samples for pre-training but {self.scenario} has none.",
+                f"Expected a scenario with samples for pre-training, but {self.scenario} has none.",
                 argument="scenario",
                 value=self.scenario,
             )
@@ -354,7 +376,10 @@ class FederatedStream(L.LightningDataModule):
         return loading.make_loader(select_samples(self.samples, self.plan.pretrain))
 
     def loader_config(self, split_name: str) -> LoaderConfig:
-        """How a data module loads what is for a part, or as other data are; arrays are tested in larger batches."""
+        """Return the loader settings of a split: the settings of a data module, or the defaults of the stream.
+
+        Validation and test batches of arrays have at least 256 samples.
+        """
         draws = self.samples.is_random
         size = self.batch_size if split_name == "train" or draws else max(self.batch_size, 256)
         workers = self.num_workers if draws else 0

@@ -23,29 +23,28 @@ from lightning_fcl.io.reading import as_file_error, check_size, open_file, regul
 from lightning_fcl.validation import check_arguments, did_you_mean, format_code_names, format_names, require_package
 
 SUFFIXES = (".csv", ".parquet")
-"""Ends of the names of files that `Table` reads."""
+"""File extensions that `Table` reads."""
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 
 _Where = Callable[[int], str]
-"""Returns the name of a row, by its number from 0, for messages. Row 1 is the header."""
+"""Function that returns the name of a row for messages, by the row's index from 0. Row 1 is the header."""
 
 
 class Table(Dataset[tuple[Tensor, Any]]):
     """A dataset of a CSV or parquet file with named columns.
 
-    Every row is a sample. A target column of text or of integers has labels. A target column of decimal numbers has
-    numbers. The file is read when the samples are needed.
+    Every row is a sample. A target column of text or integers contains labels. A target column of decimal numbers
+    contains numeric targets. The file is read when the samples are needed.
 
     Args:
         path: The file. A CSV file is UTF-8 text with a header, commas between columns and decimal points.
-        target: Name of the target column. Several names: columns of numbers.
-        features: Names of the feature columns, in the order in which the module takes them.
-        mean: Mean of the features, a number or one for each feature, which is subtracted. Default: features are
-            unchanged.
-        std: Standard deviation of the features, by which the difference is divided.
+        target: Name of the target column, or several names of numeric columns.
+        features: Names of the feature columns, in the order that the module expects.
+        mean: Mean of the features, which is subtracted: one number, or one number for each feature. Default: 0.
+        std: Standard deviation of the features, by which the difference is divided. Default: 1.
 
     Raises:
         ValueError: If an argument is invalid. When the file is read: if a column is missing or not unique, or if a cell
@@ -76,7 +75,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
         self.features = tuple(features) if not isinstance(features, str) else (features,)
         if self.path.suffix not in SUFFIXES:
             raise InvalidValueError(
-                f"Expected `path` to end in {' or '.join(SUFFIXES)} but got {path}.",
+                f"Expected `path` to end in {' or '.join(SUFFIXES)}, but got {path}.",
                 hint="Save the table as a CSV file.",
                 argument="path",
                 value=str(path),
@@ -84,14 +83,14 @@ class Table(Dataset[tuple[Tensor, Any]]):
         for name, column_names in (("target", self.target), ("features", self.features)):
             if not column_names or "" in column_names or len({*column_names}) < len(column_names):
                 raise InvalidValueError(
-                    f"Expected `{name}` to have different names of columns but got {list(column_names)}.",
+                    f"Expected `{name}` to contain different names of columns, but got {list(column_names)}.",
                     hint="Name each column once.",
                     argument=name,
                     value=column_names,
                 )
         if shared_names := [name for name in self.features if name in self.target]:
             raise InvalidValueError(
-                f"Expected `features` without the target but got {format_code_names(shared_names)}.",
+                f"Expected `features` not to contain target columns, but got {format_code_names(shared_names)}.",
                 hint=f"Remove {format_code_names(shared_names)} from `features`.",
                 argument="features",
                 value=shared_names,
@@ -117,12 +116,12 @@ class Table(Dataset[tuple[Tensor, Any]]):
 
     @property
     def x(self) -> Tensor:
-        """Features, shape (n, features), in single precision."""
+        """Features, shape (n, features), as float32."""
         return self._content[0]
 
     @property
     def targets(self) -> NDArray[Any]:
-        """Target of each sample, shape (n,) or (n, targets): text, integers or numbers in single precision."""
+        """Target of each sample, shape (n,) or (n, targets): text, integers or float32 numbers."""
         return self._content[1]
 
     @cached_property
@@ -216,7 +215,7 @@ def _read_parquet(
             return np.asarray(chunked_array.cast(arrow.int64(), safe=False).to_numpy())
         if not (kinds.is_floating(kind) or kinds.is_decimal(kind)):
             raise InvalidTypeError(
-                f"Expected numbers or text in column `{name}` of {path} but got {kind}.",
+                f"Expected numbers or text in column `{name}` of {path}, but got {kind}.",
                 hint="Convert the column to numbers or text.",
                 argument="data",
                 value=str(kind),
@@ -236,7 +235,7 @@ def _read_parquet(
         values = column(name)
         if values.dtype.kind == "U" and (values == "").any():
             raise _missing(path, name, describe_row(int((values == "").argmax())))
-        # A CSV file has the text True and False.
+        # In a CSV file, booleans are the text True and False. Both formats then give the same labels.
         return values.astype(bool).astype(np.str_) if arrow.types.is_boolean(table.column(name).type) else values
 
     return np.stack([numbers(name) for name in features], axis=1), _joined(
@@ -245,13 +244,13 @@ def _read_parquet(
 
 
 def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> list[int]:
-    """Return the position of each wanted column."""
+    """Return the position of each requested column."""
     for name in column_names:
         matches = [number for number, one in enumerate(header, start=1) if one == name]
         if not matches:
             separators = [one for one in (";", "\t") if len(header) == 1 and one in header[0]]
             raise UnknownNameError(
-                f"Expected a column `{name}` in {path} but got the columns "
+                f"Expected a column `{name}` in {path}, but got the columns "
                 f"{format_names(header) or 'of an empty file'}.",
                 hint="Separate the columns by commas."
                 if separators
@@ -261,9 +260,9 @@ def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> l
             )
         if len(matches) > 1:
             raise InvalidValueError(
-                f"Expected one column `{name}` in {path} but got {len(matches)}: in row 1, columns "
+                f"Expected one column `{name}` in {path}, but got {len(matches)}: in row 1, columns "
                 f"{format_names(matches)}.",
-                hint="Rename or remove the others.",
+                hint="Rename or remove the duplicates.",
                 argument="data",
                 value=name,
             )
@@ -273,13 +272,13 @@ def _places(path: Path, header: Sequence[str], column_names: Sequence[str]) -> l
 def _check_rows(path: Path, rows: int) -> None:
     if not rows:
         raise MissingValueError(
-            f"Expected rows below the header of {path} but got none.", hint="Add a row.", argument="data"
+            f"Expected rows below the header of {path}, but got none.", hint="Add a row.", argument="data"
         )
 
 
 def _missing(path: Path, name: str, location: str) -> MissingValueError:
     return MissingValueError(
-        f"Expected a value in column `{name}` of {path} but got none in {location}.",
+        f"Expected a value in column `{name}` of {path}, but got none in {location}.",
         hint="Fill in the value, or remove the row.",
         argument="data",
     )
@@ -296,14 +295,14 @@ def _number(cell: str, path: Path, name: str, row: int, describe_row: _Where) ->
     if _DECIMAL_COMMA.fullmatch(cell.strip()):
         hint = f"Write {cell.strip().replace(',', '.')}, with a decimal point."
     raise InvalidValueError(
-        f"Expected a finite number in column `{name}` of {path} but got {cell!r} in {describe_row(row)}.",
+        f"Expected a finite number in column `{name}` of {path}, but got {cell!r} in {describe_row(row)}.",
         hint=hint,
         argument="data",
     )
 
 
 def _parsed(cell: str) -> float | None:
-    """Return the finite number that a cell has; None if it has none."""
+    """Return the finite number in a cell, or None if the cell has none."""
     try:
         value = float(cell)
     except ValueError:
@@ -318,7 +317,7 @@ def _targets(name: str, cells: Sequence[str], path: Path, describe_row: _Where) 
         raise _missing(path, name, describe_row(list(cells).index("")))
     if all(map(_INTEGER.fullmatch, cells)):
         return np.array(list(map(int, cells)), dtype=np.int64)
-    # Decimal numbers are not labels: another value among them is an error.
+    # A column with a decimal number has numeric targets. Any value in it that is not a number is an error.
     if any(_parsed(cell) is not None and not _INTEGER.fullmatch(cell) for cell in set(cells)):
         return _numbers(name, cells, path, describe_row)
     return np.array(cells, dtype=np.str_)

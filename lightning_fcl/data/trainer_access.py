@@ -1,4 +1,4 @@
-"""What is attached to a Trainer and has no type there: its callbacks, the stream it trains on, and their hooks."""
+"""Access to parts of a Trainer that have no type there: its callbacks, its stream, and the hooks of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def get_callbacks(trainer: L.Trainer) -> list[Callback]:
 
 
 def find_stream(trainer: L.Trainer) -> FederatedStream | None:
-    """The federated stream that a Trainer trains on; None where it trains on other data."""
+    """Return the federated stream on which a Trainer trains, or None if it trains on other data."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if isinstance(datamodule, FederatedStream) else None
 
@@ -29,7 +29,7 @@ def require_stream(trainer: L.Trainer) -> FederatedStream:
     if stream is None:
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         raise InvalidValueError(
-            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {datamodule}.",
+            f"Expected a `FederatedStream` as the Trainer's `datamodule`, but got {datamodule}.",
             argument="datamodule",
             value=datamodule,
         )
@@ -37,7 +37,7 @@ def require_stream(trainer: L.Trainer) -> FederatedStream:
 
 
 def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningStage.TESTING) -> Batch:
-    """Return a batch as a Trainer gives it to its module in a stage: on the device, after the transfer hooks."""
+    """Return a batch as the module receives it in a stage: on the device, after the hooks of the batch transfer."""
     data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
     owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
     trainer.state.stage = as_in
@@ -48,5 +48,5 @@ def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningSt
 
 
 def check_no_transfer_hook(module: L.LightningModule, stream: FederatedStream, caller: str) -> None:
-    """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them."""
-    check_no_hooks(f"`{caller}`, which shows it some beside the batches,", stream.data, stream, module)
+    """Raise ValueError if a hook of the batch transfer is overridden, for a caller whose samples skip the hook."""
+    check_no_hooks(f"`{caller}`, which passes samples to the module outside of batches", stream.data, stream, module)

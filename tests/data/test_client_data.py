@@ -141,7 +141,7 @@ def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
     message = (
         f"Expected `y` to have a finite target for each sample, but got {float(value)} for "
         f"{named.get(way, 'sample 7')} (1 of "
-        f"{24 if way in named else 12} samples have such values). Correct or drop these samples"
+        f"{24 if way in named else 12} samples have such values). Correct or remove these samples"
     )
     with pytest.raises((ValueError, RejectedMessageError), match=re.escape(message)):
         WAYS[way](wrong_targets(value), tmp_path)

@@ -87,7 +87,7 @@ def test_every_order_of_integers_has_one_reading_or_is_rejected():
                 pool.setup("fit")
                 assert [pool.classes[label] for (label,) in pool.plan.tasks["0"]] == readings[0]
             else:
-                with pytest.raises(ValueError, match=r"^Expected `class_order` to (have one|contain|order all)"):
+                with pytest.raises(ValueError, match=r"^Expected `class_order` to (have one|contain)"):
                     pool.setup("fit")
 
 
@@ -107,6 +107,6 @@ def test_did_you_mean_never_proposes_what_prints_the_same(name):
 
 
 def test_label_that_begins_as_a_class_is_no_such_class():
-    with pytest.raises(ValueError, match=re.escape("among the classes sit, run but got sitting")):
+    with pytest.raises(ValueError, match=re.escape("among sit, run, but got sitting")):
         index_targets(["sitting", "run"], ("sit", "run"))
     assert index_targets(["sit", "run"], ("sit", "run"))[0].tolist() == [0, 1]

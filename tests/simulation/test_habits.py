@@ -418,7 +418,7 @@ def test_script_without_main_guard_trains_without_workers(tmp_path):
     assert done.returncode == 1
     # A second worker may still write to the same stderr after the error of the main process.
     (line,) = [line for line in done.stderr.splitlines() if "InvalidStateError: Expected the 2 processes" in line]
-    assert 'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`' in line
+    assert 'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`' in line
 
 
 @pytest.mark.slow

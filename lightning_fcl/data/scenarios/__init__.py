@@ -1,4 +1,4 @@
-"""Scenarios: which client sees which samples in which round. Each makes a `Plan` of a `SamplePool`."""
+"""Scenarios: which client sees which samples in which round. A scenario makes a `Plan` from a `SamplePool`."""
 
 from lightning_fcl.data.scenarios.base import EMPTY as EMPTY
 from lightning_fcl.data.scenarios.base import History as History

@@ -1,4 +1,4 @@
-"""What every scenario is: `Scenario`, which makes a `Plan` of a `SamplePool` of samples; and what they share."""
+"""Base of all scenarios: `Scenario`, its input `SamplePool`, its result `Plan`, and shared functions."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ T = TypeVar("T")
 History = Literal["round", "seen", "all"]
 
 MAX_ROUNDS = 1_000_000
-"""Rounds of an experience: a plan has an entry for each."""
+"""Maximum number of rounds of an experience. A plan has an entry for each round."""
 
 EMPTY: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sees which samples when, as indices into the data set.
+    """The samples of each client in each round, as indices into the dataset.
 
     Args:
-        train: For every round, the samples of every client that has any.
-        experiences: For every client, its experience in every round.
-        tasks: For every client, the test groups (classes, or domains) of each of its experiences.
-        groups: The test group of every sample of the data set, shape (n,).
-        pretrain: Samples for the server before the first round, as those of a ``base_samples`` session.
-        class_order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
-        num_outputs: Number of classes to tell apart, the first ones of ``class_order``.
+        train: For each round, the samples of each client that has samples.
+        experiences: For each client, the index of its experience in each round.
+        tasks: For each client, the test groups (classes or domains) of each of its experiences.
+        groups: Test group of each sample of the dataset, shape (n,).
+        test: Samples of the common test set.
+        validation: Samples of the validation set.
+        pretrain: Samples that pre-train the server's model before the first round.
+        base_samples: Samples of the server's base session before the first round.
+        class_order: Classes in the order in which the scenario numbers them, shape (C,). None: the numbers of the
+            dataset.
+        num_outputs: Number of classes to classify, which are the first ones of ``class_order``.
         groups_are_classes: Whether the test groups are classes.
-        task_classes: For every client, all classes of the task of each of its experiences, see `classes_of_task`; empty
-            where experiences are not told apart.
-        history: Whether a round has its own samples, or also those that its clients have seen, or will ever see.
+        task_classes: For each client, all classes of the task of each of its experiences. See `classes_of_task`. Empty
+            if all classes compete.
+        history: Whether a round has only its own samples (``"round"``), also the samples that its clients have seen
+            (``"seen"``), or all samples that its clients see in any round (``"all"``).
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -60,7 +65,7 @@ class Plan:
     history: History = "round"
 
     def class_split(self, round_idx: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The classes that are new to the whole federation in a round, and those of earlier experiences."""
+        """Return the classes that are new to all clients in a round, and the classes of earlier experiences."""
         if not self.groups_are_classes:
             return (), ()
         if round_idx not in self._classes:
@@ -82,7 +87,7 @@ class Plan:
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
     def current_experiences(self, round_idx: int) -> tuple[int, ...]:
-        """The experiences that clients are in during a round, ascending."""
+        """Return the experiences of all clients in a round, in ascending order."""
         return tuple(sorted({numbers[round_idx] for numbers in self._numbers}))
 
     @cached_property
@@ -96,20 +101,20 @@ class Plan:
         return {*self.experiences.values()}
 
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
-        """The outputs to which a task-incremental method slices the logits of a client's experience.
+        """Return the classes to which a task-incremental method restricts the logits in a client's experience.
 
-        ``tasks`` has those of which the client has samples. Empty where all classes compete.
+        The client may have samples of only some of these classes, which are in ``tasks``. Empty if all classes compete.
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
     def group_names(self, classes: Sequence[str]) -> list[str]:
-        """Names of the test groups: the classes, or the numbers of the domains."""
+        """Return the names of the test groups: the class names, or the numbers of the domains."""
         number = int(self.groups.max()) + 1
         return list(classes) if number == len(classes) else [str(group) for group in range(number)]
 
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
-        """The classes of each task, if all clients have these in common, by their first label; empty if not."""
+        """Classes of each task, sorted by their first label. Empty if different tasks share a class."""
         parts = self.task_classes or (self.tasks if self.groups_are_classes else {})
         blocks = tuple(sorted({block for own in parts.values() for block in own}))
         labels = [label for block in blocks for label in block]
@@ -117,19 +122,20 @@ class Plan:
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """The clients' ids, in order."""
+        """Names of the clients, in order."""
         return tuple(self.experiences)
 
     @cached_property
     def client_keys(self) -> Keys:
-        """A number of each client's name, shape (clients,), see `lightning_fcl.rng.derive_keys`."""
+        """Number derived from each client's name, shape (clients,). See `lightning_fcl.rng.derive_keys`."""
         return hash_names(self.clients)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short name of the plan: the same plan has the same one, on every machine. Every checkpoint has it."""
+        """Short hash of the training samples in the plan, identical on every machine. Every checkpoint contains it."""
         digest = hashlib.sha256()
-        round_bytes: dict[int, bytes] = {}  # of rounds that share their samples
+        # Rounds can share one dict of samples, which is then converted once.
+        round_bytes: dict[int, bytes] = {}
         for current in self.train:
             if id(current) not in round_bytes:
                 parts = ((client.encode(), rows.astype("<i8").tobytes()) for client, rows in current.items())
@@ -138,14 +144,14 @@ class Plan:
         return digest.hexdigest()[:16]
 
     def num_client_samples(self, client: str) -> int:
-        """The number of different samples that a client sees in all rounds."""
+        """Return the number of different samples that a client sees in all rounds."""
         if client not in self._samples:
             self._samples[client] = len(self.client_indices(client))
         return self._samples[client]
 
     def client_indices(self, client: str) -> IntArray:
-        """The different samples that a client sees in all rounds, ascending."""
-        # Rounds of one experience share their arrays: each is looked at once.
+        """Return the different samples that a client sees in all rounds, in ascending order."""
+        # Rounds of one experience share their arrays, so each array is used once.
         rows_by_id = {id(current[client]): current[client] for current in self.train if client in current}
         return np.unique(np.concatenate([EMPTY, *rows_by_id.values()]))
 
@@ -155,7 +161,7 @@ class Plan:
 
     @property
     def different_rounds(self) -> list[dict[str, IntArray]]:
-        """The entries of ``train``, once each: rounds may share an entry."""
+        """Entries of ``train`` without repetitions. Rounds may share an entry."""
         return [*{id(current): current for current in self.train}.values()]
 
     @property
@@ -164,7 +170,7 @@ class Plan:
         return len(self.train)
 
     def num_rounds_of_tasks(self, tasks: int | None) -> int:
-        """Rounds until every client has had its first ``tasks``; None: all."""
+        """Return the number of rounds until each client has finished its first ``tasks`` tasks. None: all rounds."""
         if tasks is None:
             return self.num_rounds
         ways = set(self.experiences.values())
@@ -173,14 +179,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class SamplePool:
-    """The samples that a scenario deals out, and what is known of them.
+    """The samples that a scenario assigns to rounds, and their labels, domains and clients.
 
     Args:
-        y: Label of each sample, shape (n,); all 0 where targets are no classes.
-        train: The samples to train on, as ``test`` and ``validation`` are the others.
-        clients: The training samples of each client, as the stream's partition has divided them.
-        group: Natural domain of each sample, numbered from 0, shape (n,); None where the data name none.
-        classes: Names of the classes, as of the ``domains``; empty where targets are no classes.
+        y: Label of each sample, shape (n,). All 0 if targets are not classes.
+        train: Indices of the training samples.
+        test: Indices of the test samples.
+        validation: Indices of the validation samples.
+        clients: Training samples of each client, as divided by the partition of the stream.
+        group: Domain of each sample, numbered from 0, shape (n,). None if the data define no domains.
+        classes: Names of the classes. Empty if targets are not classes.
+        domains: Names of the domains. Empty if the data define no domains.
     """
 
     y: IntArray
@@ -194,14 +203,14 @@ class SamplePool:
 
 
 class Scenario(ABC):
-    """How a data set becomes a stream: which client sees which samples in which round.
+    """A rule that turns a dataset into a stream: which client sees which samples in which round.
 
-    A scenario of your own is a subclass with a `plan`; its arguments are its own, and in a recipe its class name, or
-    its full path if it lives outside this package, is enough.
+    To add a scenario, define a subclass with a method `plan`. The subclass can have any arguments. In a recipe, write
+    its class name, or its full import path if it is defined outside of this package.
 
     Attributes:
-        provides_split: Whether it draws test and validation samples itself; a stream then takes no `split`.
-        provides_clients: Whether it deals the samples to clients itself; a stream then takes no `partition`.
+        provides_split: Whether the scenario draws test and validation samples itself. The stream then takes no `split`.
+        provides_clients: Whether the scenario assigns samples to clients itself. The stream then takes no `partition`.
     """
 
     provides_split: ClassVar[bool] = False
@@ -217,10 +226,14 @@ class Scenario(ABC):
 
     @abstractmethod
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
-        """Who sees which samples when, all draws by the seed.
+        """Return the samples of each client in each round.
+
+        Args:
+            pool: The samples.
+            seed: Seed of all random draws.
 
         Raises:
-            ValueError: If the samples cannot be dealt out so.
+            ValueError: If the samples cannot be assigned as requested.
         """
 
     def __str__(self) -> str:
@@ -228,10 +241,10 @@ class Scenario(ABC):
 
 
 def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Split samples into the rest and a stratified random ``fraction`` of each class."""
+    """Return the remaining samples, and a random ``fraction`` of the samples of each class."""
     if not 0 <= fraction < 1:
         raise InvalidValueError(
-            f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.",
+            f"Expected the fraction of a split to be at least 0 and below 1, but got {fraction}.",
             argument="fraction",
             value=fraction,
         )
@@ -245,7 +258,7 @@ def stratified_split(y: IntArray, fraction: float, rng: np.random.Generator) -> 
 
 
 def nearest_divisor(number: int, target: int) -> int:
-    """Return the divisor of a number that is nearest to a wanted one.
+    """Return the divisor of a number that is nearest to a target number.
 
     Example:
         >>> nearest_divisor(10, 3)
@@ -256,18 +269,24 @@ def nearest_divisor(number: int, target: int) -> int:
 
 
 def concat_views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
-    """Each client's samples, where they lie one client after the other in one array: no client has a copy."""
+    """Return each client's samples as a view of one array, without copies.
+
+    Args:
+        clients: Names of the clients.
+        rows: Samples of all clients, in the order of the clients.
+        counts: Number of samples of each client.
+    """
     first = [0, *np.cumsum(counts).tolist()]
     return {client: rows[first[n] : first[n + 1]] for n, client in enumerate(clients)}
 
 
 def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
-    """Add to each round what its clients have seen before (``"seen"``) or will ever see (``"all"``)."""
+    """Return rounds with the samples that their clients have seen (``"seen"``) or see in any round (``"all"``)."""
     if history == "round":
         return tuple(rounds)
     if history not in ("seen", "all"):
         raise InvalidValueError(
-            f'Expected `history` to be "round", "seen" or "all" but got `{history}`.', argument="history"
+            f'Expected `history` to be "round", "seen" or "all", but got `{history}`.', argument="history"
         )
     result = []
     for r, current in enumerate(rounds):
@@ -283,8 +302,8 @@ def order_to_indices(
 
     Args:
         order: Names or positions. Integers are names if they cannot be positions, as for the names "10", "20" and "30".
-        names: All names, or none.
-        argument: Name of the argument that has the order.
+        names: All names, or an empty list.
+        argument: Name of the argument that contains the order.
         present: Numbers that the order must contain.
 
     Raises:
@@ -294,7 +313,7 @@ def order_to_indices(
     """
     if isinstance(order, str):
         raise InvalidTypeError(
-            f'Expected `{argument}` to be a list of names or numbers but got "{order}".', argument=argument
+            f'Expected `{argument}` to be a list of names or numbers, but got "{order}".', argument=argument
         )
     index_by_name = {name: number for number, name in enumerate(names)}
     by_name = [index_by_name.get(str(entry), -1) for entry in order]
@@ -328,7 +347,7 @@ def order_to_indices(
         )
     if not possible:
         raise InvalidValueError(
-            f"Expected `{argument}` to order all of {list(present)} but got {by_position}.",
+            f"Expected `{argument}` to contain each of {list(present)} once, but got {by_position}.",
             argument=argument,
             value=by_position,
         )
@@ -336,13 +355,16 @@ def order_to_indices(
 
 
 def _position(entry: object, names: Sequence[str]) -> int:
-    """Return a position in the list of names, or any whole number if there are no names; -1 for anything else."""
+    """Return the position of an entry in the list of names, or -1. Without names, any whole number is a position."""
     is_position = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
     return int(entry) if is_position else -1  # type: ignore[call-overload]
 
 
 def from_name(argument: str, value: T | str, classes: Iterable[type[T]]) -> T:
-    """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
+    """Return a scenario or partition, created from a class name such as "class-incremental" or "ClassIncremental".
+
+    Return an object unchanged.
+    """
     kinds = {kind.__name__: kind for kind in classes}
     if not isinstance(value, str):
         return value

@@ -1,4 +1,4 @@
-"""Streams without clear boundaries: classes that blur or grow, samples that come once, clients that are late."""
+"""Scenarios without clear boundaries: blurry or growing classes, samples that occur once, and delayed clients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_fcl.validation import at_least, between, validated
 
 @dataclass(frozen=True)
 class Blurry(Scenario):
-    """Classes come at random times; some of them only then, of the others some samples also at other times.
+    """Stochastic incremental blurry scenario, Si-Blurry (Moon et al., 2023, section 3).
 
-    The stochastic incremental blurry scenario (Si-Blurry) of Moon et al. 2023, section 3: which classes come in an
-    experience, and how many, at least one, is drawn. A share of all classes is disjoint; of the other classes' samples
-    a share, drawn over all clients, comes in an experience that is drawn for each sample.
+    The classes of each experience are drawn, and so is their number, which is at least one. A share of all classes is
+    disjoint: these classes occur in one experience only. From the samples of the other classes, a share is drawn over
+    all clients. Each of these blurry samples occurs in a random experience.
 
-    An experience is tested on all classes of which some client has samples in it. `Online` around it lets each sample
-    come in one round only, as the paper has it.
+    An experience is tested on all classes of which any client has samples in it. Use this scenario within `Online` to
+    let each sample occur in one round only, as in the paper.
 
     Args:
         num_experiences: Number of experiences.
-        rounds_per_experience: Rounds that each experience lasts.
-        disjoint_ratio: Share of the classes that come in one experience alone, from 0 to 1.
-        blurry_ratio: Share of the other classes' samples that come at a time of their own, from 0 to 1.
+        rounds_per_experience: Number of rounds of each experience.
+        disjoint_ratio: Share of the classes that occur in one experience only, from 0 to 1.
+        blurry_ratio: Share of the samples of the other classes that occur in a random experience, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range, or there are fewer classes than experiences.
@@ -54,7 +54,8 @@ class Blurry(Scenario):
         classes = _classes_of(pool, self.num_experiences)
         rng = np.random.default_rng([seed, 8])
         ends = np.sort(rng.choice(np.arange(1, len(classes)), self.num_experiences - 1, replace=False))
-        time = np.zeros(int(pool.y.max()) + 1, dtype=np.int64)  # of each class
+        # Experience of each class.
+        time = np.zeros(int(pool.y.max()) + 1, dtype=np.int64)
         for experience, labels in enumerate(np.split(rng.permutation(classes), ends)):
             time[labels] = experience
         disjoint_classes = rng.choice(classes, round(self.disjoint_ratio * len(classes)), replace=False)
@@ -71,12 +72,14 @@ class Blurry(Scenario):
 
 @dataclass(frozen=True)
 class GrowingClasses(Scenario):
-    """Every experience brings new classes, at least as many as the one before: of ten in four 1, 2, 3 and 4.
+    """Class-incremental scenario in which each experience has at least as many new classes as the previous one.
+
+    For example, ten classes in four experiences are divided into 1, 2, 3 and 4 classes.
 
     Args:
         num_experiences: Number of experiences.
-        rounds_per_experience: Rounds that each experience lasts.
-        class_order: The classes in the order in which they come, by number or by name; None draws one from the seed.
+        rounds_per_experience: Number of rounds of each experience.
+        class_order: Classes in the order in which they occur, by number or by name. None: drawn from the seed.
 
     Raises:
         ValueError: If an argument is out of range, or there are fewer classes than experiences.
@@ -102,17 +105,17 @@ class GrowingClasses(Scenario):
 
 @dataclass(frozen=True)
 class Online(Scenario):
-    """One pass: the samples that a client has of an experience are dealt out over its rounds, each to one of them.
+    """Single-pass scenario: a client's samples of an experience are divided among its rounds, without repetition.
 
-    With ``local_epochs=1`` and a small ``batch_size`` a client then sees each sample once, as a device that keeps none.
+    With ``local_epochs=1`` and a small ``batch_size``, a client sees each sample once, like a device without storage.
 
     Args:
-        scenario: The scenario, as `Blurry`, or the name of its class; its ``history`` is "round". Default:
-            `ClassIncremental`, with ten rounds for each experience.
+        scenario: Scenario, such as `Blurry`, or the name of its class. Its ``history`` must be "round". Default:
+            `ClassIncremental` with ten rounds per experience.
 
     Raises:
-        TypeError: If it is no scenario.
-        ValueError: If its rounds have samples of earlier ones, too.
+        TypeError: If ``scenario`` is not a scenario.
+        ValueError: If rounds of the scenario also contain samples of earlier rounds.
 
     Example:
         >>> pool = SamplePool(np.arange(8) // 4, clients={"a": np.arange(8)}, classes=("no", "yes"))
@@ -139,9 +142,9 @@ class Online(Scenario):
         plan = _inner(self.scenario).plan(pool, seed)
         if plan.history != "round":
             raise InvalidValueError(
-                'Expected the scenario of `Online` to have the history "round", as no sample comes twice, but got '
+                'Expected the scenario of `Online` to have the history "round", because no sample is reused, but got '
                 f'"{plan.history}".',
-                hint="Leave it out.",
+                hint="Remove `history` from the scenario.",
                 argument="history",
                 value=plan.history,
             )
@@ -161,18 +164,19 @@ class Online(Scenario):
 
 @dataclass(frozen=True)
 class Delayed(Scenario):
-    """The same tasks reach clients at different times: each comes up to some rounds late, drawn for each client.
+    """Scenario in which tasks reach clients at different times. Each task is up to some rounds late for each client.
 
-    A client that is late with a task is no earlier with those that follow, so none is cut short: a client has a task's
-    samples in as many rounds as the scenario has, and in those until its next task comes, if they were the same in each
-    round. Rounds in which no client has samples are left out.
+    The delays are drawn for each client. A client that is late with a task is at least as late with all later tasks, so
+    no task is shortened. A client has the samples of a task in as many rounds as in the original scenario. If these
+    samples are the same in each round, the client keeps them until its next task begins. Rounds in which no client has
+    samples are removed.
 
     Args:
-        scenario: The scenario, or its class's name. Default: `ClassIncremental`, with ten rounds for each experience.
-        max_delay: Most rounds by which a client is late.
+        scenario: Scenario, or the name of its class. Default: `ClassIncremental` with ten rounds per experience.
+        max_delay: Maximum delay of a client, in rounds.
 
     Raises:
-        TypeError: If it is no scenario.
+        TypeError: If ``scenario`` is not a scenario.
         ValueError: If ``max_delay`` is below 0.
 
     Example:
@@ -222,7 +226,7 @@ class Delayed(Scenario):
 
 
 def _classes_of(pool: SamplePool, experiences: int) -> IntArray:
-    """Return the classes of the clients' samples, at least as many as there are experiences."""
+    """Return the classes of the clients' samples. Raise ValueError if there are fewer classes than experiences."""
     classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
         raise InvalidValueError(
@@ -240,17 +244,18 @@ def _inner(scenario: Scenario | str | None) -> Scenario:
 
 
 def _take_over(scenario: Online | Delayed) -> None:
-    """Let a scenario draw what the one inside draws itself."""
+    """Set whether a scenario provides the split and the clients to the values of the inner scenario."""
     inner_scenario = _inner(scenario.scenario)
     for name, value in {
         "provides_split": inner_scenario.provides_split,
         "provides_clients": inner_scenario.provides_clients,
     }.items():
-        object.__setattr__(scenario, name, value)  # of a frozen dataclass
+        # The dataclass is frozen, so plain assignment raises.
+        object.__setattr__(scenario, name, value)
 
 
 def _runs(experiences: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Each of a client's experiences in a row, and its rounds."""
+    """Yield each of a client's consecutive experiences with its rounds."""
     for experience, rounds in groupby(range(len(experiences)), experiences.__getitem__):
         yield experience, list(rounds)
 

@@ -1,4 +1,4 @@
-"""Class- and domain-incremental streams, whose experiences Avalanche draws; and the one that does not change."""
+"""Class-incremental, domain-incremental and stationary scenarios. Avalanche divides classes into experiences."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ Groups = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ClassIncremental(Scenario):
-    """Every experience brings classes that were not there before.
+    """Class-incremental scenario: every experience has classes that no earlier experience has.
 
     Args:
-        num_experiences: Number of experiences, which share the classes evenly; or the number of classes of each, as in
-            ``[4, 3, 3]``. One experience needs no classes: plain federated learning, also of other targets.
-        rounds_per_experience: Rounds that each experience lasts.
-        samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
-            of its rounds.
-        class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
-            of its own; None draws one from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
+        num_experiences: Number of experiences, which divide the classes evenly. Or the number of classes of each
+            experience, such as ``[4, 3, 3]``. With 1, this is plain federated learning, and targets need not be
+            classes.
+        rounds_per_experience: Number of rounds of each experience.
+        samples_per_round: Number of new samples per client and round, which are never used again. None: each round has
+            all samples of its experience.
+        class_order: Classes in the order in which they occur, by number or by name. Or a dict with such an order for
+            each client. None: drawn from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
         order_per_client: Whether an order is drawn for each client.
-        history: A ``"round"``'s own samples, all that were ``"seen"`` so far, or ``"all"`` (offline, an upper bound).
+        history: Samples of a round. ``"round"``: its own samples. ``"seen"``: also all earlier samples. ``"all"``: the
+            samples of all rounds (offline training, an upper bound).
 
     Raises:
-        ValueError: If an argument is out of range, or the classes cannot be shared out so.
+        ValueError: If an argument is out of range, or the classes cannot be divided as requested.
 
     Example:
         >>> y = np.repeat([0, 1, 2], 4)
@@ -94,18 +96,18 @@ class ClassIncremental(Scenario):
 
 @dataclass(frozen=True)
 class DomainIncremental(Scenario):
-    """Every experience is a domain of the data (a device, a place): the classes stay, their looks change.
+    """Domain-incremental scenario: every experience is a domain of the data, such as a device or a place.
 
     Args:
         rounds_per_experience: As for `ClassIncremental`.
         samples_per_round: As for `ClassIncremental`.
-        domain_order: The domains in the order in which they come, by number (in ascending order of their names) or by
-            name; or, for each client, an order of its own; None: ascending.
-        order_per_client: Whether an order is drawn for each client, of the domains that it has samples of.
+        domain_order: Domains in the order in which they occur, by number (in ascending order of their names) or by
+            name. Or a dict with such an order for each client. None: ascending order.
+        order_per_client: Whether an order of the domains of a client is drawn for each client.
         history: As for `ClassIncremental`.
 
     Raises:
-        ValueError: If an argument is out of range, or the data name no domains.
+        ValueError: If an argument is out of range, or if the data define no domains.
 
     Example:
         >>> pool = SamplePool(np.zeros(4, int), clients={"a": np.arange(4)}, group=np.array([1, 0, 0, 1]))
@@ -127,7 +129,7 @@ class DomainIncremental(Scenario):
         rng = np.random.default_rng([seed, 1])
         if pool.group is None:
             raise InvalidValueError(
-                "Expected `group`, the domain of every sample, for a domain-incremental stream but got None.",
+                "Expected `group`, the domain of every sample, for a domain-incremental stream, but got None.",
                 hint="Pass `group=` to `FederatedStream.from_arrays`, or use a scenario that needs no domains, such as "
                 "`ClassIncremental`.",
                 argument="group",
@@ -145,13 +147,13 @@ class DomainIncremental(Scenario):
 
 @dataclass(frozen=True)
 class Stationary(Scenario):
-    """Plain federated learning: every client has all of its samples in every round; targets need be no classes.
+    """Plain federated learning: every client has all of its samples in every round. Targets need not be classes.
 
     Args:
         num_rounds: Number of rounds.
 
     Raises:
-        ValueError: If there are fewer than one or more than a million.
+        ValueError: If ``num_rounds`` is below 1 or above one million.
 
     Example:
         >>> pool = SamplePool(np.zeros(3, int), clients={"a": np.arange(2), "b": np.arange(2, 3)})
@@ -163,7 +165,7 @@ class Stationary(Scenario):
 
     @property
     def as_incremental(self) -> ClassIncremental:
-        """The class-incremental scenario that gives each client the same samples in each round."""
+        """Class-incremental scenario with one experience, which gives each client the same samples in each round."""
         return ClassIncremental(1, self.num_rounds)
 
     def plan(self, pool: SamplePool, seed: int = 0) -> Plan:
@@ -171,14 +173,14 @@ class Stationary(Scenario):
 
 
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
-    """The classes of each experience, as Avalanche cuts them, in an order or one it draws."""
+    """Return the classes of each experience, divided by Avalanche in a given order or in an order that it draws."""
     classes = np.unique(y)
     is_even = isinstance(experiences, int)
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise InvalidValueError(
-            f"Expected `num_experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
-            f"{experiences}.",
+            f"Expected `num_experiences` to be a divisor of the number of classes, {len(classes)}, or a list with this "
+            f"sum, but got {experiences}.",
             hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
             argument="num_experiences",
             value=experiences,
@@ -187,11 +189,12 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         return [tuple(classes.tolist())]
     from lightning_fcl.data.avalanche import nc_benchmark
 
-    # Avalanche wants classes 0..C-1, and looks at every sample: one of each class is enough to decide over them.
+    # Avalanche needs classes 0..C-1 and reads every sample. One sample of each class is enough to divide the classes.
     numbers = torch.arange(len(classes))
     data = TensorDataset(numbers, numbers)
     fixed_order = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
-    with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
+    # Avalanche seeds torch's global generator, so it is restored.
+    with warnings.catch_warnings(), isolate_rng():
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
             data,
@@ -209,7 +212,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
 
 
 def _suggest_experiences(classes: int, num_experiences: int) -> str:
-    """Return the fix for a number of experiences that does not divide the number of classes."""
+    """Return a hint for a number of experiences that does not divide the number of classes."""
     nearest = nearest_divisor(classes, num_experiences)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(num_experiences, 1), classes))]
     sizes_hint = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
@@ -217,8 +220,15 @@ def _suggest_experiences(classes: int, num_experiences: int) -> str:
 
 
 def _parts(pool: SamplePool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
-    """Each client's samples of each experience, ascending; `everyone` has those of the clients one after the other."""
-    experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)  # of each class
+    """Return each client's samples of each experience, in ascending order.
+
+    Args:
+        pool: The samples and the clients.
+        everyone: Samples of all clients, in the order of the clients.
+        groups: Classes of each experience.
+    """
+    # Experience of each class.
+    experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)
     for number, group in enumerate(groups):
         experience[list(group)] = number
     sizes = np.fromiter(map(len, pool.clients.values()), dtype=np.int64, count=len(pool.clients))
@@ -238,7 +248,7 @@ def make_plan(
     groups_are_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
-    """The plan of each client's samples of each of its experiences, in the rounds that a scenario gives these."""
+    """Return the plan for each client's samples of each experience, with the rounds that a scenario defines."""
     num_rounds, number = scenario.rounds_per_experience, scenario.samples_per_round
     if number is not None:
         client_parts = {client: [rng.permutation(samples) for samples in own] for client, own in client_parts.items()}
@@ -246,14 +256,15 @@ def make_plan(
     for experience in range(max(len(own) for own in client_parts.values())):
         client_samples = {client: own[experience] for client, own in client_parts.items() if len(own) > experience}
         client_samples = {client: samples for client, samples in client_samples.items() if len(samples)}
-        if number is None:  # all samples in each round, which share them
+        # Each round of the experience has all of its samples, in one shared dict.
+        if number is None:
             train += [{client: _ascending(samples) for client, samples in client_samples.items()}] * num_rounds
             continue
         for client, samples in client_samples.items():
             if len(samples) < num_rounds * number:
                 raise InvalidValueError(
                     f"Expected `samples_per_round` to leave enough samples for {num_rounds} rounds of experience "
-                    f"{experience} of client {client}, which has {len(samples)}, but got {number}.",
+                    f"{experience} of client {client}, which has {len(samples)} samples, but got {number}.",
                     hint="Lower `samples_per_round` or `rounds_per_experience`, or use fewer clients.",
                     argument="samples_per_round",
                     value=number,
@@ -265,7 +276,8 @@ def make_plan(
         train += [
             {client: _ascending(own[round_idx]) for client, own in pieces.items()} for round_idx in range(num_rounds)
         ]
-    shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
+    # Clients with the same tasks share one object.
+    shared = {id(own): tuple(own) for own in tasks.values()}
     return Plan(
         train=with_history(train, scenario.history),
         experiences=dict.fromkeys(client_parts, tuple(r // num_rounds for r in range(len(train)))),
@@ -285,8 +297,8 @@ def _ascending(samples: IntArray) -> IntArray:
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:
     if per_client and order is not None:
         raise InvalidValueError(
-            f"Expected `{name}` or `order_per_client=True` but got both, with {order}.",
-            hint=f"Leave `{name}` or `order_per_client` out.",
+            f"Expected either `{name}` or `order_per_client=True`, but got both. The order is {order}.",
+            hint=f"Remove `{name}` or `order_per_client`.",
             argument=name,
         )
 
@@ -294,13 +306,13 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
 def _order_of(
     client: str, clients: Collection[str], order: Order, names: Sequence[str], argument: str, present: Sequence[int]
 ) -> list[int] | None:
-    """A client's order of what it has, by number; None: not given."""
+    """Return a client's order of its classes or domains, by number, or None if no order is given."""
     if isinstance(order, Mapping):
         check_clients(f"`{argument}`", order, clients)
         if client not in order:
             raise MissingValueError(
-                f"Expected `{argument}` to have an order for client {client} but got none.",
-                hint="Add it.",
+                f"Expected `{argument}` to have an order for client {client}, but got none.",
+                hint="Add an order for this client.",
                 argument=argument,
             )
         order = order[client]

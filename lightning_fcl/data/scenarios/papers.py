@@ -1,4 +1,4 @@
-"""The scenarios of the papers `flwf`, `odfcl` and `fedvit`."""
+"""Scenarios of the papers `flwf`, `odfcl` and `fedvit`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from lightning_fcl.validation import at_least, between, validated
 
 @dataclass(frozen=True)
 class FLwFScenario(Scenario):
-    """The scenario of Usmanova et al. 2021, section 3.4: one client whose task changes, one that stands for the others.
+    """Scenario of Usmanova et al. (2021), section 3.4: one client with changing tasks, and one for all other clients.
 
     Args:
-        num_rounds: Communication rounds, shared out evenly among a client's tasks.
-        samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
-        test_per_class: Samples of each class in the common test set.
-        pretrain_per_class: Samples of each class for the initial model.
-        tasks: For every client, the classes of each of its tasks, by number or by name. Default: client1 has class 1,
-            then class 2; generalized has all classes.
+        num_rounds: Number of communication rounds, divided evenly among the tasks of a client.
+        samples_per_round: Number of samples per client and round, which are never reused. Each class of the client's
+            task has the same number of samples.
+        test_per_class: Number of samples of each class in the common test set.
+        pretrain_per_class: Number of samples of each class that pre-train the initial model.
+        tasks: For each client, the classes of each of its tasks, by number or by name. Default: ``client1`` has class
+            1, then class 2, and ``generalized`` has all classes.
         history: As for `ClassIncremental`.
 
     Raises:
-        ValueError: If a class has too few samples, or a number does not divide as it must.
+        ValueError: If a class has too few samples, or if rounds or samples cannot be divided evenly.
 
     Example:
         >>> plan = FLwFScenario().plan(SamplePool(np.repeat(np.arange(6), 1500)))
@@ -72,14 +73,15 @@ class FLwFScenario(Scenario):
             for client, sequence in tasks.items():
                 if self.num_rounds % len(sequence):
                     raise InvalidValueError(
-                        f"Expected `num_rounds` to be a multiple of client {client}'s {len(sequence)} tasks.",
+                        f"Expected `num_rounds` to be a multiple of the number of tasks of client {client}, "
+                        f"{len(sequence)}.",
                         argument="num_rounds",
                     )
                 experiences[client].append(r * len(sequence) // self.num_rounds)
                 labels = sequence[experiences[client][-1]]
                 if self.samples_per_round % len(labels):
                     raise InvalidValueError(
-                        f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.",
+                        f"Expected `samples_per_round` to be a multiple of the {len(labels)} classes of a task.",
                         argument="samples_per_round",
                     )
                 current[client] = self._draw(remaining_rows, labels, self.samples_per_round // len(labels))
@@ -113,25 +115,30 @@ class FLwFScenario(Scenario):
 
 @dataclass(frozen=True)
 class ODFCLScenario(Scenario):
-    """The scenario of Kröger et al.: a base session, then sessions in which each node of a swarm sees its own class.
+    """Scenario of Kröger et al.: a base session, then sessions in which each node of a swarm learns its own class.
 
-    The people are drawn from the data set and numbered in the order in which they are learnt; the others are there for
-    pre-training. Experience 0 is the base session, which is no round: `lightning_fcl.callbacks.BaseSession` trains it.
+    The people to learn are drawn from the dataset and numbered in the order in which they are learned. All other people
+    can be used for pre-training. Experience 0 is the base session, which is not a round. The callback
+    `lightning_fcl.callbacks.BaseSession` trains it.
 
     Args:
-        num_people: Classes to learn.
-        num_base_people: Classes of the base session; the sessions share the others evenly.
-        num_sessions: Sessions after the base session.
-        num_nodes: Clients, each with its own classes of a session, or a part of one class where there are fewer.
-        train_per_class: Training samples of each class, as ``test_per_class``.
-        validation_per_class: Of the training samples, those that are kept to choose settings on.
-        pretrain_per_class: At most so many samples of each person that is not drawn; 0: no pre-training.
-        rounds_per_session: Synchronisations in each session.
-        history: ``"round"``, or ``"seen"``: the samples of all classes so far, those of the base session shared by the
-            num_nodes (joint training), or ``"all"``.
+        num_people: Number of classes to learn. Each class is a person.
+        num_base_people: Number of classes in the base session. The other classes are divided evenly among the sessions.
+        num_sessions: Number of sessions after the base session.
+        num_nodes: Number of clients. In a session, each client has its own classes. If there are fewer classes than
+            clients, each client has a part of one class.
+        train_per_class: Number of training samples of each class.
+        test_per_class: Number of test samples of each class.
+        validation_per_class: Number of the training samples of each class that are used to select settings instead.
+        pretrain_per_class: Maximum number of pre-training samples of each person that is not learned. 0: no
+            pre-training.
+        rounds_per_session: Number of synchronizations in each session.
+        history: Samples of a round. ``"round"``: its own samples. ``"seen"``: the samples of all classes so far, with
+            the samples of the base session divided among the nodes (joint training). ``"all"``: the samples of all
+            sessions.
 
     Raises:
-        ValueError: If there are too few people or samples, or the classes do not divide as they must.
+        ValueError: If there are too few people or samples, or if the classes cannot be divided evenly.
 
     Example:
         >>> plan = ODFCLScenario().plan(SamplePool(np.repeat(np.arange(12), 40)))
@@ -155,9 +162,9 @@ class ODFCLScenario(Scenario):
         super().__post_init__()
         if self.num_people <= self.num_base_people or (self.num_people - self.num_base_people) % self.num_sessions:
             raise InvalidValueError(
-                f"Expected `num_people` to leave as many classes for each of {self.num_sessions} sessions but got "
-                f"{self.num_people}, {self.num_base_people} of them in the base session.",
-                hint=f"Set `num_people` to {self.num_base_people} and a multiple of `num_sessions`.",
+                f"Expected `num_people` to leave the same number of classes for each of {self.num_sessions} sessions, "
+                f"but got {self.num_people} people, with {self.num_base_people} of them in the base session.",
+                hint=f"Set `num_people` to {self.num_base_people} plus a multiple of `num_sessions`.",
                 argument="num_people",
                 value=self.num_people,
             )
@@ -191,7 +198,7 @@ class ODFCLScenario(Scenario):
         )
 
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
-        """Every node's samples and classes of the base session and of each session."""
+        """Return each node's samples and classes of the base session and of each session."""
         base, nodes, classes_per_session = (
             self.num_base_people,
             self.num_nodes,
@@ -223,14 +230,14 @@ class ODFCLScenario(Scenario):
 def _draw_people(
     y: IntArray, people: int, sizes: tuple[int, int, int], rng: np.random.Generator
 ) -> tuple[IntArray, dict[str, list[IntArray]]]:
-    """The classes to learn, in order, and the training, test and validation samples of each."""
+    """Return the classes to learn, in order, and the training, test and validation samples of each class."""
     train, test, validation = sizes
     between(0, train - 1, validation_per_class=validation)
     classes, counts = np.unique(y, return_counts=True)
     enough = classes[counts >= train + test]
     if len(enough) < people:
         raise InvalidValueError(
-            f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}.",
+            f"Expected at least {people} people with {train + test} samples, but the dataset has {len(enough)}.",
             hint="Lower `num_people`, `train_per_class` or `test_per_class`.",
             argument="num_people",
             value=people,
@@ -250,31 +257,35 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FedViTScenario(Scenario):
-    """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
+    """Scenario of Zuo et al. (2024), section 5.1: every client learns every task, in its own order, with few samples.
 
-    As the paper says, each client has a distinct sequence of the tasks, 2 to 5 of a task's classes, and 5 % to 10 % of
-    the training samples of each. Our reading: tasks are blocks of equal size, the same for all; numbers and shares are
-    drawn uniformly, the share anew for each class of a client; a class's samples are dealt in turn, and anew from the
-    first when the last is dealt, so that no sample goes to more than one client more than another. All of a task's
-    samples are there in each of its rounds. A client's draws depend on the seed, its number and the block alone.
+    As in the paper, each client has its own sequence of the tasks. It has 2 to 5 classes of each task, and 5 % to 10 %
+    of the training samples of each class. This implementation makes these assumptions:
 
-    Evaluation is task-incremental: a sample of a task is classified among the task's whole block,
-    `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
+    - All clients have the same tasks, which are blocks of classes of equal size.
+    - The number of classes and the share of samples are drawn uniformly. A client's share is drawn for each class.
+    - The samples of a class are assigned to clients in sequence. After the last sample, the sequence starts again at
+      the first one. Two samples of a class therefore differ by at most one in their number of clients.
+    - Each round of a task has all samples of the task.
+    - The draws of a client depend only on the seed, the number of the client, and the block.
+
+    Evaluation is task-incremental: a sample of a task is classified among all classes of the task's block, see
+    `Plan.classes_of_task`. A client is tested on its own classes of the block, see `Plan.tasks`.
 
     Args:
-        num_tasks: Blocks into which the classes are cut; it must divide their number.
+        num_tasks: Number of blocks of classes. It must divide the number of classes.
         num_clients: Number of clients.
-        classes_per_client: Fewest and most classes that a client has of a block. At least 2, as one class alone leaves
-            nothing to tell apart, unless the blocks themselves have one class.
-        sample_fraction: Smallest and largest share of a class's training samples that a client has.
-        rounds_per_task: Rounds that each task lasts.
-        order_per_client: Whether each client has an order of the tasks of its own; otherwise all have that of the
-            blocks.
-        class_order: The classes, in the order in which they are cut into blocks; ``"ascending"``: by label; None draws
-            one.
+        classes_per_client: Minimum and maximum number of classes of a block that a client has. The minimum is at least
+            2, because one class alone leaves nothing to classify. For blocks of one class, it is 1.
+        sample_fraction: Minimum and maximum share of a class's training samples that a client has.
+        rounds_per_task: Number of rounds of each task.
+        order_per_client: Whether each client has its own order of the tasks. Otherwise, all clients have the order of
+            the blocks.
+        class_order: Classes in the order in which they are cut into blocks. ``"ascending"``: sorted by label. None:
+            drawn from the seed.
 
     Raises:
-        ValueError: If a number is out of range, or a class has too few samples.
+        ValueError: If an argument is out of range, or if a class has too few samples.
 
     Example:
         >>> y = np.repeat(np.arange(20), 100)
@@ -305,9 +316,8 @@ class FedViTScenario(Scenario):
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
         if np.rint(smallest * counts.min()) < 1:
             raise InvalidValueError(
-                "Expected the smallest `sample_fraction` to leave a client one sample of every class but got "
-                f"{smallest} of the "
-                f"{counts.min()} training samples of class {labels[counts.argmin()]}.",
+                "Expected the minimum of `sample_fraction` to give each client at least one sample of every class, but "
+                f"got {smallest} of the {counts.min()} training samples of class {labels[counts.argmin()]}.",
                 hint="Raise `sample_fraction`.",
                 argument="sample_fraction",
                 value=smallest,
@@ -333,7 +343,7 @@ class FedViTScenario(Scenario):
         )
 
     def _deal(self, blocks: Blocks, pool: SamplePool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
-        """Each client's classes of each block, and its samples of these."""
+        """Return each client's classes of each block, and its samples of these classes."""
         y, members = pool.y, pool.train
         decks = {
             c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
