@@ -1022,7 +1022,9 @@ ROWS |= {
         {"client_ids": OWNER.astype(str)},
         "as `client_ids.astype(str)` does",
     ),
-    "mean without std": Row(stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass both `mean` and `std`"),
+    "mean without std": Row(
+        stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass both `mean` and `std`"
+    ),
     "mean of grey levels": Row(
         stream_of_arrays,
         {"x": images(), "mean": 127.0, "std": 64.0},
@@ -1731,7 +1733,10 @@ ROWS |= {
         "Pass `x.transpose(0, 3, 1, 2)`",
     ),
     "classes of a public dataset": Row(
-        stream_of_data, {"data": "digits", "classes": ["a"], "partition": IID(2)}, {"classes": None}, "Remove `classes`."
+        stream_of_data,
+        {"data": "digits", "classes": ["a"], "partition": IID(2)},
+        {"classes": None},
+        "Remove `classes`.",
     ),
     "list of samples": Row(
         lambda lab, data: stream_of_data(lab, {"train": data, "test": pairs(8)}, partition=IID(2)),
