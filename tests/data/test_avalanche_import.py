@@ -1,4 +1,4 @@
-"""Avalanche is imported without the packages that are not used here, and without files in the home directory."""
+"""Tests that Avalanche is imported without its optional packages and without files in the home directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(gem.qpsolvers.solve_qp is qpsolvers.solve_qp, sorted({{'qpsolvers', 'GPUti
 
 
 def printed(home, code=CODE):
-    """Return the lines that a fresh interpreter prints, with a home directory of its own."""
+    """Return the lines that a fresh interpreter prints, with a separate home directory."""
     environment = os.environ | {"HOME": str(home)}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
@@ -40,7 +40,7 @@ def printed(home, code=CODE):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("exists", [pytest.param(True, marks=pytest.mark.long), False])
-def test_avalanche_is_imported_light_and_uses_the_packages_later(tmp_path, exists):
+def test_avalanche_import_skips_unused_packages(tmp_path, exists):
     home = tmp_path if exists else "/proc/nothing"
     loaded, location, used, same = printed(home)
     assert json.loads(loaded) == []
@@ -48,12 +48,12 @@ def test_avalanche_is_imported_light_and_uses_the_packages_later(tmp_path, exist
     assert used.startswith("qpsolvers") and used.endswith("Image")
     assert same == "True ['qpsolvers']"
     assert not (tmp_path / ".avalanche").exists()
-    assert all(map(find_spec, PARTS.values())), "a package was changed: name the modules that it has now"
+    assert all(map(find_spec, PARTS.values())), "a package has changed: update its module names in PARTS"
 
 
 @pytest.mark.seconds
 @pytest.mark.long
-def test_settings_of_the_user_are_read(tmp_path):
+def test_avalanche_import_reads_user_settings(tmp_path):
     (tmp_path / ".avalanche").mkdir()
     settings = tmp_path / ".avalanche" / "config.json"
     settings.write_text('{"dataset_location": "/elsewhere"}')
@@ -63,7 +63,7 @@ def test_settings_of_the_user_are_read(tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.long
-def test_avalanche_imported_by_the_user_first_is_the_same(tmp_path):
+def test_avalanche_import_after_user_import_is_identical(tmp_path):
     code = "from avalanche.benchmarks import nc_benchmark as first\n"
     code += "from lightning_fcl.data.avalanche import nc_benchmark\nprint(first is nc_benchmark)\n"
     code += "import wandb; print(wandb.Image.__name__)"
@@ -72,7 +72,7 @@ def test_avalanche_imported_by_the_user_first_is_the_same(tmp_path):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return the name of a package that prints when it is imported, and is used by a module."""
+    """Yield the name of a package that prints a line when it is imported, and that another module uses."""
     (tmp_path / "printing").mkdir()
     (tmp_path / "printing" / "__init__.py").write_text("print('imported')\nanswer = 42\n")
     (tmp_path / "printing" / "part.py").write_text("answer = 43\n")
@@ -84,7 +84,7 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_an_unused_package_is_imported_once_when_it_is_used(package, capsys, monkeypatch):
+def test_light_import_unused_package_loads_once_on_first_use(package, capsys, monkeypatch):
     monkeypatch.setattr(avalanche, "_UNUSED", (package, "no_such_package"))
     with avalanche._light_import():
         user = importlib.import_module("user")
@@ -97,7 +97,7 @@ def test_an_unused_package_is_imported_once_when_it_is_used(package, capsys, mon
     assert sys.modules[package].answer == 42 and not hasattr(user.printing, "nothing")
 
 
-def test_a_package_that_is_imported_already_is_left_alone(package, capsys, monkeypatch):
+def test_light_import_loaded_package_is_unchanged(package, capsys, monkeypatch):
     monkeypatch.setattr(avalanche, "_UNUSED", (package,))
     first = importlib.import_module(package)
     with avalanche._light_import():
@@ -105,7 +105,7 @@ def test_a_package_that_is_imported_already_is_left_alone(package, capsys, monke
     assert sys.modules[package] is first
 
 
-def test_an_error_removes_the_placeholders(package, monkeypatch):
+def test_light_import_error_removes_placeholders(package, monkeypatch):
     monkeypatch.setattr(avalanche, "_UNUSED", (package,))
     with pytest.raises(ImportError, match="answer"), avalanche._light_import():
         importlib.import_module("taker")

@@ -1,4 +1,4 @@
-"""Datasets with `__getitems__`, `worker_init_fn`, and targets that are given beside the data."""
+"""Tests of datasets with `__getitems__`, of `worker_init_fn`, and of targets that are passed separately as `y`."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -20,7 +20,7 @@ SIZE = 48
 
 
 class Padded(Dataset):
-    """Sequences that `__getitems__` pads to the longest of the batch, as a transform of Hugging Face does."""
+    """Sequences that `__getitems__` pads to the longest in the batch, like a transform of Hugging Face."""
 
     def __init__(self, size=SIZE):
         self.lengths = torch.arange(size) % 7 + 1
@@ -53,7 +53,7 @@ class OneByOne(Padded):
 
 
 class Seen(Callback):
-    """Keeps the batches that are trained on."""
+    """Callback that stores the training batches."""
 
     def __init__(self):
         self.batches = []
@@ -89,7 +89,7 @@ WRAPPED = {
     # A plain `ConcatDataset` reads one item at a time, so that nothing is padded.
     [(wrap, make) for wrap in WRAPPED for make in (Padded, OneByOne) if (wrap, make) != ("concatenated", Padded)],
 )
-def test_batches_equal_those_of_a_plain_loader(quiet, wrap, make, workers):
+def test_batched_reads_equal_plain_loader(quiet, wrap, make, workers):
     data, seen = WRAPPED[wrap](make), Seen()
     stream = FederatedStream(
         {"a": data}, Stationary(1), split=Split(test=0.0), batch_size=8, shuffle=False, num_workers=workers
@@ -102,11 +102,12 @@ def test_batches_equal_those_of_a_plain_loader(quiet, wrap, make, workers):
 
 
 @pytest.mark.seconds
-def test_items_of_several_clients_are_read_in_batches(quiet):
+def test_batched_reads_several_clients_use_getitems(quiet):
     data = {name: Padded(24) for name in "ab"}
     stream = FederatedStream(data, Stationary(1), split=Split(test=0.25), batch_size=6, seed=0)
     stream.setup("fit")
-    assert sum(len(own.batches) for own in data.values()) <= 4  # targets are found in batches, too
+    # Setup also reads the targets in batches.
+    assert sum(len(own.batches) for own in data.values()) <= 4
     for own in data.values():
         own.batches.clear()
     trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
@@ -116,7 +117,7 @@ def test_items_of_several_clients_are_read_in_batches(quiet):
 
 
 @pytest.mark.seconds
-def test_labels_of_a_batch_are_numbered(quiet):
+def test_batched_reads_labels_become_class_numbers(quiet):
     class Named(Padded):
         def __getitems__(self, rows):
             return [{**item, "label": "wxyz"[item["label"]]} for item in super().__getitems__(rows)]
@@ -146,7 +147,7 @@ def shifts(worker):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("case", ["one module", "sampler", "two clients"])
-def test_worker_init_fn_sees_the_dataset_of_its_loader(quiet, case):
+def test_worker_init_fn_gets_dataset_of_its_loader(quiet, case):
     def of_its_own(worker):
         get_worker_info().dataset.shift = 100.5
 
@@ -166,7 +167,7 @@ def test_worker_init_fn_sees_the_dataset_of_its_loader(quiet, case):
 
 
 class Graph:
-    """An item whose target is in no known place."""
+    """An item whose target is in an unknown place."""
 
     def __init__(self, row):
         self.x, self.y = torch.full((row % 3 + 1, 2), float(row)), row % 4
@@ -201,7 +202,7 @@ class GraphModule(L.LightningDataModule):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["module", "dataset", "splits", "clients", "list of modules"])
-def test_targets_beside_the_data_decide_classes(quiet, kind):
+def test_separate_targets_define_classes(quiet, kind):
     y, few = Graphs().y, Graphs(12).y
     options = {"collate_fn": together, "split": Split(test=0.25), "batch_size": 8, "partition": IID(2)}
     data, targets = {
@@ -240,7 +241,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("data", "y", "argument"), REJECTED)
-def test_targets_that_do_not_fit_are_rejected(data, y, argument):
+def test_separate_targets_wrong_structure_raises(data, y, argument):
     stream = FederatedStream(data(), Stationary(1), y=y(Graphs().y), collate_fn=together)
     with raises(InvalidValueError, argument):
         stream.setup("fit")

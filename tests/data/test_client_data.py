@@ -1,4 +1,4 @@
-"""The data of several clients: sizes, shapes, names and targets are checked before the first round."""
+"""Tests that sizes, shapes, names and targets of several clients are checked before the first round."""
 
 import re
 
@@ -23,7 +23,7 @@ X, Y = torch.arange(48.0).reshape(12, 4), torch.arange(12) % 2
 
 
 class Named(Dataset):
-    """Items that are dicts, without declared targets."""
+    """Dataset whose items are dicts, without declared targets."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -59,12 +59,12 @@ def rejected(data, argument, kind=InvalidValueError, **options):
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_clients_with_other_shapes_are_rejected_by_name(make):
+def test_client_data_different_shapes_raises(make):
     rejected({"a": make(X, Y), "b": make(torch.ones(12, 5), Y)}, "data")
     rejected({"a": make(X, Y), "b": make(X + 1, Y[:, None])}, "data")
 
 
-def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
+def test_client_data_different_shapes_with_collate_fn_works():
     def pad(items):
         return [pad_sequence([x for x, _ in items], batch_first=True), torch.stack([y for _, y in items])]
 
@@ -73,27 +73,28 @@ def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
 
 
 @pytest.mark.parametrize("make", [TensorDataset, Named, KINDS["lists"]])
-def test_a_client_without_samples_is_rejected_by_name(make):
+def test_client_data_empty_client_raises(make):
     rejected({"a": make(X, Y), "b": make(X[:0], Y[:0])}, "data", MissingValueError)
     assert set_up({"a": make(X, Y)}).plan.clients == ("a",)
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_a_client_without_a_name_is_rejected(name):
+def test_client_data_empty_client_name_raises(name):
     rejected({name: TensorDataset(X, Y), "b": TensorDataset(X + 100, Y)}, "client")
     stream = FederatedStream.from_arrays(X, Y, client_ids=np.array([name, "b"] * 6), scenario=Stationary(1))
     with raises(InvalidValueError, "client"):
         stream.setup("fit")
     arrays = ArrayDataset(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
     rejected(arrays, "client", partition="by-client-id")
-    assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")  # which needs no owners
+    # This partition needs no owners.
+    assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")
 
 
 COLUMNS = {"integers": Y[:, None], "booleans": (Y > 0)[:, None], "text": np.array(["a", "b"] * 6)[:, None]}
 
 
 @pytest.mark.parametrize("y", COLUMNS.values(), ids=COLUMNS)
-def test_labels_of_shape_n_1_are_rejected_with_a_fix(y):
+def test_labels_of_shape_n_1_raise_with_working_fix(y):
     with raises(InvalidValueError, "y"):
         FederatedStream.from_arrays(X, y)
     assert FederatedStream.from_arrays(X, y.squeeze(-1), scenario=Stationary(1)).num_classes == 2
@@ -112,7 +113,7 @@ def wrong_targets(value):
     return y
 
 
-# How arrays come in: each gives samples, of targets that are not classes.
+# Ways to pass arrays. Each one makes samples whose targets are not classes.
 WAYS = {
     "from_arrays": lambda y, folder: FederatedStream.from_arrays(X, y),
     "dataset": lambda y, folder: set_up(TensorDataset(X, y)),
@@ -132,7 +133,7 @@ def read_file(folder, **columns):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("way", WAYS)
-def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
+def test_targets_non_finite_raise_with_sample_name(tmp_path, way, value):
     named = {
         "clients": "train sample 7 of client b",
         "modules of clients": "train sample 7 of client 1",
@@ -148,7 +149,7 @@ def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
     WAYS[way](wrong_targets(0.5), tmp_path)
 
 
-def test_targets_of_several_numbers_name_the_sample():
+def test_targets_multidimensional_non_finite_raise():
     y = torch.zeros(12, 3)
     y[5, 1:] = torch.nan
     with raises(InvalidValueError, "y"):
@@ -183,7 +184,7 @@ SCALED = {
 
 @pytest.mark.parametrize("way", SCALED)
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SCALES.items() for value in values])
-def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, name, value):
+def test_mean_and_std_invalid_raise(tmp_path, way, name, value):
     with pytest.raises(
         (ValueError, RejectedMessageError), match=rf"Expected `{name}` to be .*but got .*\w.* ([Pp]ass|Use) "
     ):
@@ -191,13 +192,13 @@ def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, 
     SCALED[way](tmp_path, **scale(mean=0.0))
 
 
-def test_a_file_of_a_node_with_one_of_mean_and_std_is_rejected(tmp_path):
+def test_node_file_with_mean_but_no_std_raises(tmp_path):
     pair = scale()
     del pair["std"]
     with raises(RejectedMessageError, "std"):
         read_file(tmp_path, x=PIXELS, y=np.array(["a", "b"] * 6), **pair)
 
 
-def test_samples_of_several_shapes_in_a_list_name_x():
+def test_from_arrays_list_of_different_shapes_raises():
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "x"):
         FederatedStream.from_arrays([[1.0, 2.0], [1.0]], [0, 1])

@@ -1,4 +1,4 @@
-"""One data set for each client."""
+"""Tests of streams with one dataset per client."""
 
 import lightning.pytorch as L
 import pytest
@@ -18,7 +18,7 @@ def site(number, samples):
 
 
 @pytest.mark.parametrize("names", [("site-b", "site-a"), None])
-def test_each_client_has_its_own_samples(names):
+def test_client_datasets_keep_their_samples(names):
     sets = site(1, 6), site(2, 9)
     data = sets if names is None else dict(zip(names, sets, strict=True))
     stream = FederatedStream(data, Stationary(num_rounds=3), split=Split(1 / 3))
@@ -42,13 +42,13 @@ def test_each_client_has_its_own_samples(names):
         ({"train": site(1, 6), "val": site(1, 2), "validation": site(1, 2)}, (InvalidValueError, "data")),
     ],
 )
-def test_what_is_no_data_set_of_a_client_is_refused(data, expected):
+def test_client_datasets_invalid_raise(data, expected):
     with raises(*expected):
         FederatedStream(data, Stationary()).setup("fit")
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val"])
-def test_splits_are_no_clients(validation):
+def test_dict_of_splits_is_not_a_dict_of_clients(validation):
     data = {"train": site(1, 20), validation: site(2, 5), "test": site(3, 4)}
     stream = FederatedStream(data, Stationary(), IID(4))
     stream.setup("fit")
@@ -75,7 +75,7 @@ def kinds():
 
 
 @pytest.mark.parametrize("data", kinds())
-def test_each_client_may_have_tests_of_its_own(data):
+def test_client_test_sets_form_common_test_set(data):
     stream = FederatedStream(data, Stationary(num_rounds=2))
     stream.setup("fit")
     for number, client in enumerate("ab", start=1):
@@ -85,7 +85,7 @@ def test_each_client_may_have_tests_of_its_own(data):
     assert stream.samples.client_ids[stream.plan.test].tolist() == ["a"] * 2 + ["b"] * 3
 
 
-def test_the_data_modules_of_clients_are_prepared_once_and_say_how_they_load():
+def test_client_data_modules_are_prepared_once_and_set_loader_options():
     data = {"a": module(1, 8, 2, batch_size=3), "b": module(2, 12, 3, batch_size=3)}
     stream = FederatedStream(data, Stationary())
     for _ in range(2):
@@ -122,7 +122,7 @@ class Scaled(L.LightningDataModule):
         ),
     ],
 )
-def test_data_modules_of_clients_agree(data, options, expected):
+def test_client_data_modules_that_disagree_raise(data, options, expected):
     with raises(*expected):
         FederatedStream(data, Stationary()).setup("fit")
     if options is not None:
@@ -132,13 +132,13 @@ def test_data_modules_of_clients_agree(data, options, expected):
 
 
 class Padding:
-    """A collate function that is an object, as those of Hugging Face are."""
+    """A collate function that is an object, like those of Hugging Face."""
 
     def __call__(self, items):
         return default_collate(items)
 
 
-def test_collate_functions_are_compared_by_what_they_are():
+def test_collate_fn_objects_are_compared_by_class():
     def stream(*functions):
         data = {str(n): Loaded(DataLoader(site(n, 6), collate_fn=one)) for n, one in enumerate(functions)}
         made = FederatedStream(data, Stationary())
@@ -156,13 +156,13 @@ class Loaded(L.LightningDataModule):
         self.train_dataloader = lambda: loader
 
 
-def test_what_one_client_trains_on_no_other_tests_on():
+def test_client_test_sample_trained_by_other_client_raises():
     both = site(1, 8)
     with raises(InvalidValueError, "data"):
         FederatedStream({"a": {"train": both}, "b": {"train": site(2, 4), "test": both}}, Stationary()).setup("fit")
 
 
-def test_a_fit_of_a_data_set_a_client_is_one_of_their_owners(fit):
+def test_client_datasets_fit_equals_fit_with_client_ids(fit):
     class Line(L.LightningModule):
         def __init__(self):
             super().__init__()

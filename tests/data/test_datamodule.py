@@ -1,4 +1,4 @@
-"""A LightningDataModule goes in as it is: what it says is done, as a plain Trainer does it, or refused by name."""
+"""Tests that a stream uses a LightningDataModule like a plain Trainer, or rejects it with a message."""
 
 import itertools
 
@@ -39,7 +39,7 @@ WHOLE = TensorDataset(X, Y)
 
 
 class Loaders(L.LightningDataModule):
-    """What its arguments say."""
+    """Data module that returns the loaders in its arguments."""
 
     def __init__(self, train, test=None, val=None):
         super().__init__()
@@ -56,7 +56,7 @@ class Loaders(L.LightningDataModule):
 
 
 class Keeper(L.LightningModule):
-    """A linear model that keeps every batch that it trains on and predicts."""
+    """A linear model that stores every batch of training."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def trainer_of(quiet, **kwargs):
 
 
 def rows(batches):
-    """Which of all samples batches hold."""
+    """Return the index in `X` of each sample in the batches."""
     return [int((x == X).all(dim=1).nonzero()) for batch in batches for x in batch[0]]
 
 
@@ -117,7 +117,7 @@ class EveryThird(Sampler):
     "sampler", [SubsetRandomSampler(range(48)), SequentialSampler(range(48)), [*range(47, -1, -1)], EveryThird()]
 )
 @pytest.mark.parametrize("word", ["sampler", "batch_sampler"])
-def test_a_samplers_samples_are_the_part(quiet, sampler, word):
+def test_sampler_selects_samples_of_split(quiet, sampler, word):
     own = set(sampler)
     left = sorted(set(range(64)) - own)
     test = SubsetRandomSampler(left) if word == "sampler" else BatchSampler(SubsetRandomSampler(left), 3, False)
@@ -178,7 +178,7 @@ class OwnLoader(DataLoader):
         (None, "NoneType"),
     ],
 )  # fmt: skip
-def test_samples_that_cannot_be_told_are_refused_by_name(loader, value):
+def test_loader_with_unsupported_sampler_raises(loader, value):
     with raises(InvalidValueError, "dataloader", value=value):
         stream_of(Loaders(loader)).setup("fit")
 
@@ -187,7 +187,7 @@ def test_samples_that_cannot_be_told_are_refused_by_name(loader, value):
 
 
 class Splits(L.LightningDataModule):
-    """Splits without a seed, its data read anew in each stage, as many do."""
+    """Data module whose `setup` splits the data without a seed and makes a new dataset in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ class SplitsByStage(Splits):
     "`setup` runs once per stage, so the splits do not overlap. Each process gets the same splits.",
 )
 @pytest.mark.parametrize("kind", [Splits, SplitsByStage])
-def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
+def test_random_splits_in_setup_are_disjoint_and_reproducible(quiet, kind):
     stream, again, task = stream_of(kind()), stream_of(kind()), Keeper()
     trainer_of(quiet).fit(task, datamodule=stream)
     state = torch.get_rng_state()
@@ -232,11 +232,12 @@ def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
     assert torch.equal(state, torch.get_rng_state())
     found = [rows(task.trained), rows(stream.val_dataloader()), rows(stream.test_dataloader())]
     assert list(map(len, found)) == [30, 10, 24] and sorted(itertools.chain(*found)) == list(range(64))
-    assert found[1:] == [rows(again.val_dataloader()), rows(again.test_dataloader())]  # as in another process
+    # Another process would get the same splits.
+    assert found[1:] == [rows(again.val_dataloader()), rows(again.test_dataloader())]
 
 
 @pytest.mark.may("`self.trainer` in hooks of a LightningDataModule", "Each hook runs once, and `self.trainer` is set.")
-def test_hooks_run_once_each_and_have_the_trainer(quiet):
+def test_data_module_hooks_run_once_with_trainer(quiet):
     module = Splits()
     stream, task = stream_of(module), Keeper()
     trainer = trainer_of(quiet)
@@ -253,8 +254,8 @@ def test_hooks_run_once_each_and_have_the_trainer(quiet):
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_prepare_data_in_a_fit_has_the_trainer(quiet, clients):
-    """As in a plain Trainer; `LightningNodeData` of PyTorch Geometric requires the Trainer there."""
+def test_prepare_data_in_fit_has_trainer(quiet, clients):
+    """A plain Trainer sets the Trainer too. `LightningNodeData` of PyTorch Geometric requires it in `prepare_data`."""
 
     class Asks(Splits):
         def prepare_data(self):
@@ -275,7 +276,7 @@ class Closes(Splits):
 @pytest.mark.may(
     "Files that `teardown` closes", "`teardown` runs after each fit and test. The next fit or test calls `setup` again."
 )
-def test_what_a_teardown_closes_is_set_up_anew(quiet):
+def test_teardown_is_followed_by_new_setup(quiet):
     module, task = Closes(), Keeper()
     stream, kept = stream_of(module), Keeper()
     trainer_of(quiet).fit(task, datamodule=stream)
@@ -292,30 +293,32 @@ def test_what_a_teardown_closes_is_set_up_anew(quiet):
     "Not supported, except for identical validation and test splits. "
     "The model would be trained or selected on test samples.",
 )
-def test_samples_that_parts_share_are_refused_by_name():
+def test_splits_that_share_samples_raise():
     inner = Subset(WHOLE, range(10, 60))
-    test = DataLoader(Subset(Subset(inner, range(5, 50)), [3, 4, 30]))  # 18, 19 and 45
+    # The test samples are 18, 19 and 45.
+    test = DataLoader(Subset(Subset(inner, range(5, 50)), [3, 4, 30]))
     module = Loaders(DataLoader(Subset(WHOLE, range(20))), test)
     with raises(InvalidValueError, "data"):
         stream_of(module).setup("fit")
     with raises(InvalidValueError, "data"):
         stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, DataLoader(Subset(WHOLE, [45])))).setup("fit")
-    stream = stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, test))  # as many have it
+    # Many data modules use one loader for validation and test.
+    stream = stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, test))
     stream.setup("fit")
     assert rows(stream.val_dataloader()) == rows(stream.test_dataloader()) == [18, 19, 45]
 
 
-def test_a_test_label_that_nobody_learns_is_refused():
+def test_test_label_without_training_samples_raises():
     module = Loaders(DataLoader(WHOLE), DataLoader(TensorDataset(X[:8] + 1, 3 * Y[:8])))
     with raises(InvalidValueError, "y"):
         stream_of(module).setup("fit")
 
 
-# Hooks of batches.
+# Batch transfer hooks.
 
 
 class Scales(Loaders):
-    """Scales batches on their way, and keeps what the Trainer is at."""
+    """Scales batches in the transfer hooks, and stores the stage of the Trainer in each call."""
 
     def __init__(self, train=None, test=None, size=64):
         train = train or Subset(WHOLE, range(40))
@@ -340,7 +343,7 @@ def scaled(x):
 @pytest.mark.may(
     "A LightningDataModule with transfer hooks", "[The hooks run](custom-data.md) on each batch, as in a plain Trainer."
 )
-def test_batches_go_through_the_hooks_of_the_data_module_as_in_a_plain_trainer(quiet):
+def test_transfer_hooks_equal_plain_trainer(quiet):
     plain, task, module = Keeper(), Keeper(), Scales()
     alone = trainer_of(quiet, strategy="auto")
     alone.fit(plain, datamodule=Scales())
@@ -365,7 +368,7 @@ def classifier(seed=0):
 
 
 @pytest.mark.may("Normalization in transfer hooks", "Metrics and predictions use the normalized batches.")
-def test_metrics_are_of_batches_that_have_gone_through_the_hooks(quiet):
+def test_metrics_apply_transfer_hooks(quiet):
     class OwnHook(Classifier):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [scaled(batch[0]), batch[1]]
@@ -384,16 +387,17 @@ def test_metrics_are_of_batches_that_have_gone_through_the_hooks(quiet):
     assert module is without and set(Scales().stages) == set()
 
 
-def test_hooks_tell_measuring_from_training(quiet):
+def test_transfer_hooks_see_stage_of_trainer(quiet):
     module = Scales()
     trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(module))
-    # First a few, to see what is measured; then 24 samples, 7 at a time, of the client's model and the server's.
+    # A trial before the first round, then training, then 24 test samples in batches of 7 for client and server model.
     assert module.stages == ["test", "train", *["test"] * 8]
 
 
-def test_pretraining_goes_through_the_hooks(quiet):
+def test_pretraining_applies_transfer_hooks(quiet):
     class Seen(Classifier):
-        seen = []  # noqa: RUF012  # also of the copy that is pre-trained
+        # A class attribute is shared with the copy that is pre-trained.
+        seen = []  # noqa: RUF012
 
         def training_step(self, batch, batch_idx):
             Seen.seen += batch[0].tolist()
@@ -407,7 +411,7 @@ def test_pretraining_goes_through_the_hooks(quiet):
     )
 
 
-def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):
+def test_vectorized_training_requires_no_transfer_hooks(quiet):
     def fit(module, size):
         trainer = trainer_of(quiet, strategy=FederatedStrategy(seed=0, max_vectorized_clients=size))
         trainer.fit(classifier(), datamodule=stream_of(module, partition=IID(2)))
@@ -420,7 +424,7 @@ def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):
         fit(Scales(), 2)
 
 
-def test_methods_that_show_the_module_samples_of_their_own_are_refused(quiet):
+def test_method_with_samples_outside_batches_and_hooks_raises(quiet):
     with raises(InvalidValueError, "datamodule"):
         trainer_of(quiet, callbacks=[EWC(1.0)]).fit(classifier(), datamodule=stream_of(Scales()))
     task = Keeper()
@@ -430,7 +434,7 @@ def test_methods_that_show_the_module_samples_of_their_own_are_refused(quiet):
     assert all(row in again for batch in task.trained for row in batch[0].tolist()) and len(task.trained[1][0]) == 40
 
 
-# Values of loaders.
+# Settings of loaders.
 
 
 def doubled(items):
@@ -442,14 +446,15 @@ def doubled(items):
     "`batch_size`, `shuffle`, `drop_last` and `num_workers` of loaders",
     "`FederatedStream` uses these values unless you pass other values.",
 )
-def test_values_of_the_loaders_hold_unless_others_are_given(quiet):
+def test_loader_settings_apply_unless_overridden(quiet):
     parts = [Subset(WHOLE, part) for part in (range(44), range(44, 52), range(52, 64))]
     train = DataLoader(parts[0], 8, drop_last=True, collate_fn=doubled)
     module = Loaders(train, DataLoader(parts[2], 5, num_workers=1, pin_memory=True), DataLoader(parts[1], 3))
     stream, task = stream_of(module), Keeper()
     trainer_of(quiet).fit(task, datamodule=stream)
     assert [len(batch[0]) for batch in task.trained] == [8] * 5 == [len(batch[0]) for batch in train]
-    own = stream.plan.train[0]["0"][:40]  # in the client's order, which nobody shuffles
+    # The order is the client's, because shuffling is off.
+    own = stream.plan.train[0]["0"][:40]
     torch.testing.assert_close(torch.cat([x for x, _ in task.trained]), 2 * X[own])
     for part, loader, whole in ((parts[1], stream.val_dataloader(), 3), (parts[2], stream.test_dataloader(), 5)):
         assert loader.batch_size == whole and loader.num_workers == loader.pin_memory == (whole == 5)
@@ -465,7 +470,7 @@ def test_values_of_the_loaders_hold_unless_others_are_given(quiet):
 
 
 @pytest.mark.seconds
-def test_workers_of_the_training_loader_read_as_it_says(quiet, tmp_path):
+def test_num_workers_of_training_loader_is_used(quiet, tmp_path):
     def begin(worker):
         (tmp_path / str(worker)).touch()
 
@@ -479,8 +484,8 @@ def test_workers_of_the_training_loader_read_as_it_says(quiet, tmp_path):
 @pytest.mark.may(
     "A `collate_fn` of the training loader that mixes samples", "Each split uses the `collate_fn` of its own loader."
 )
-def test_a_training_collate_function_is_not_for_tests(quiet):
-    """Such as mixup: it is nobody else's where there is another, also where the split is one's own."""
+def test_training_collate_fn_is_not_used_for_testing(quiet):
+    """A `collate_fn` such as mixup applies to training only, even if the split is passed to the stream."""
     module = Loaders(DataLoader(Subset(WHOLE, range(40)), 8, collate_fn=doubled), DataLoader(Subset(WHOLE, [50, 51])))
     for split in (None, Split(0.25)):
         stream, metrics = stream_of(module, split=split), ContinualMetrics()
@@ -490,7 +495,7 @@ def test_a_training_collate_function_is_not_for_tests(quiet):
         assert sum(metrics.record["rounds"][0]["correct"]["server"]) == (task.model(x).argmax(1) == y).sum()
 
 
-def test_metrics_need_pairs(quiet):
+def test_metrics_of_dict_batches_raise(quiet):
     class Dicts(Dataset):
         def __getitem__(self, index):
             return {"x": X[index], "label": index % 4}
@@ -509,7 +514,7 @@ def test_metrics_need_pairs(quiet):
     "`trainer.predict(model, datamodule=stream)`", "The predictions equal those of a loop over the samples."
 )
 @pytest.mark.parametrize("kind", ["arrays", "data set", "data module", "its own"])
-def test_predictions_are_those_of_a_loop(quiet, kind):
+def test_predict_equals_loop_over_samples(quiet, kind):
     class Own(Loaders):
         def setup(self, stage):
             self.predicted = Subset(WHOLE, range(60, 64)) if stage == "predict" else None

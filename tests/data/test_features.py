@@ -1,4 +1,4 @@
-"""Features of a frozen backbone in place of images."""
+"""Tests of features of a frozen backbone instead of images."""
 
 import threading
 import time
@@ -23,11 +23,12 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.backbone import FrozenBackbone
 
-FIRST = 16  # images that are embedded to compare them with what was kept
+# Number of images that are embedded to compare the result with cached features.
+FIRST = 16
 
 
 class Counted(FrozenBackbone):
-    """A small backbone that counts the images it has embedded."""
+    """A small backbone that counts the images that it embeds."""
 
     def __init__(self, seed=0, size=8, seconds=0.0):
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def images():
-    """100 images of bytes, and their classes."""
+    """Return 100 uint8 images, and their classes."""
     rng = np.random.default_rng(0)
     return rng.integers(256, size=(100, 3, 8, 8), dtype=np.uint8), np.arange(100) % 4
 
@@ -64,9 +65,10 @@ def prepared(x, y, features, **kwargs):
     return stream
 
 
-def test_features_are_those_of_stored_pixels_and_all_else_stays(images):
+def test_features_of_stored_pixels_keep_targets_and_plan(images):
     x, y = images
-    scale = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}  # which are the backbone's own affair
+    # The backbone normalizes images itself, so these values have no effect.
+    scale = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}
     stream = prepared(x, y, backbone := Counted(), **scale)
     plain = prepared(x, y, None, **scale)
     rows = np.array([5, 99, 0])
@@ -79,7 +81,7 @@ def test_features_are_those_of_stored_pixels_and_all_else_stays(images):
     assert torch.equal(tested, stream.get_samples(stream.plan.test)[0])
 
 
-def test_each_image_is_embedded_once_whatever_is_made_of_them(images, cache):
+def test_features_cached_once_for_all_scenarios_and_splits(images, cache):
     backbone = Counted()
     first = prepared(*images, backbone)
     assert backbone.count == FIRST + 100
@@ -95,7 +97,7 @@ def test_each_image_is_embedded_once_whatever_is_made_of_them(images, cache):
     assert backbone.count == FIRST and len(list(cache.iterdir())) == 1
 
 
-def test_other_images_or_another_backbone_have_features_of_their_own(images, cache):
+def test_features_cached_separately_per_images_and_backbone(images, cache):
     x, y = images
     changed = x.copy()
     changed[99, 2, 7, 7] ^= 1
@@ -107,19 +109,20 @@ def test_other_images_or_another_backbone_have_features_of_their_own(images, cac
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "code"])
-def test_what_was_kept_is_compared_before_it_is_used(images, cache, damage, monkeypatch):
+def test_features_cache_damaged_is_recomputed(images, cache, damage, monkeypatch):
     expected = prepared(*images, Counted()).samples.x.clone()
     (file,) = cache.iterdir()
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= damage == "bit"
     file.write_bytes(content[: len(content) - (damage == "cut")])
-    if damage == "code":  # the same weights and layers, which now do something else
+    # The weights and layers are equal, but the code of the backbone has changed.
+    if damage == "code":
         monkeypatch.setattr(Counted, "embed", lambda self, x: 2 * FrozenBackbone.embed(self, x))
         expected = 2 * expected
     assert torch.equal(prepared(*images, Counted()).samples.x, expected)
 
 
-def test_what_is_changed_in_memory_changes_no_file(images, cache):
+def test_features_changed_in_memory_leave_file_unchanged(images, cache):
     stream = prepared(*images, Counted())
     (file,) = cache.iterdir()
     before = file.read_bytes()
@@ -127,7 +130,7 @@ def test_what_is_changed_in_memory_changes_no_file(images, cache):
     assert file.read_bytes() == before
 
 
-def test_what_is_cut_off_leaves_nothing(images, cache):
+def test_features_interrupted_leave_no_file(images, cache):
     backbone = Counted()
     backbone.fails = 60
     with pytest.raises(RuntimeError, match="cut off"):
@@ -137,8 +140,8 @@ def test_what_is_cut_off_leaves_nothing(images, cache):
     assert len(prepared(*images, backbone).samples) == 100
 
 
-def test_a_first_run_reads_images_once(images):
-    """Others of the same backbone are read for their key, and then to embed them."""
+def test_features_first_run_reads_images_once(images):
+    """Later images with the same backbone are read twice: once for their key, and once to embed them."""
     x, y = images
     backbone = Counted()
     for pixels, times in ((x, 1), (x, 1), (x[::-1], 2)):
@@ -148,7 +151,7 @@ def test_a_first_run_reads_images_once(images):
         assert data.reads == times * len(x)
 
 
-def test_of_several_at_once_one_embeds(images):
+def test_features_concurrent_runs_embed_once(images):
     samples = FederatedStream.from_arrays(*images).data
     backbones = [Counted(seconds=0.01) for _ in range(3)]
     threads = [threading.Thread(target=compute_features, args=(samples, backbone)) for backbone in backbones]
@@ -160,7 +163,7 @@ def test_of_several_at_once_one_embeds(images):
 
 
 class Augmented(Dataset):
-    """Images with noise that is drawn anew each time."""
+    """Images with noise that is drawn in each read."""
 
     def __init__(self, images, classes):
         self.images, self.classes, self.reads = images, classes, 0
@@ -174,7 +177,7 @@ class Augmented(Dataset):
         return (image + 0.01 * torch.randn(image.shape)).clamp(0, 1), int(self.classes[index])
 
 
-def test_what_a_data_set_draws_is_drawn_once(images):
+def test_features_of_augmented_images_are_drawn_once(images):
     x, y = images
     clients = {name: Augmented(x[part::2], y[part::2]) for part, name in enumerate("ab")}
     streams = []
@@ -188,7 +191,7 @@ def test_what_a_data_set_draws_is_drawn_once(images):
 
 
 class Photographs(L.LightningDataModule):
-    """Dicts become pairs, by the loaders' own `collate_fn`."""
+    """Data module whose `collate_fn` makes pairs of images and labels."""
 
     def __init__(self, images, classes):
         super().__init__()
@@ -204,14 +207,14 @@ class Photographs(L.LightningDataModule):
         return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
 
 
-def test_a_data_module_s_loaders_read_images_and_give_features(images):
+def test_features_of_data_module_use_its_loaders(images):
     stream = FederatedStream(Photographs(*images), ClassIncremental(2), backbone=Counted(), num_workers=0)
     stream.setup("fit")
     assert stream.batch_size == 10 and len(stream.plan.test) == 50
     assert [tuple(x.shape) for x, _ in stream.test_dataloader()] == [(10, 6)] * 5
 
 
-def test_a_data_module_that_changes_batches_is_refused(images):
+def test_features_with_transfer_hook_raise(images):
     class Normalises(Photographs):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [(batch[0] - 0.5) / 0.2, batch[1]]
@@ -222,8 +225,8 @@ def test_a_data_module_that_changes_batches_is_refused(images):
 
 
 @pytest.mark.parametrize("clients", [1, 5])
-def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients, fit):
-    """Whether a backbone's features were made beforehand, or are made of each batch."""
+def test_ridge_on_features_equals_ridge_on_images(clients, fit):
+    """The result is the same for cached features and for features that are computed from each batch."""
     solved = []
     for features in (None, Counted()):
         torch.manual_seed(0)
@@ -235,7 +238,7 @@ def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients, fi
     torch.testing.assert_close(solved[0].weight, solved[1].weight, rtol=1e-2, atol=1e-3)
 
 
-def test_what_has_no_images_or_no_backbone_is_refused(images):
+def test_features_without_images_or_embed_raise(images):
     x, y = images
     with raises(InvalidValueError, "backbone"):
         prepared(x, y, nn.Linear(2, 2))
@@ -260,7 +263,7 @@ def test_what_has_no_images_or_no_backbone_is_refused(images):
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_the_images_of_loaders_become_features(data, samples, data_folder):
+def test_features_of_public_datasets(data, samples, data_folder):
     stream, backbone = FederatedStream(data, ClassIncremental(1), backbone=Counted()), Counted()
     stream.setup("fit")
     assert stream.samples.x.shape == (samples, 6)
@@ -270,7 +273,7 @@ def test_the_images_of_loaders_become_features(data, samples, data_folder):
 
 
 def write_recipe(folder):
-    """A recipe of the digits, by features of images of four times their size."""
+    """Write a recipe that trains on features of digits, which are scaled to 32 x 32 pixels. Return its path."""
     backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 32}}"
     (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"
@@ -282,7 +285,7 @@ def write_recipe(folder):
 
 
 @pytest.mark.seconds
-def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
+def test_data_show_and_edge_report_compute_no_features(tmp_path, cache, capsys):
     recipe = write_recipe(tmp_path)
     main(["data", "show", recipe])
     main(["edge-report", recipe])
@@ -292,8 +295,8 @@ def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_recipe_names_its_backbone_is_exported_and_a_command_deletes_its_features(tmp_path, cache, capsys):
-    """The file takes images."""
+def test_recipe_with_backbone_fits_exports_and_clears_features(tmp_path, cache, capsys):
+    """The exported file takes images as input."""
     main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
     (kept,) = cache.iterdir()
     size = 4 * 1797 * 1280 + 32

@@ -1,4 +1,4 @@
-"""Random generators in data sets, transforms and `collate_fn`: samples depend on who reads them and when."""
+"""Tests that random generators in datasets, transforms and `collate_fn` are seeded by client and round."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ class NumPyItems(Items):
 
 
 class OtherItems(NumPyItems):
-    """As `NumPyItems`, its generator under another name."""
+    """Like `NumPyItems`, but with the generator in an attribute of another name."""
 
     def __init__(self, seed=0, rng=None):
         super().__init__(seed)
@@ -72,7 +72,7 @@ class TorchNoise:
 
 
 class PythonScale(nn.Module):
-    """A transform as torchvision's are: a module in a module."""
+    """A transform that is a torch module, like those of torchvision."""
 
     def __init__(self, seed):
         super().__init__()
@@ -83,7 +83,7 @@ class PythonScale(nn.Module):
 
 
 class Randomizable:
-    """As in MONAI: all transforms share the generator of the class until they are given their own."""
+    """As in MONAI: all transforms share the generator of the class until each one gets a separate generator."""
 
     R = np.random.RandomState()
 
@@ -120,7 +120,7 @@ class Compose(Randomizable):
 
 
 class Brightness:
-    """As in albumentations: each transform has two generators, those of its Compose."""
+    """As in albumentations: each transform uses the two generators of its Compose."""
 
     def __init__(self, p):
         self.p = p
@@ -195,13 +195,14 @@ DATA = {
     "closure": lambda seed: Items(seed, closed_over(seed)),
     "global variable": GlobalItems,
     "nested": lambda seed: ConcatDataset([Subset(NumPyItems(seed), range(7)), Subset(NumPyItems(seed), range(7, 15))]),
-    "global generators": lambda seed: Items(seed, from_global_generators),  # the control
+    # Control case: global generators.
+    "global generators": lambda seed: Items(seed, from_global_generators),
     "none": Items,
 }
 
 
 class Keeper(L.LightningModule):
-    """Keeps each batch that it trains on with its client and its round."""
+    """Stores each training batch with its client and its round."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +248,7 @@ def batches_of(task, client=None):
 
 
 def difference(one, other, client=None):
-    """The largest difference between the batches of two fits."""
+    """Return the largest difference between the batches of two fits."""
     pairs = zip(batches_of(one, client), batches_of(other, client), strict=True)
     values = [(float((a[2] - b[2]).abs().max()), a[:2] == b[:2]) for a, b in pairs]
     assert values and all(same for _, same in values)
@@ -278,7 +279,7 @@ class Workers(L.Callback):
 
 
 @pytest.mark.seconds
-def test_processes_of_num_workers_end_with_the_round(quiet):
+def test_worker_processes_end_with_the_round(quiet):
     workers = Workers()
     train(two_clients(DATA["none"]), quiet, 2, [workers])
     assert workers.alive == [[]] * ROUNDS
@@ -317,7 +318,7 @@ def test_clients_draw_different_numbers(quiet, name):
 
 
 def with_tests(make, shared=False):
-    """Two clients with their own validation and test sets, perhaps with one transform in all of them."""
+    """Return data of two clients with validation and test sets, optionally with one transform in all of them."""
     found = {}
     for number, client in enumerate("ab"):
         parts = [make(10 * number + part) for part in range(3)]
@@ -372,11 +373,12 @@ def state_of(generator):
     return generator.get_state(legacy=False) if legacy else generator.bit_generator.state
 
 
-def test_generators_are_as_they_were(quiet):
+def test_generators_are_restored_after_fit(quiet):
     data = with_tests(NumPyItems)
     generators = [part.rng for parts in data.values() for part in parts.values()]
     generators += [draws := np.random.RandomState(4)]
-    draws.normal()  # the second number of a pair waits
+    # `RandomState.normal` draws pairs. The second number of the pair is part of the state.
+    draws.normal()
     data["a"]["train"].draws = draws
     before = [
         generator.__reduce__()[2] if generator is draws else generator.bit_generator.state for generator in generators
@@ -388,8 +390,8 @@ def test_generators_are_as_they_were(quiet):
     assert repr(before) == repr(after)
 
 
-def test_batches_equal_those_of_a_loop(quiet):
-    """A generator attribute is seeded by the seed, the client, the round, the batch and its path."""
+def test_batches_equal_loop_with_derived_seeds(quiet):
+    """The seed of a generator attribute depends on the stream's seed, the client, the round, the batch and its path."""
     data, task = NumPyItems(1), train({"a": NumPyItems(1)}, quiet)
     assert len(task.batches) == ROUNDS * 2 * -(-SIZE // BATCH)
     for number, (client, round_idx, x) in enumerate(task.batches):
@@ -401,8 +403,8 @@ def test_batches_equal_those_of_a_loop(quiet):
             assert torch.isclose(data.x, clean, atol=1e-6).all(1).any()
 
 
-def test_global_generators_keep_their_numbers(quiet):
-    """Beside other generators, as without them."""
+def test_global_generators_draw_same_numbers_beside_others(quiet):
+    """Global generators draw the same numbers with and without other generators in the dataset."""
 
     class Both(Items):
         def __init__(self, seed):
@@ -453,7 +455,7 @@ def test_plain_trainer_reads_the_same_for_any_num_workers(quiet):
     assert not torch.equal(first.sum(1).sort()[0], second.sum(1).sort()[0])
 
 
-def test_cohort_reads_as_single_clients(quiet):
+def test_vectorized_clients_read_same_samples_as_sequential(quiet):
     def weights(size):
         task = Keeper()
         task.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(task(batch[0]), batch[1])
@@ -466,7 +468,7 @@ def test_cohort_reads_as_single_clients(quiet):
     torch.testing.assert_close(weights(1), weights(2))
 
 
-def test_targets_are_read_without_a_trace():
+def test_reading_targets_restores_generators():
     class Untold(NumPyItems):
         def __init__(self, seed):
             super().__init__(seed)
@@ -484,14 +486,14 @@ def test_targets_are_read_without_a_trace():
 
 
 class Tested(Keeper):
-    """Has a step of its own to be tested by."""
+    """Module with a test step."""
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
 
 @pytest.mark.parametrize("name", ["numpy", "monai", "none"])
-def test_own_test_step_does_not_change_training(quiet, name):
+def test_custom_test_step_does_not_change_training(quiet, name):
     def fit(callbacks):
         task = Tested()
         words = dict(scenario=Stationary(num_rounds=ROUNDS), batch_size=BATCH, seed=0)
@@ -506,7 +508,7 @@ def test_own_test_step_does_not_change_training(quiet, name):
 
 @dataclass(frozen=True)
 class WithPretraining(Stationary):
-    """The first ten samples are for pre-training."""
+    """Scenario whose first ten samples are for pre-training."""
 
     def plan(self, pool, seed=0):
         plan = super().plan(pool, seed)

@@ -1,4 +1,4 @@
-"""Names of classes and domains that are numbers as text: integers have one reading, or are rejected."""
+"""Tests of class and domain names that are numbers as text: integers in an order must have one meaning."""
 
 import itertools
 import re
@@ -35,7 +35,7 @@ def stream_of(names, scenario, per_class=2, domains=False, partition=None):
 
 
 def order_of(names, order):
-    """Return the names of the classes in the order in which they come, one an experience."""
+    """Return the names of the classes in the order of the experiences, with one class per experience."""
     stream = stream_of(names, ClassIncremental(len(names), class_order=order), 9, partition=IID(1))
     return [stream.classes[label] for (label,) in stream.plan.tasks["0"]]
 
@@ -60,12 +60,16 @@ def test_integers_that_can_be_names_or_positions_are_rejected(name):
 @pytest.mark.parametrize(
     ("names", "order", "expected"),
     [
-        (TWELVE, TWELVE[::-1], TWELVE[::-1]),  # the fix: names as text
-        (range(12), range(12), TWELVE),  # both readings are equal: numbers are in the order of numbers
+        # The fix in the message: names as text.
+        (TWELVE, TWELVE[::-1], TWELVE[::-1]),
+        # Names and positions are equal, because numbers are sorted as numbers.
+        (range(12), range(12), TWELVE),
         (TWELVE[:10], range(9, -1, -1), TWELVE[9::-1]),
-        ([10, 20, 30], [30, 10, 20], ["30", "10", "20"]),  # names alone
+        # These integers can only be names.
+        ([10, 20, 30], [30, 10, 20], ["30", "10", "20"]),
         (range(1, 7), [6, 5, 4, 3, 2, 1], TWELVE[6:0:-1]),
-        (range(1, 7), [5, 4, 3, 2, 1, 0], TWELVE[6:0:-1]),  # positions alone
+        # These integers can only be positions.
+        (range(1, 7), [5, 4, 3, 2, 1, 0], TWELVE[6:0:-1]),
         (["1", "3", "7"], [0, 1, "7"], ["1", "3", "7"]),
         (["a", "b", "c"], [2, "a", 1], ["c", "a", "b"]),
     ],
@@ -74,7 +78,7 @@ def test_integers_with_one_reading_are_names_or_positions(names, order, expected
     assert order_of([*names], [*order]) == expected
 
 
-def test_every_order_of_integers_has_one_reading_or_is_rejected():
+def test_class_order_of_integers_has_one_meaning_or_raises():
     for names in (["1", "2", "3"], ["0", "2", "1"], ["0", "1", "2"], ["2", "5", "a"]):
         for order in itertools.permutations(range(4), 3):
             by_position = [names[place] for place in order] if max(order) < 3 else None
@@ -91,7 +95,7 @@ def test_every_order_of_integers_has_one_reading_or_is_rejected():
                     pool.setup("fit")
 
 
-def test_integer_that_prints_as_a_name_is_told_to_be_text():
+def test_integer_equal_to_a_name_raises_with_text_hint():
     with pytest.raises(ValueError, match=r"but got 7\. Write \"7\", as text\.$"):
         order_of(["1", "3", "7"], [0, 1, 7])
     with pytest.raises(ValueError, match=r"but got 1\. Write \"1\", as text\.$"):
@@ -101,12 +105,12 @@ def test_integer_that_prints_as_a_name_is_told_to_be_text():
 
 
 @pytest.mark.parametrize("name", [7, 7.0, True, None, np.int64(7), np.float64(0.5), "7", np.str_("7")])
-def test_did_you_mean_never_proposes_what_prints_the_same(name):
+def test_did_you_mean_never_suggests_identical_text(name):
     assert "Did you mean" not in did_you_mean(name, [str(name), "other"])
     assert isinstance(name, str) or did_you_mean(name, [str(name)]) == f' Write "{name}", as text.'
 
 
-def test_label_that_begins_as_a_class_is_no_such_class():
+def test_index_targets_label_with_class_prefix_raises():
     with pytest.raises(ValueError, match=re.escape("among sit, run, but got sitting")):
         index_targets(["sitting", "run"], ("sit", "run"))
     assert index_targets(["sit", "run"], ("sit", "run"))[0].tolist() == [0, 1]

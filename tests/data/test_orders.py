@@ -1,4 +1,4 @@
-"""Which samples make up each batch: whole cohorts as arrays, and what a draw depends on."""
+"""Tests of batch plans: batches of client groups as arrays, and the values on which random orders depend."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from lightning_fcl.rng import make_client_keys, random_uint64
 
 
 def by_hand(samples, epochs, batch_plan, generator, remembered=0):
-    """The batches of one client as torch's own generator orders them: the rule of the versions before arrays."""
+    """Return the batches of one client in the order of torch's generator, planned without arrays."""
     plan = []
     for _ in range(epochs):
         parts = torch.randperm(samples, generator=generator).split(batch_plan.batch_size)
@@ -26,7 +26,7 @@ def by_hand(samples, epochs, batch_plan, generator, remembered=0):
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("remembered", [0, 1, 5, 23])
 @pytest.mark.parametrize(("samples", "size", "epochs"), [(1, 4, 1), (8, 4, 2), (11, 4, 3), (3, 8, 2)])
-def test_with_the_old_orders_it_is_the_old_plan(monkeypatch, samples, size, epochs, remembered, drop_last):
+def test_plan_batches_with_torch_orders_equals_reference(monkeypatch, samples, size, epochs, remembered, drop_last):
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(
         batching,
@@ -40,7 +40,7 @@ def test_with_the_old_orders_it_is_the_old_plan(monkeypatch, samples, size, epoc
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_client_s_plan_does_not_depend_on_the_others(seed):
+def test_batch_plan_does_not_depend_on_other_clients(seed):
     rng = np.random.default_rng(seed)
     clients = int(rng.integers(1, 7))
     sizes, epochs, extra = rng.integers(1, 20, clients), rng.integers(1, 4, clients), rng.integers(0, 15, clients)
@@ -57,7 +57,7 @@ def test_a_client_s_plan_does_not_depend_on_the_others(seed):
             assert batching.drop_last or len(seen) == sizes[i] + extra[i]
 
 
-def test_a_draw_depends_on_seed_client_round_epoch_and_sample():
+def test_keyed_permutations_depend_on_seed_client_round_and_stream():
     draw = {
         (seed, client, round_idx, stream): tuple(
             keyed_permutations(order_keys(seed, [client], round_idx), np.array([30]), stream)[0].tolist()
@@ -71,24 +71,25 @@ def test_a_draw_depends_on_seed_client_round_epoch_and_sample():
     assert all(sorted(order) == list(range(30)) for order in draw.values())
 
 
-def test_orders_are_uniform():
-    """Each sample comes first equally often, and each pair in either order."""
+def test_keyed_permutations_are_uniform():
+    """Each sample is first equally often, and each pair of samples occurs in both orders equally often."""
     keys = make_client_keys(0, [str(client) for client in range(20000)])
     drawn = keyed_permutations(keys, np.full(len(keys), 5), stream=0)
     for place in range(5):
         counts = np.bincount(drawn[:, place], minlength=5)
-        assert (abs(counts - 4000) < 5 * 57).all()  # five standard deviations of a binomial
+        # Five standard deviations of a binomial distribution.
+        assert (abs(counts - 4000) < 5 * 57).all()
     before = (drawn.argsort(axis=1)[:, 0] < drawn.argsort(axis=1)[:, 1]).sum()
     assert abs(before - 10000) < 5 * 71
 
 
-def test_numbers_are_those_of_splitmix64():
-    """The first numbers of seed 0, from the generator's published reference implementation."""
+def test_random_uint64_equals_splitmix64():
+    """The expected values are the first numbers for seed 0 of the published reference implementation."""
     drawn = random_uint64(np.array([0], dtype=np.uint64), 3)[0].tolist()
     assert drawn == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
-def test_clients_with_unequal_batches_are_padded():
+def test_plan_group_batches_unequal_clients_are_padded():
     plan, lengths = plan_group_batches(
         np.array([5, 2]), np.array([1, 2]), BatchPlan(2, shuffle=False), make_client_keys(0, ["a", "b"])
     )

@@ -1,4 +1,4 @@
-"""No test sample is trained on: samples of one origin have one role, and given splits that overlap are rejected."""
+"""Tests that no test sample is trained on: shared samples stay together, and overlapping splits are rejected."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -15,13 +15,14 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 
 SIZE = 64
-X, Y = torch.arange(SIZE, dtype=torch.float32).repeat(3, 1).T.contiguous(), torch.arange(SIZE) % 3  # x tells its number
+# The inputs of a sample are its number.
+X, Y = torch.arange(SIZE, dtype=torch.float32).repeat(3, 1).T.contiguous(), torch.arange(SIZE) % 3
 WHOLE = TensorDataset(X, Y)
 ITEMS = [(X[n].numpy(), n % 3) for n in range(SIZE)]
 
 
 class Shifted(Dataset):
-    """A dataset of a user that transforms the inputs of another."""
+    """A user's dataset that transforms the inputs of another dataset."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -35,7 +36,7 @@ class Shifted(Dataset):
 
 
 class Plain:
-    """Data with a length and items that are no torch dataset."""
+    """Data with a length and items that are not a torch dataset."""
 
     def __len__(self):
         return SIZE
@@ -64,12 +65,12 @@ SHARED = {
 
 
 def numbers(stream, rows):
-    """Return the numbers of samples, which their inputs tell."""
+    """Return the numbers of samples, read from their inputs."""
     return {int(x[0]) for x in stream.get_samples(np.asarray(rows))[0]} if len(rows) else set()
 
 
 def roles(data, split=None, scenario=None, **kwargs):
-    """Return the numbers of the samples that are trained on, validated on and tested on."""
+    """Return the numbers of the training, validation and test samples."""
     stream = FederatedStream(data, scenario or Stationary(2), split=split, **kwargs)
     stream.setup("fit")
     trained = set().union(*(numbers(stream, rows) for current in stream.plan.train for rows in current.values()))
@@ -78,14 +79,14 @@ def roles(data, split=None, scenario=None, **kwargs):
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("seed", range(3))
-def test_split_of_shared_samples_gives_each_one_role(kind, seed):
+def test_split_keeps_shared_samples_in_one_set(kind, seed):
     trained, validated, tested = roles(SHARED[kind], Split(0.25, 0.2), ClassIncremental(3), seed=seed)
     assert not trained & tested and not trained & validated and not validated & tested
     everything = len(trained | validated | tested)
     assert abs(len(tested) - everything / 4) <= 3 and abs(len(validated) - (everything - len(tested)) / 5) <= 3
 
 
-def test_split_of_shared_samples_keeps_the_training_samples_of_each_client():
+def test_split_shared_training_samples_stay_with_each_client():
     stream = FederatedStream([Subset(WHOLE, range(50)), Subset(WHOLE, range(20, SIZE))], Stationary(1), seed=0)
     stream.setup("fit")
     tested = numbers(stream, stream.plan.test)
@@ -93,7 +94,7 @@ def test_split_of_shared_samples_keeps_the_training_samples_of_each_client():
     assert found == {"0": {*range(50)} - tested, "1": {*range(20, SIZE)} - tested}
 
 
-def test_split_without_shared_samples_is_the_split_of_arrays():
+def test_split_without_shared_samples_equals_split_of_arrays():
     parts = [TensorDataset(X[rows].clone(), Y[rows].clone()) for rows in (slice(50), slice(50, None))]
     stream = FederatedStream.from_arrays(X, Y, ["0"] * 50 + ["1"] * 14, scenario=Stationary(1), seed=0)
     stream.setup("fit")
@@ -116,11 +117,11 @@ def test_split_without_shared_samples_is_the_split_of_arrays():
         ConcatDataset([WHOLE, TensorDataset(X.clone(), Y)]),
     ],
 )
-def test_origins_of_different_samples_differ(data):
+def test_origins_of_different_samples_is_none(data):
     assert origins_of(data) is None
 
 
-def test_origins_of_datasets_that_refer_to_each_other_are_their_own():
+def test_origins_of_mutually_referring_datasets_is_none():
     one, other = Shifted(None), Shifted(None)
     one.inner, other.inner = other, one
     type(one).__len__, before = lambda self: 3, type(one).__len__
@@ -148,7 +149,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
-def test_given_splits_that_overlap_are_rejected_with_a_fix(kind):
+def test_overlapping_splits_raise_with_working_fix(kind):
     data, options = OVERLAPS[kind]
     with raises(InvalidValueError, "data", value=("training", "test")) as raised:
         roles(data, **options)
@@ -157,7 +158,7 @@ def test_given_splits_that_overlap_are_rejected_with_a_fix(kind):
     assert tested and not trained & tested
 
 
-def test_scenario_that_draws_test_samples_rejects_copies():
+def test_scenario_that_draws_test_samples_with_copies_raises():
     scenario = FLwFScenario(2, samples_per_round=6, test_per_class=4, pretrain_per_class=1)
     with raises(InvalidValueError, "data", value=("training", "test")):
         roles(Subset(WHOLE, [*range(SIZE)] * 2), scenario=scenario)
@@ -166,7 +167,7 @@ def test_scenario_that_draws_test_samples_rejects_copies():
 
 
 @pytest.mark.parametrize("of", ["arrays", "datasets"])
-def test_equal_content_in_training_and_test_warns_once(of, caplog):
+def test_equal_training_and_test_content_warns_once(of, caplog):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 3, size=(SIZE, 3)).astype(np.float32)
     y = x.sum(1).astype(np.int64) % 2
@@ -178,13 +179,14 @@ def test_equal_content_in_training_and_test_warns_once(of, caplog):
     stream.setup("fit")
     stream.setup("test")
     trained = {*map(tuple, x[np.concatenate([*stream.plan.train[0].values()])].tolist())}
-    equal = sum(row in trained for row in map(tuple, x[stream.plan.test].tolist()))  # the label follows from the inputs
+    # The label depends only on the inputs.
+    equal = sum(row in trained for row in map(tuple, x[stream.plan.test].tolist()))
     assert equal > 3
     message = f"{equal} of {len(stream.plan.test)} test samples have the inputs and targets of a training sample."
     assert [record.message.startswith(message) for record in caplog.records] == [True]
 
 
-def test_different_content_in_training_and_test_does_not_warn(caplog):
+def test_different_training_and_test_content_does_not_warn(caplog):
     constant = torch.zeros(SIZE, 3)
     FederatedStream.from_arrays(X, Y, partition=IID(2), scenario=Stationary(1)).setup("fit")
     FederatedStream.from_arrays(constant, X[:, 0], partition=IID(2), scenario=Stationary(1)).setup("fit")

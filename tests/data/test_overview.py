@@ -1,4 +1,4 @@
-"""What is said and drawn of a plan is what the plan has."""
+"""Tests of the text and the charts that summarize a plan."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_picture_has_every_sample(scenario):
+def test_plot_plan_counts_every_sample(scenario):
     pool = SamplePool(Y, np.arange(600), classes=POOL.classes) if scenario.provides_clients else POOL
     plan = scenario.plan(pool)
     data = plot_plan(plan, POOL.classes)["datasets"]
@@ -38,7 +38,7 @@ def test_the_picture_has_every_sample(scenario):
     assert {row["group"] for row in data["by_round"]} == names
 
 
-def test_a_line_for_each_change():
+def test_describe_plan_has_one_line_per_change():
     text = describe_plan(ClassIncremental(3, 2, class_order=list("fedcba")).plan(POOL), POOL.classes)
     head, _, *lines = text.splitlines()
     assert head == "6 rounds, 3 clients with 600 samples, 0 to test, 0 to validate"
@@ -49,7 +49,7 @@ def test_a_line_for_each_change():
     ]
 
 
-def test_a_long_plan_is_cut_short():
+def test_plan_summary_of_long_plan_is_truncated():
     pool = SamplePool(Y, clients={str(n): np.arange(n, 600, 100) for n in range(100)}, classes=POOL.classes)
     plan = Delayed(ClassIncremental(6, 50), max_delay=90).plan(pool)
     assert len(describe_plan(plan, POOL.classes).splitlines()) == 33
@@ -58,7 +58,7 @@ def test_a_long_plan_is_cut_short():
     assert len(rounds) == 120 and max(rounds) == plan.num_rounds and len({row["client"] for row in data["tasks"]}) == 60
 
 
-def test_the_command_prints_and_draws_it(tmp_path, monkeypatch, capsys):
+def test_data_show_prints_plan_and_writes_image(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["data", "show", "quickstart", "--data.scenario", "GrowingClasses", "--out", "stream.png"])
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Data as people have it: anything with items, any type of number, columns of pandas, targets of any structure."""
+"""Tests of typical user data: objects with items, all number types, pandas columns, and targets of any structure."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from lightning_fcl.models import MLP
 
 X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
 Y, OWNER = np.arange(24) % 4, np.arange(24) % 3
-SEEN = set()  # what steps have seen of their batches
+# Properties of the batches that training steps have received.
+SEEN = set()
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def _nothing_seen():
 
 
 class Indexed:
-    """Has a length and items, and is no data set of torch's."""
+    """An object with a length and items that is not a torch dataset."""
 
     def __init__(self, items):
         self.items = items
@@ -48,7 +49,7 @@ def stream_of(data, scenario=None, **options):
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_what_has_a_length_and_items_is_a_data_set(fit, make_task, pairs):
+def test_object_with_length_and_items_is_a_dataset(fit, make_task, pairs):
     items = [
         (torch.from_numpy(x), int(y)) if pairs else {"x": torch.from_numpy(x), "label": int(y)}
         for x, y in zip(X, Y, strict=True)
@@ -63,7 +64,7 @@ def test_what_has_a_length_and_items_is_a_data_set(fit, make_task, pairs):
     assert clients.plan.clients == ("a", "b")
 
 
-def test_names_of_an_items_label_are_numbered():
+def test_item_labels_that_are_names_become_numbers():
     stream = stream_of(Indexed([{"x": x, "label": ["yes", "no"][y % 2]} for x, y in zip(X, Y, strict=True)]))
     assert stream.classes == ("no", "yes")
     assert stream.get_samples(np.arange(4))["label"].tolist() == [1, 0, 1, 0]
@@ -81,7 +82,7 @@ class Sized(Endless):
 
 @pytest.mark.parametrize("make", [FederatedStream, FederatedStream.from_arrays])
 @pytest.mark.parametrize("data", [Endless(), Sized()])
-def test_an_iterable_data_set_is_refused_by_name(make, data):
+def test_iterable_dataset_raises(make, data):
     with raises(InvalidTypeError, "data", value=type(data).__name__):
         make(data, scenario=Stationary()).setup("fit")
 
@@ -99,8 +100,9 @@ def test_list_of_samples_as_clients_raises_error_with_working_fix(items):
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64", "grad"])
-def test_samples_and_targets_of_any_floating_type_are_trained_on(fit, kind, precision):
-    whole = np.round(X * 8) / 8  # which all of these types hold
+def test_any_floating_type_can_be_trained_on(fit, kind, precision):
+    # All of these types can represent the values.
+    whole = np.round(X * 8) / 8
     x = torch.from_numpy(whole).requires_grad_() if kind == "grad" else torch.from_numpy(whole).to(getattr(torch, kind))
     given = x if kind in ("grad", "bfloat16") else x.numpy()
     stream = FederatedStream.from_arrays(given, given[:, :1], OWNER, scenario=Stationary(2), seed=0)
@@ -124,14 +126,14 @@ class Line(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def test_truth_values_are_labels():
+def test_boolean_targets_are_labels():
     stream = FederatedStream.from_arrays(X, Y > 1, scenario=ClassIncremental(2), partition=IID(2))
     stream.setup("fit")
     assert stream.classes == ("0", "1") and stream.y.tolist() == (Y > 1).tolist()
 
 
 @pytest.mark.parametrize("of", [list, np.array, pd.Series, lambda names: pd.Series(names, dtype="category")])
-def test_owners_and_domains_are_columns_of_strings(of):
+def test_client_ids_and_group_accept_string_columns(of):
     names = of([f"site {owner}" for owner in OWNER])
     stream = FederatedStream.from_arrays(pd.DataFrame(X), Y, client_ids=names, group=names, scenario=Stationary())
     stream.setup("fit")
@@ -139,19 +141,19 @@ def test_owners_and_domains_are_columns_of_strings(of):
     assert stream.samples.group.tolist() == list(names)
 
 
-def test_an_owner_that_is_missing_is_named():
+def test_client_ids_missing_value_raises():
     names = pd.Series([f"site {owner}" for owner in OWNER[1:]] + [None])
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "client"):
         FederatedStream.from_arrays(X, Y, client_ids=names)
 
 
-def test_samples_in_memory_are_numbers():
+def test_from_arrays_non_numeric_samples_raise():
     with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "x"):
         FederatedStream.from_arrays(pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}), [0, 1])
 
 
 @pytest.mark.parametrize("of", [np.array, torch.tensor, list])
-def test_samples_need_no_targets_where_there_are_no_classes(fit, of):
+def test_samples_without_targets_and_classes_can_be_trained_on(fit, of):
     stream = FederatedStream.from_arrays(of(X.tolist()), client_ids=OWNER, scenario=Stationary(2), seed=0)
     fit(Coder(), stream, max_epochs=2)
     assert {1} == SEEN and stream.classes == ()
@@ -166,7 +168,7 @@ class Coder(Line):
 @pytest.mark.parametrize(
     "target", [None, {"boxes": torch.ones(2, 4), "labels": torch.ones(2)}, (torch.ones(2), None), [None, {"a": 1}]]
 )
-def test_targets_of_any_structure_need_no_classes(fit, target):
+def test_targets_of_any_structure_can_be_trained_on(fit, target):
     items = Indexed([(torch.from_numpy(x), target) for x in X])
     fit(Coder(), stream_of(items, Stationary(2), collate_fn=as_lists), max_epochs=2)
     assert {2} == SEEN
@@ -178,7 +180,7 @@ def as_lists(items):
     return [torch.stack([x for x, _ in items]), [y for _, y in items]]
 
 
-def test_targets_that_are_none_are_not_read():
+def test_empty_classes_do_not_read_targets():
     class Unread(Indexed):
         def __getitem__(self, index):
             raise AssertionError("nothing asks for items")
@@ -187,7 +189,7 @@ def test_targets_that_are_none_are_not_read():
 
 
 @pytest.mark.parametrize("remedy", ["pass other targets as `y`", "`classes=\\(\\)` if the values are not targets"])
-def test_some_targets_that_are_missing_have_a_remedy(remedy):
+def test_targets_partly_missing_raise_with_hint(remedy):
     with pytest.raises(
         ValueError, match=f"Expected `y` to have a finite target for each sample, but got None.*{remedy}"
     ):
@@ -199,7 +201,7 @@ class Graph(NamedTuple):
     y: torch.Tensor
 
 
-def test_named_tuples_keep_their_names(fit):
+def test_named_tuple_batches_keep_their_type(fit):
     class Named(Coder):
         def training_step(self, batch, batch_idx):
             SEEN.add(type(batch))
@@ -212,7 +214,7 @@ def test_named_tuples_keep_their_names(fit):
 
 
 class Counted(Dataset):
-    """Labelled samples of several lengths, that say how many are read together, and perhaps draw."""
+    """Labeled samples. The `collate` method records the number of samples per batch. Reads can draw random numbers."""
 
     def __init__(self, draws=False):
         self.batches, self.draws = [], draws
@@ -229,14 +231,14 @@ class Counted(Dataset):
         return [torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])]
 
 
-def test_evaluation_follows_the_loader():
+def test_evaluation_uses_batch_size_of_loader():
     data = Counted()
     stream = stream_of(data, collate_fn=data.collate, batch_size=5)
     assert [len(y) for _, y in stream.test_dataloader()] == [5, 5, 2]
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_metrics_read_the_batches_of_the_loader_and_keep_no_more_than_fits(fit, make_task, monkeypatch, draws):
+def test_metrics_read_loader_batches_within_memory_limit(fit, make_task, monkeypatch, draws):
     def record(held):
         monkeypatch.setattr(evaluator, "_HELD_BYTES", held)
         data, metrics = Counted(draws), ContinualMetrics()
@@ -249,5 +251,6 @@ def test_metrics_read_the_batches_of_the_loader_and_keep_no_more_than_fits(fit, 
 
     kept, widest, reads = record(2**30)
     anew, narrow, more = record(0)
-    assert kept == anew and max(widest, narrow) <= 16  # of twelve, or of a trial before the first round
+    # At most one evaluation batch of twelve samples, or a trial batch before the first round.
+    assert kept == anew and max(widest, narrow) <= 16
     assert more > reads

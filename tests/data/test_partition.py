@@ -1,4 +1,4 @@
-"""Partitions use every sample at most once, follow their generator, and refuse the impossible."""
+"""Tests that partitions use every sample at most once, use only their generator, and reject invalid arguments."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ USES_ALL = ["iid", "dirichlet", "shards"]
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_indices_are_sorted_disjoint_and_in_range(name):
+def test_partition_indices_are_sorted_disjoint_and_in_range(name):
     parts = divide(SEEDED[name])
     assert list(parts) == [str(client) for client in range(7)]
     joined = np.concatenate(list(parts.values()))
@@ -48,7 +48,7 @@ def test_indices_are_sorted_disjoint_and_in_range(name):
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_the_generator_decides(name):
+def test_partition_depends_on_its_generator(name):
     def draw(seed):
         return [index.tolist() for index in divide(SEEDED[name], seed=seed).values()]
 
@@ -57,14 +57,14 @@ def test_the_generator_decides(name):
 
 
 @pytest.mark.parametrize("name", SEEDED)
-def test_the_global_generator_is_left_alone(name):
+def test_partition_does_not_use_global_generator(name):
     np.random.seed(3)
     before = np.random.get_state()[1].copy()
     divide(SEEDED[name])
     np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
-def test_by_client_gives_each_owner_all_of_its_samples():
+def test_by_client_id_assigns_all_samples_to_their_owner():
     parts = divide(ByClientId(), np.zeros(5, int), np.array([10, 2, 10, 30, 2]))
     assert {name: index.tolist() for name, index in parts.items()} == {"2": [1, 4], "10": [0, 2], "30": [3]}
     assert list(parts) == ["2", "10", "30"]
@@ -72,7 +72,7 @@ def test_by_client_gives_each_owner_all_of_its_samples():
     assert {name: index.tolist() for name, index in named.items()} == {"S2": [1], "S3": [0, 2]}
 
 
-def test_iid_sizes_differ_by_one_at_most():
+def test_iid_sizes_differ_by_at_most_one():
     sizes = sorted(len(index) for index in divide(IID(5), np.zeros(23, int)).values())
     assert sizes == [4, 4, 5, 5, 5]
     assert divide(IID(1), np.zeros(3, int))["0"].tolist() == [0, 1, 2]
@@ -84,7 +84,7 @@ def counts(parts, y=Y):
 
 def test_dirichlet_follows_the_proportions_of_its_generator():
     parts = divide(Dirichlet(4, 0.7, min_partition_size=0), seed=9)
-    # The same draws by hand: for each class one permutation of its members, then one Dirichlet vector.
+    # The same draws without the partition: for each class one permutation of its members, then one Dirichlet vector.
     rng = np.random.default_rng(9)
     for label in range(6):
         members = np.flatnonzero(np.equal(Y, label))
@@ -93,7 +93,7 @@ def test_dirichlet_follows_the_proportions_of_its_generator():
         assert np.abs(counts(parts)[:, label] - shares * len(members)).max() <= 1
 
 
-def test_dirichlet_becomes_even_with_large_alpha_and_skewed_with_small():
+def test_dirichlet_large_alpha_is_even_and_small_alpha_is_skewed():
     totals = np.bincount(Y)
     even = counts(divide(Dirichlet(4, 1e6)))
     assert np.abs(even - totals / 4).max() <= 2
@@ -101,25 +101,25 @@ def test_dirichlet_becomes_even_with_large_alpha_and_skewed_with_small():
     assert (skewed.max(axis=0) == totals).all()
 
 
-def test_dirichlet_draws_again_until_everybody_has_enough():
+def test_dirichlet_redraws_until_min_partition_size():
     once = divide(Dirichlet(6, 0.3, min_partition_size=0), seed=1)
     again = divide(Dirichlet(6, 0.3, min_partition_size=40), seed=1)
     assert min(len(index) for index in once.values()) < 40 <= min(len(index) for index in again.values())
     assert sum(len(index) for index in again.values()) == len(Y)
 
 
-def test_just_enough_is_enough():
+def test_dirichlet_exactly_min_partition_size_is_accepted():
     parts = divide(Dirichlet(2, 1e6, min_partition_size=5), [0] * 10)
     assert [len(index) for index in parts.values()] == [5, 5]
 
 
-def test_a_client_s_part_of_a_class_is_drawn():
+def test_class_subsets_samples_of_a_class_are_random():
     y = np.zeros(100, dtype=np.int64)
     drawn = {tuple(divide(ClassSubsets(1, 1, fraction=0.1), y, seed=seed)["0"]) for seed in range(3)}
     assert len(drawn) == 3 and tuple(range(10)) not in drawn
 
 
-def test_shards_are_whole_pieces_of_the_sorted_labels():
+def test_shards_are_contiguous_in_sorted_labels():
     y = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
     parts = divide(Shards(10, 2), y, seed=1)
     in_order = [[i for i in range(600) if y[i] == label] for label in range(10)]
@@ -130,7 +130,7 @@ def test_shards_are_whole_pieces_of_the_sorted_labels():
         assert sorted(sum(whole, ())) == index.tolist()
 
 
-def test_class_subsets_with_a_fraction_that_fits():
+def test_class_subsets_fraction_of_each_class():
     y = np.repeat(np.arange(10), 100)
     parts = divide(ClassSubsets(5, 3, fraction=0.1), y)
     for index in parts.values():
@@ -138,7 +138,7 @@ def test_class_subsets_with_a_fraction_that_fits():
     assert len({tuple(np.unique(y[index])) for index in parts.values()}) > 1
 
 
-def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
+def test_class_subsets_divide_overrequested_class_equally():
     y = np.repeat([3, 8], [90, 30])
     parts = divide(ClassSubsets(6, 2), y)
     assert [np.unique(y[index], return_counts=True)[1].tolist() for index in parts.values()] == [[15, 5]] * 6
@@ -148,11 +148,12 @@ def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
 
 
 @pytest.mark.parametrize(("clients", "each"), [(7, 2), (3, 2), (6, 1), (4, (1, 3))])
-def test_class_subsets_leave_no_class_out_where_there_is_room(clients, each):
+def test_class_subsets_use_all_classes_if_places_suffice(clients, each):
     y, lost = np.repeat(np.arange(6), 40), 0
     for seed in range(40):
         parts, old = divide(ClassSubsets(clients, each), y, seed=seed), np.random.default_rng(seed)
-        drawn = []  # as the partition draws them
+        # Classes as the partition draws them.
+        drawn = []
         for _ in range(clients):
             size = old.integers(*(each if isinstance(each, tuple) else (each, each)), endpoint=True)
             drawn.append(set(old.choice(6, size=size, replace=False).tolist()))
@@ -162,14 +163,16 @@ def test_class_subsets_leave_no_class_out_where_there_is_room(clients, each):
         room = sum(map(len, drawn)) >= 6
         everything = set.union(*drawn) == set(range(6))
         if everything or not room:
-            assert found == drawn  # nothing is left out, or there is no room: as drawn
+            # No class is missing, or there are too few places, so the draws are unchanged.
+            assert found == drawn
         else:
             lost += 1
             assert set.union(*found) == set(range(6))
-    assert lost  # so that the test has seen some
+    # Some draws must leave a class out, or the test checks nothing.
+    assert lost
 
 
-def test_class_subsets_take_ranges():
+def test_class_subsets_accept_ranges():
     y = np.repeat(np.arange(10), 400)
     parts = divide(ClassSubsets(20, (2, 5), fraction=(0.05, 0.1)), y)
     numbers, shares = [], []
@@ -180,12 +183,12 @@ def test_class_subsets_take_ranges():
     assert set(numbers) == {2, 3, 4, 5}
     flat = np.concatenate(shares)
     assert flat.min() >= 0.05 - 1 / 400 and flat.max() <= 0.1 + 1 / 400
-    # One share for each client, another for the next.
+    # Each client has one share, and clients have different shares.
     assert all(np.ptp(own) <= 1 / 400 + 1e-12 for own in shares)
     assert np.ptp([own.mean() for own in shares]) > 0.02
 
 
-def test_class_subsets_give_one_sample_to_whoever_asks_for_one():
+def test_class_subsets_small_request_gets_one_sample():
     y = np.repeat(np.arange(3), 10)
     for seed in range(20):
         parts = divide(ClassSubsets(8, (1, 3), fraction=0.1), y, seed=seed)
@@ -210,7 +213,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_divisions_that_cannot_be(case):
+def test_partition_impossible_division_raises(case):
     partition, y, argument = ERRORS[case]
     with raises(InvalidValueError, argument):
         divide(partition, y)
@@ -225,13 +228,13 @@ def test_divisions_that_cannot_be(case):
         (lambda: ClassSubsets(5, 2, 1.7), "fraction"),
     ],
 )
-def test_impossible_arguments(make, argument):
+def test_partition_invalid_argument_raises(make, argument):
     with raises(InvalidValueError, argument):
         make()
 
 
 @pytest.mark.parametrize("name", [*SEEDED, "by-client-id"])
-def test_partition_that_depends_on_labels_declares_that_it_needs_classes(name):
+def test_partition_needs_classes_equals_dependence_on_labels(name):
     partition = SEEDED.get(name, ByClientId())
     parts = [divide(partition, y, np.arange(600) % 7) for y in (Y, Y[::-1])]
     differs = any(not np.array_equal(one, other) for one, other in zip(*(p.values() for p in parts), strict=True))
@@ -262,7 +265,7 @@ ANY_TARGETS = [
 
 
 def regression(scenario, partition, **kwargs):
-    """Return a stream of floating-point targets, prepared."""
+    """Return a prepared stream of floating-point targets."""
     x, number = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60)
     owners = {"client_ids": number % 3} if isinstance(partition, ByClientId) else {}
     stream = FederatedStream.from_arrays(
@@ -273,7 +276,7 @@ def regression(scenario, partition, **kwargs):
 
 
 @pytest.mark.parametrize("name", REGRESSION)
-def test_stream_of_floating_targets_rejects_what_needs_classes(name):
+def test_floating_targets_with_component_that_needs_classes_raise(name):
     scenario, partition = REGRESSION[name]
     with raises(InvalidValueError, "y"):
         regression(scenario, partition)
@@ -282,5 +285,5 @@ def test_stream_of_floating_targets_rejects_what_needs_classes(name):
 
 
 @pytest.mark.parametrize(("scenario", "partition"), ANY_TARGETS)
-def test_stream_of_floating_targets_accepts_what_needs_no_classes(scenario, partition):
+def test_floating_targets_with_other_components_work(scenario, partition):
     assert len(regression(scenario, partition).plan.clients) == 3

@@ -1,4 +1,4 @@
-"""uint8 images that are normalised on the fly, against floats normalised beforehand."""
+"""Tests of uint8 images that are normalized in each batch, compared with floats normalized beforehand."""
 
 import copy
 
@@ -70,7 +70,7 @@ METHODS = {
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("methods", METHODS)
-def test_they_train_as_floats_do(fit, methods, max_vectorized_clients):
+def test_uint8_images_train_like_floats(fit, methods, max_vectorized_clients):
     states, records, evaluated = [], [], []
     size = 1 if methods == "GEM" else max_vectorized_clients
     for stored in (True, False):
@@ -86,7 +86,7 @@ def test_they_train_as_floats_do(fit, methods, max_vectorized_clients):
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_images_are_uint8_wherever_they_are_kept(fit, store):
+def test_uint8_images_are_stored_as_uint8_in_client_state(fit, store):
     stream, replay = make(stored=True), Replay(9, "class-balanced", "round")
     trainer = fit(task(), stream, [replay], client_store=store)
     assert stream.samples.x.dtype == torch.uint8
@@ -98,14 +98,14 @@ def test_images_are_uint8_wherever_they_are_kept(fit, store):
         )
         images_of = [value for value in packed.values() if value.shape[1:] == (3, 4, 4)]
         assert images_of and all(value.dtype == torch.uint8 for value in images_of)
-        # What a method sees are samples of the client, bit by bit.
+        # A method gets samples of the client with bitwise identical values.
         own = np.concatenate([current[client] for current in stream.plan.train if client in current])
         rows = {row.numpy().tobytes() for row in stream.get_samples(own)[0]}
         remembered = [value for value in memory.values() if value.shape[1:] == (3, 4, 4)]
         assert all(row.numpy().tobytes() in rows for value in remembered for row in value)
 
 
-def test_they_are_resumed(fit, tmp_path):
+def test_uint8_images_resume_from_checkpoint(fit, tmp_path):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     whole, parts = task(), task()
@@ -117,7 +117,7 @@ def test_they_are_resumed(fit, tmp_path):
     assert any(value.dtype == torch.uint8 for value in packed.values())
 
 
-def test_what_is_no_image_is_kept_as_it_is():
+def test_client_store_keeps_tensors_that_are_not_images():
     pixels = PixelEncoding(torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0), (3, 4, 4))
     store = ClientStore()
     stored = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
@@ -153,6 +153,6 @@ PIXELS, LABELS = images()
         (PIXELS.astype(np.float32), {}, "x"),
     ],
 )
-def test_wrong_numbers_and_images_are_named(x, words, argument):
+def test_mean_and_std_invalid_for_images_raise(x, words, argument):
     with raises(InvalidValueError, argument):
         FederatedStream.from_arrays(x, LABELS, **(words or {"mean": MEAN, "std": STD}))

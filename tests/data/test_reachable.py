@@ -1,4 +1,4 @@
-"""The objects that a data set's code can reach, and the random generators among them."""
+"""Tests of the objects that a dataset's code can reach, and of the random generators among them."""
 
 import functools
 import random
@@ -40,7 +40,7 @@ def found(root):
 
 
 def draws_of(generator):
-    """Three numbers of a generator, also for another kind of bit generator."""
+    """Return three numbers of a generator of any kind."""
     if isinstance(generator, torch.Generator):
         return torch.rand(3, generator=generator).tolist()
     return [float(generator.random()) for _ in range(3)]
@@ -57,7 +57,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_is_seeded_and_restored(kind):
+def test_generators_seeded_then_restored(kind):
     generator, untouched, generators = KINDS[kind](), KINDS[kind](), Generators()
     draws_of(generator), draws_of(untouched)
     drawn = []
@@ -68,7 +68,7 @@ def test_a_generator_is_seeded_and_restored(kind):
     assert draws_of(generator) == draws_of(untouched)
 
 
-def test_a_generator_is_restored_after_an_error():
+def test_generators_restored_after_error():
     generator = np.random.default_rng(5)
     with pytest.raises(KeyError), Generators().seeded({"": [generator]}, 0):
         generator.random()
@@ -76,7 +76,7 @@ def test_a_generator_is_restored_after_an_error():
     assert generator.random() == np.random.default_rng(5).random()
 
 
-def test_generators_have_the_path_of_their_attribute():
+def test_generators_are_found_with_attribute_path():
     draws = np.random.default_rng(0)
     named = Named([1])
     named.draws = draws
@@ -95,16 +95,16 @@ def test_generators_have_the_path_of_their_attribute():
     assert found(Subset(TensorDataset(torch.zeros(3)), [0, 1])) == []
 
 
-def test_a_generator_under_two_names_is_found_once():
+def test_generator_with_two_names_is_found_once():
     draws = np.random.default_rng(0)
     assert found([draws, {"again": draws}]) == ["[0]"]
 
 
-def test_global_generators_are_left_to_the_read():
+def test_global_generators_are_not_found():
     assert found([np.random.mtrand._rand, random._inst, torch.default_generator]) == []
 
 
-def test_long_lists_of_plain_values_are_not_entered():
+def test_reachable_skips_containers_of_plain_values():
     root = {"items": [(f"{index}.png", index, {"size": (1, 2)}) for index in range(1000)]}
     assert len(list(reachable({"": root}))) == 2
     root["items"].append((Transform(np.random.default_rng(0)),))

@@ -1,4 +1,4 @@
-"""State that reading a sample changes: named in one warning, and only where it lasts."""
+"""Tests of the warning about state that reading a sample changes, if later samples can depend on the state."""
 
 import functools
 import logging
@@ -138,7 +138,7 @@ class CountedGlobal(Items):
 
 
 class LateGenerator(Items):
-    """Makes its generator at the first read, as some do for each worker."""
+    """Makes its generator at the first read, as some datasets do in each worker."""
 
     def begin(self):
         self.rng = None
@@ -182,7 +182,7 @@ class Cached(Items):
 
 
 class LastRead(Items):
-    """Remembers in new objects what it has read last."""
+    """Stores the last read in new objects."""
 
     def changed(self, x, index):
         self.last = {"index": 1000 + index, "x": x.clone(), "mean": x.numpy().mean()}
@@ -257,23 +257,23 @@ def warnings_of(data, quiet, caplog, workers=0, plain=False):
 
 
 @pytest.mark.parametrize("kind", CHANGING, ids=lambda kind: kind.__name__)
-def test_state_that_a_read_changes_is_named_once(quiet, caplog, kind):
+def test_reading_check_changed_state_warns_once(quiet, caplog, kind):
     found, _ = warnings_of({"a": kind(), "b": kind()}, quiet, caplog)
     assert len(found) == 1 and CHANGING[kind] in found[0] and f"`{kind.__name__}`" in found[0]
     assert "num_workers" in found[0]
 
 
 @pytest.mark.parametrize("kind", LASTING, ids=lambda kind: kind.__name__)
-def test_caches_and_generators_are_not_named(quiet, caplog, kind):
+def test_reading_check_caches_and_generators_do_not_warn(quiet, caplog, kind):
     assert warnings_of({"a": kind(), "b": kind()}, quiet, caplog)[0] == []
 
 
-def test_a_plain_trainer_warns_once(quiet, caplog):
+def test_reading_check_plain_trainer_warns_once(quiet, caplog):
     found, _ = warnings_of({"a": CountedAttribute()}, quiet, caplog, plain=True)
     assert len(found) == 1 and "`reads`" in found[0]
 
 
-def test_collate_fn_is_named(quiet, caplog):
+def test_reading_check_stateful_collate_fn_warns(quiet, caplog):
     class Collate:
         calls = 0
 
@@ -288,14 +288,14 @@ def test_collate_fn_is_named(quiet, caplog):
 
 
 def given_targets(data):
-    """A stream that reads no item before the fit."""
+    """Return a stream that reads no item before the fit."""
     words = dict(scenario=Stationary(num_rounds=ROUNDS), split=Split(test=0.0), batch_size=SIZE, shuffle=False, seed=0)
     return FederatedStream.from_arrays(data, data.targets, client_ids=["a"] * SIZE, **words)
 
 
 @pytest.mark.parametrize("kind", [Items, CountedAttribute, CountedTensor, CountedArray, AppendedList, CountedDict])
-def test_the_check_leaves_the_data_set_as_it_was(quiet, kind):
-    """The first batch is that of a data set that has not been read before."""
+def test_reading_check_restores_dataset(quiet, kind):
+    """The first batch equals that of a dataset that has not been read before."""
     task, stream = Keeper(), given_targets(kind())
     trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
     trainer.fit(task, datamodule=stream)
@@ -304,14 +304,14 @@ def test_the_check_leaves_the_data_set_as_it_was(quiet, kind):
     assert torch.equal(task.batches[0], expected)
 
 
-def test_a_generator_made_by_a_read_is_named(quiet, caplog):
+def test_reading_check_generator_created_by_read_warns(quiet, caplog):
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
         trainer = L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1), max_epochs=1, **quiet)
         trainer.fit(Keeper(), datamodule=given_targets(LateGenerator()))
     assert sum("changes `rng`" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_collate_fn_that_cannot_take_one_sample_is_no_error(quiet):
+def test_reading_check_collate_fn_for_pairs_is_no_error(quiet):
     def pairs(items):
         first, second = items[0], items[1]
         return [torch.stack([first[0], second[0]]), torch.tensor([first[1], second[1]])]

@@ -1,4 +1,4 @@
-"""Samples of any kind, as they are, batch by batch."""
+"""Tests that samples of any kind reach the module unchanged, one batch at a time."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingVal
 
 
 class Tokens(Dataset):
-    """Sentences of token ids as dicts, of one length or of several."""
+    """Sentences of token ids as dicts, of one length or of several lengths."""
 
     def __init__(self, samples=48, ragged=False):
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Tokens(Dataset):
 
 
 class Noisy(Dataset):
-    """Samples with noise from torch, numpy and Python's generators; it remembers what it has been asked for."""
+    """Samples with noise from the global generators of torch and NumPy."""
 
     def __init__(self, samples=48):
         self.targets = [index % 4 for index in range(samples)]
@@ -54,7 +54,7 @@ def padded(items):
 
 
 class Keeper(L.LightningModule):
-    """Learns next to nothing, and keeps every batch that it sees, with its client."""
+    """Module that hardly learns and stores every batch with its client."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def everything(stream):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.bool_])
-def test_token_ids_and_bytes_stay_what_they_are(quiet, dtype):
+def test_integer_samples_keep_their_type(quiet, dtype):
     ids = np.random.default_rng(0).integers(0, 200, (48, 5)).astype(dtype)
     stream = FederatedStream.from_arrays(ids, np.arange(48) % 4, scenario=ClassIncremental(2), partition=IID(2), seed=0)
     for client, round_idx, (x, y) in seen(stream, quiet):
@@ -98,7 +98,7 @@ def test_token_ids_and_bytes_stay_what_they_are(quiet, dtype):
         assert sorted(map(tuple, x.tolist())) == sorted(map(tuple, ids[rows].tolist()))
 
 
-def test_dicts_and_their_labels(quiet):
+def test_dict_items_have_labels(quiet):
     data = Tokens()
     stream = stream_of(data)
     batches = seen(stream, quiet)
@@ -107,7 +107,7 @@ def test_dicts_and_their_labels(quiet):
     assert batches[0][2]["ids"].shape == (4, 5) and batches[0][2]["ids"].dtype == torch.int64
 
 
-def test_sentences_of_several_lengths(quiet):
+def test_ragged_items_are_padded_per_batch(quiet):
     data = Tokens(ragged=True)
     stream = stream_of(data, collate_fn=padded)
     widths = set()
@@ -116,13 +116,14 @@ def test_sentences_of_several_lengths(quiet):
         own = [tuple(data.ids[row].tolist()) for row in stream.plan.train[round_idx][client]]
         assert set(rows) <= set(own)
         widths.add(batch["ids"].shape[1])
-    assert len(widths) > 1  # padded as the batch asks for, not as the whole data set does
+    # Sentences are padded to the longest in the batch, not to the longest in the dataset.
+    assert len(widths) > 1
     tested = [batch["ids"] for batch in stream.test_dataloader()]
     assert sum(map(len, tested)) == len(stream.plan.test)
 
 
 @pytest.mark.parametrize("shape", [(48,), (48, 3)])
-def test_targets_that_are_no_classes(quiet, shape):
+def test_targets_that_are_not_classes_are_kept(quiet, shape):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(48, 6)).astype(np.float32), rng.normal(size=shape)
     for scenario, group in ((ClassIncremental(1, 2), None), (DomainIncremental(), np.arange(48) % 2)):
@@ -139,20 +140,20 @@ def test_targets_that_are_no_classes(quiet, shape):
     assert seen(stream, quiet)[0][2][1].shape[1:] == (3,)
 
 
-def test_whole_numbers_are_targets_if_one_says_so():
+def test_integer_targets_with_empty_classes_are_not_labels():
     x, counts = np.zeros((8, 2), np.float32), np.arange(8)
     assert FederatedStream.from_arrays(x, counts).data.classes == tuple(map(str, range(8)))
     assert FederatedStream.from_arrays(x, counts, classes=()).data.classes == ()
     assert FederatedStream.from_arrays(x[:2], [1.0, 0.0], classes=["a", "b"]).data.targets.tolist() == [1, 0]
 
 
-def test_transforms_are_drawn_anew_each_local_epoch(quiet):
+def test_random_transforms_differ_between_local_epochs(quiet):
     stream = stream_of(Noisy(), partition=IID(1), shuffle=False, batch_size=100)
     first, second = (batch[0] for *_, batch in seen(stream, quiet, local_epochs=2)[:2])
     assert first.shape == second.shape and not torch.isclose(first, second).any()
 
 
-def test_what_is_drawn_depends_on_nobody_else(quiet):
+def test_random_samples_do_not_depend_on_other_clients(quiet):
     everybody = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2)
     some = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2, participation=1)
     for client, round_idx, (x, y) in some:
@@ -166,7 +167,7 @@ def test_what_is_drawn_depends_on_nobody_else(quiet):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("data", [Noisy, Tokens])
-def test_workers_change_nothing(quiet, data):
+def test_num_workers_does_not_change_batches(quiet, data):
     alone, helped = (seen(stream_of(data(), num_workers=n), quiet, local_epochs=2) for n in (0, 2))
     assert len(alone) == len(helped)
     for (client, round_idx, one), (c, r, other) in zip(alone, helped, strict=True):
@@ -177,7 +178,7 @@ def test_workers_change_nothing(quiet, data):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_data_set_in_a_cohort_is_as_one_by_one(fit, make_task):
+def test_dataset_vectorized_training_equals_sequential(fit, make_task):
     states = []
     for size in (1, 3):
         task = make_task()
@@ -186,7 +187,7 @@ def test_a_data_set_in_a_cohort_is_as_one_by_one(fit, make_task):
     torch.testing.assert_close(states[0], states[1])
 
 
-def test_only_a_batch_is_read_at_a_time(quiet):
+def test_only_one_batch_is_read_at_a_time(quiet):
     class Counting(Noisy):
         held = 0
 
@@ -202,16 +203,17 @@ def test_only_a_batch_is_read_at_a_time(quiet):
     stream, task = stream_of(Counting(), partition=IID(1)), Watch()
     task.read = []
     stream.setup("fit")
-    Counting.held = 0  # the setup has compared some items with `.targets`
+    # Setup has compared some items with `.targets`.
+    Counting.held = 0
     L.Trainer(strategy=FederatedStrategy(max_vectorized_clients=1, seed=0), max_epochs=1, **quiet).fit(
         task, datamodule=stream
     )
-    # Between two steps one batch is read. A trial before the first round reads a few batches.
+    # One batch is read between two steps. A trial before the first round reads a few batches.
     read = [later - earlier for earlier, later in itertools.pairwise(task.read)]
     assert max(read) <= 2 * 4 < sum(read) and task.read[0] <= 8 * 4
 
 
-def test_avalanche_benchmarks(quiet):
+def test_from_avalanche_keeps_experiences(quiet):
     from avalanche.benchmarks import nc_benchmark, ni_benchmark
     from avalanche.benchmarks.utils import as_classification_dataset
 
@@ -247,7 +249,7 @@ def test_avalanche_benchmarks(quiet):
         FederatedStream.from_avalanche([])
 
 
-def test_a_request_changes_no_generator():
+def test_batch_request_restores_global_generators():
     before = torch.get_rng_state()
     take = stream_of(Noisy())
     take.setup("fit")
@@ -256,7 +258,7 @@ def test_a_request_changes_no_generator():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_samples_that_cannot_be_joined():
+def test_concat_nested_different_shapes_raises():
     with raises(InvalidValueError, "x"):
         concat_nested([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
 
@@ -270,7 +272,7 @@ LABELS = {
 
 
 def items(labels, samples, kind):
-    """Samples that are their own numbers, with labels of some kind, as arrays or as a data set of pairs or dicts."""
+    """Return samples whose inputs are their numbers, as arrays or as a dataset of pairs or dicts."""
     y = np.asarray(labels)[np.arange(samples) % len(labels)]
     x = np.arange(samples, dtype=np.float32)[:, None]
     if kind == "arrays":
@@ -288,12 +290,13 @@ def items(labels, samples, kind):
 
 @pytest.mark.parametrize("kind", ["arrays", "pairs", "dicts"])
 @pytest.mark.parametrize("labels", LABELS)
-def test_labels_are_numbered_and_their_names_kept(labels, kind):
+def test_labels_become_numbers_and_names_are_kept(labels, kind):
     given = LABELS[labels]
     stream = FederatedStream.from_arrays(
         *items(given, 60, kind), scenario=ClassIncremental(3), partition=IID(2), split=Split(0.2), seed=0
     )
-    assert stream.num_classes == 3  # before the setup
+    # `num_classes` is known before `setup`.
+    assert stream.num_classes == 3
     names = tuple(map(str, given))
     assert stream.classes == names and stream.plan.group_names(stream.classes) == list(names)
     stream.setup("fit")
@@ -310,7 +313,7 @@ def test_labels_are_numbered_and_their_names_kept(labels, kind):
     assert list(named.plan.tasks["0"]) == [(2,), (0,), (1,)]
 
 
-def test_names_of_classes_number_labels_that_are_names():
+def test_classes_define_numbers_of_text_labels():
     x, y = items(["sit", "walk"], 20, "arrays")
     stream = FederatedStream.from_arrays(x, y, classes=["walk", "run", "sit"], scenario=ClassIncremental(1))
     stream.setup("fit")
@@ -320,19 +323,19 @@ def test_names_of_classes_number_labels_that_are_names():
 
 
 @pytest.mark.parametrize("labels", [[0.0, 1.0, np.nan], np.array(["a", "b", None], dtype=object), [0.0, np.inf, 1.0]])
-def test_missing_labels_are_refused(labels):
+def test_missing_labels_raise(labels):
     x, y = items(labels, 12, "arrays")
     with raises(InvalidValueError, "y"):
         FederatedStream.from_arrays(x, y)
 
 
-def test_fractions_are_no_labels():
+def test_fractional_labels_with_classes_raise():
     x, y = items([0.5, 1.5], 12, "arrays")
     with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "y"):
         FederatedStream.from_arrays(x, y, classes=["low", "high"])
 
 
-def test_classes_of_a_benchmark_keep_their_names():
+def test_from_avalanche_keeps_class_names():
     from avalanche.benchmarks import nc_benchmark
 
     x, y = torch.arange(40.0)[:, None], torch.tensor([3, 7, 9, 11]).repeat(10)

@@ -1,4 +1,4 @@
-"""Many clients: what they share is kept once, and a few of them are drawn as before."""
+"""Tests of streams with many clients: shared data are stored once, and sampling of clients is unchanged."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ from lightning_fcl.rng import make_client_keys
 
 @pytest.fixture
 def plan():
-    """300 owners who come in no order, of whom some have one sample."""
+    """Return a plan with 300 owners in random order. Some of them have one sample."""
     owner = np.random.default_rng(0).integers(0, 300, size=1000)
     stream = FederatedStream.from_arrays(
         torch.zeros(1000, 1),
@@ -29,7 +29,7 @@ def plan():
     return stream.plan
 
 
-def test_rounds_of_an_experience_are_kept_once(plan):
+def test_rounds_of_an_experience_share_memory(plan):
     first, second = plan.train[:3], plan.train[3:]
     assert all(current is first[0] for current in first) and all(current is second[0] for current in second)
     samples = [rows for current in (first[0], second[0]) for rows in current.values()]
@@ -37,7 +37,7 @@ def test_rounds_of_an_experience_are_kept_once(plan):
     assert len({id(tasks) for tasks in plan.tasks.values()}) == len({id(n) for n in plan.experiences.values()}) == 1
 
 
-def test_what_is_dealt_at_once_is_what_each_client_would_get():
+def test_joint_assignment_equals_assignment_per_client():
     rng = np.random.default_rng(1)
     y = rng.integers(0, 6, size=500)
     owner = rng.integers(0, 40, size=500)
@@ -45,7 +45,8 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
     assert {name: rows.tolist() for name, rows in clients.items()} == {
         str(name): np.flatnonzero(owner == name).tolist() for name in np.unique(owner)
     }
-    mixed = {client: rng.permutation(rows) for client, rows in clients.items()}  # a partition of one's own may be
+    # A partition of a user may return samples in any order.
+    mixed = {client: rng.permutation(rows) for client, rows in clients.items()}
     plan = ClassIncremental([1, 2, 3], class_order=range(6)).plan(SamplePool(y, clients=mixed, classes=tuple("abcdef")))
     for current, group in zip(plan.train, ([0], [1, 2], [3, 4, 5]), strict=True):
         expected = {client: rows[np.isin(y[rows], group)].tolist() for client, rows in clients.items()}
@@ -53,7 +54,7 @@ def test_what_is_dealt_at_once_is_what_each_client_would_get():
 
 
 @pytest.mark.parametrize("number", [1, 7, 299, 5000])
-def test_the_lowest_lots_are_drawn(plan, number):
+def test_participation_samples_clients_with_lowest_keys(plan, number):
     for round_idx in range(plan.num_rounds):
         lots = make_client_keys(5, plan.clients, round_idx, "participation")
         drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
@@ -62,7 +63,7 @@ def test_the_lowest_lots_are_drawn(plan, number):
         assert set(training) == drawn & plan.train[round_idx].keys()
 
 
-def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):
+def test_plan_fingerprint_does_not_depend_on_shared_rounds(plan):
     digest = hashlib.sha256()
     for current in plan.train:
         for client, indices in current.items():
@@ -71,7 +72,7 @@ def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):
     assert plan.fingerprint == digest.hexdigest()[:16]
 
 
-def test_samples_are_counted_once_where_rounds_have_the_same(plan):
+def test_num_client_samples_counts_repeated_samples_once(plan):
     for client in plan.clients:
         everything = np.concatenate([current[client] for current in plan.train if client in current])
         assert plan.num_client_samples(client) == len(np.unique(everything))

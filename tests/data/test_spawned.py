@@ -1,4 +1,4 @@
-"""Processes that read samples, on systems that only spawn them."""
+"""Tests of worker processes on systems that only spawn processes."""
 
 import os
 import subprocess
@@ -51,8 +51,8 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_workers_that_are_spawned_change_nothing(tmp_path):
-    """As on macOS and Windows: they get nothing but what can be pickled."""
+def test_spawned_workers_do_not_change_results(tmp_path):
+    """On macOS and Windows, processes are spawned and receive only what can be pickled."""
     (tmp_path / "spawns.py").write_text(SPAWNS)
     environment = os.environ | {"PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1])}
     words = [sys.executable, str(tmp_path / "spawns.py")]

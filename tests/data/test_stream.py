@@ -1,4 +1,4 @@
-"""Data sets as federated streams."""
+"""Tests of datasets as federated streams."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def arrays(samples=120, classes=4):
 
 
 class Pairs(Dataset):
-    """A torch data set of samples, labels and something else."""
+    """A torch dataset of samples, labels and a third value."""
 
     def __init__(self, x, y):
         self.x, self.targets = torch.from_numpy(x), y.tolist()
@@ -50,11 +50,11 @@ def prepared(*args, scenario=None, **kwargs):
 
 
 def used(stream):
-    """All training samples, client by client."""
+    """Return all training samples of each client."""
     return {c: np.concatenate([r[c] for r in stream.plan.train if c in r]) for c in stream.plan.clients}
 
 
-def test_numpy_torch_and_datasets_make_the_same_stream():
+def test_from_arrays_numpy_torch_and_dataset_are_equal():
     x, y = arrays()
     streams = [prepared(x, y), prepared(torch.from_numpy(x), torch.from_numpy(y)), prepared(Pairs(x, y))]
     for stream in streams:
@@ -68,7 +68,7 @@ def test_numpy_torch_and_datasets_make_the_same_stream():
     assert taken[2].tolist() == (-indices).tolist()
 
 
-def test_owners_keep_their_samples():
+def test_client_ids_keep_samples_with_owners():
     x, y = arrays()
     owner = np.array(["ann", "bob", "zoë"])[np.arange(120) % 3]
     for client in (owner, owner.tolist()):
@@ -78,7 +78,7 @@ def test_owners_keep_their_samples():
             assert sorted(indices) == sorted(set(np.flatnonzero(owner == name)) - set(stream.plan.test))
 
 
-def test_owners_do_not_bind_another_partition():
+def test_client_ids_with_other_partition_are_ignored():
     x, y = arrays()
     assert len(prepared(x, y, np.arange(120) % 3, partition=IID(5)).plan.clients) == 5
 
@@ -96,7 +96,7 @@ NAMES = np.array(["ann", "bob", "cem", "dua", "eve"])[np.arange(120) % 5]
 
 
 @pytest.mark.parametrize("partition", [None, IID(2)])
-def test_owners_may_be_set_aside_by_name(partition):
+def test_split_by_owner_names(partition):
     x, y = arrays()
     stream = prepared(x, y, NAMES, partition=partition, split=Split(["eve"], ["dua", "ann"]))
     assert stream.plan.test.tolist() == np.flatnonzero(NAMES == "eve").tolist()
@@ -106,18 +106,18 @@ def test_owners_may_be_set_aside_by_name(partition):
     assert stream.plan.clients == (("bob", "cem") if partition is None else ("0", "1"))
 
 
-def test_owners_that_are_trained_on():
+def test_split_train_clients_selects_owners():
     x, y = arrays()
     stream = prepared(x, y, NAMES, split=Split(["eve"], train_clients=["cem", "ann"]))
     assert stream.plan.clients == ("ann", "cem")
     assert sorted(np.concatenate([*used(stream).values()])) == np.flatnonzero(np.isin(NAMES, ["ann", "cem"])).tolist()
-    # The fractions of a split are of all owners: who is trained on is chosen among what is left.
+    # The fractions of a split refer to all owners. `train_clients` selects among the remaining samples.
     both = [prepared(x, y, NAMES, split=Split(train_clients=names)) for names in (["ann"], None)]
     assert both[0].plan.test.tolist() == both[1].plan.test.tolist()
     assert used(both[0])["ann"].tolist() == used(both[1])["ann"].tolist() and len(both[0].plan.clients) == 1
 
 
-def test_owners_that_are_numbers():
+def test_split_by_owner_numbers():
     x, y = arrays()
     owner = np.arange(120) % 12
     for names in (["3", "10"], [3, 10]):
@@ -133,26 +133,26 @@ def test_owners_that_are_numbers():
         (Split(["eve"], ["dua"], ["dua", "ann", "eve"]), "train_clients"),
     ],
 )
-def test_unknown_owners_are_named(split, argument):
+def test_split_unknown_owner_raises(split, argument):
     with raises(InvalidValueError, argument):
         prepared(*arrays(), NAMES, split=split)
 
 
 @pytest.mark.parametrize("split", [Split([*"ab"]), Split(["a"], ["b"]), Split(train_clients=[])])
-def test_somebody_must_be_left_to_train(split):
+def test_split_without_training_samples_raises(split):
     with raises(InvalidValueError, "test"):
         prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], split=split)
 
 
 @pytest.mark.parametrize("option", ["test", "validation", "train_clients"])
-def test_data_without_owners(option):
+def test_split_by_owners_without_owners_raises(option):
     split = Split(**{option: ["ann"]})
     for source in (FederatedStream("digits", split=split), FederatedStream.from_arrays(*arrays(), split=split)):
         with raises(InvalidValueError, option, value=["ann"]):
             source.setup("fit")
 
 
-def test_official_test():
+def test_split_official_test_set():
     x, y = arrays()
     official = np.arange(120) >= 90
     stream = FederatedStream(
@@ -163,7 +163,7 @@ def test_official_test():
     assert sorted(np.concatenate([*used(stream).values()])) == list(range(90))
 
 
-def test_loaders_hold_what_the_plan_says():
+def test_loaders_contain_samples_of_plan():
     x, y = arrays()
     for data in ((x, y), (Pairs(x, y),)):
         stream = prepared(*data, split=Split(validation=0.25), batch_size=4)
@@ -176,7 +176,7 @@ def test_loaders_hold_what_the_plan_says():
     assert prepared(x, y).val_dataloader() == []
 
 
-def test_pretraining_samples():
+def test_pretrain_dataloader_contains_pretrain_samples():
     x, y = arrays(1200)
     stream = prepared(x, y, scenario=FLwFScenario(4, samples_per_round=12, test_per_class=5))
     xs, ys = (torch.cat(column) for column in zip(*stream.pretrain_dataloader(), strict=True))
@@ -185,12 +185,12 @@ def test_pretraining_samples():
     assert torch.equal(xs[xs[:, 0].argsort()], expected[0][expected[0][:, 0].argsort()])
 
 
-def test_no_pretraining_samples():
+def test_pretrain_dataloader_without_samples_raises():
     with raises(InvalidValueError, "scenario"):
         prepared(*arrays()).pretrain_dataloader()
 
 
-def test_turn():
+def test_client_round_contains_data_of_round():
     x, y = arrays()
     stream = prepared(x, y, class_order=[3, 1, 0, 2], rounds_per_experience=2, partition=IID(3))
     client_rounds = [stream.client_round("1", round_idx) for round_idx in range(4)]
@@ -208,14 +208,15 @@ def test_turn():
         assert client_round.num_stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
 
 
-def test_turn_of_a_client_without_data():
+def test_client_round_without_samples_is_empty():
     x, y = arrays()
-    stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])  # each owner has the classes of one experience
+    # Each owner has the classes of one experience.
+    stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])
     client_round = stream.client_round("0", 1)
     assert client_round.num_samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]
 
 
-def test_domains_get_numbers():
+def test_domain_names_become_numbers():
     x, y = arrays()
     group = np.array(["watch", "phone", "glasses"])[np.arange(120) % 3]
     stream = prepared(
@@ -226,7 +227,7 @@ def test_domains_get_numbers():
     assert {(t.new_classes, t.old_classes) for t in (stream.client_round("1", r) for r in range(3))} == {((), ())}
 
 
-def test_seeds(monkeypatch):
+def test_stream_seed_determines_plan(monkeypatch):
     x, y = arrays()
 
     def tests(**kwargs):
@@ -264,7 +265,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "kind", "argument"), WRONG)
-def test_wrong_arguments(options, kind, argument):
+def test_stream_invalid_argument_raises(options, kind, argument):
     with raises(kind, argument):
         FederatedStream(**options).setup("fit")
 
@@ -277,18 +278,18 @@ def test_wrong_arguments(options, kind, argument):
         (ClassIncremental, {"class_order": "ascending"}, (InvalidTypeError, "class_order")),
     ],
 )
-def test_wrong_arguments_of_parts(kind, options, expected):
+def test_split_and_scenario_invalid_argument_raises(kind, options, expected):
     with raises(*expected):
         kind(**options)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(ClassIncremental, "rounds_per_experience"), (Stationary, "num_rounds")])
-def test_wrong_numbers_of_rounds(kind, name):
+def test_scenario_zero_rounds_raises(kind, name):
     with raises(InvalidValueError, name, value=0):
         kind(**{name: 0})
 
 
-def test_arguments_are_found_by_their_short_names():
+def test_scenario_and_partition_accept_class_names():
     kept = {"data": "digits", "scenario": "flwf", "partition": "iid", "batch_size": 4, "shuffle": False}
     kept |= {"drop_last": True, "seed": 3}
     for name, value in kept.items():
@@ -304,32 +305,33 @@ def test_arguments_are_found_by_their_short_names():
 
 
 @pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])
-def test_labels_are_whole_numbers(of):
+def test_floating_targets_without_classes_raise(of):
     x = arrays(samples=8)[0]
     with raises(InvalidValueError, "y"):
         prepared(x, of([0.0, 1.0, 0.5, 1.0] * 2), partition=IID(1))
-    with raises(InvalidValueError, "y"):  # floating numbers are none, even if all are whole
+    # Floating-point targets are not classes, even if all are whole numbers.
+    with raises(InvalidValueError, "y"):
         prepared(x, of([0.0, 1.0] * 4), partition=IID(1))
     assert prepared(x, of([0, 1] * 4), partition=IID(1), split=Split(0.25)).y.tolist() == [0, 1] * 4
 
 
 @pytest.mark.parametrize("scenario", [FedViTScenario(), FLwFScenario(), ODFCLScenario()])
-def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
+def test_client_ids_with_scenario_that_assigns_clients_raise(scenario):
     with raises(InvalidValueError, "client_ids"):
         FederatedStream.from_arrays(*arrays()[:2], np.arange(len(arrays()[1])) % 3, scenario=scenario)
 
 
-def test_a_plain_trainer_refuses_many_clients(make_task, fit):
+def test_plain_trainer_with_several_clients_raises(make_task, fit):
     with raises(InvalidValueError, "strategy"):
         fit(make_task(), prepared(*arrays(), partition=IID(3)), strategy="auto")
 
 
-def test_a_plain_trainer_refuses_more_epochs_than_rounds(make_task, fit):
+def test_plain_trainer_with_more_epochs_than_rounds_raises(make_task, fit):
     with raises(InvalidValueError, "max_epochs"):
         fit(make_task(), prepared(*arrays(), partition=IID(1)), strategy="auto", max_epochs=3)
 
 
-def test_a_plain_trainer_trains_one_client(make_task, fit):
+def test_plain_trainer_trains_one_client(make_task, fit):
     stream, task, by_hand = prepared(*arrays(), partition=IID(1), batch_size=8), make_task(), make_task()
     fit(task, stream, strategy="auto")
     optimizer = by_hand.configure_optimizers()
@@ -343,7 +345,7 @@ def test_a_plain_trainer_trains_one_client(make_task, fit):
 
 
 def faces(people=8, images=12, size=16, seed=0):
-    """Images whose people are in no order."""
+    """Return images of people in random order."""
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.repeat(np.arange(people), images))
     x = rng.normal(size=(len(y), 1, size, size)).astype(np.float32) + y[:, None, None, None]
@@ -356,7 +358,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
+def test_odfcl_numbers_people_in_learning_order():
     arrays = faces()
     stream = FederatedStream(arrays, ODFCLScenario(**SMALL), seed=0)
     stream.setup("fit")
@@ -382,7 +384,7 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
     assert set(torch.cat([y for _, y in stream.pretrain_dataloader()]).tolist()) == {6, 7}
 
 
-def test_map_replaces_every_sample_by_what_is_made_of_it():
+def test_map_replaces_samples_by_function_outputs():
     x, y = arrays(samples=600)
     for data in (x, Pairs(x, y)):
         stream, sizes = prepared(data, y), []
@@ -393,7 +395,8 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
             return 2 * batch[:, :3]
 
         stream.samples = stream.samples.map(double)
-        assert sum(sizes) == 600 and max(sizes) < 600  # in batches
+        # The function gets batches, not all samples at once.
+        assert sum(sizes) == 600 and max(sizes) < 600
         assert not stream.samples.is_random
         taken = stream.get_samples(np.array([5, 599, 0]))
         assert (
@@ -408,7 +411,7 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
             assert torch.equal(stream.get_samples(np.array([7]))[0], torch.from_numpy(x[[7]]))
 
 
-def test_a_stream_in_words():
+def test_stream_str_names_data_and_scenario():
     assert str(FederatedStream("digits")) == "FederatedStream of digits, scenario ClassIncremental"
     assert str(FederatedStream(DatasetSpec("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
     assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
@@ -416,7 +419,7 @@ def test_a_stream_in_words():
     assert data_name(own) == "ArrayDataset"
 
 
-def test_pixels_are_normalised_batch_by_batch():
+def test_pixels_are_normalized_per_batch():
     rng = np.random.default_rng(0)
     pixels, y = rng.integers(256, size=(600, 3, 4, 4), dtype=np.uint8), rng.permutation(np.arange(600) % 4)
     mean, std = (rng.uniform(50, 150, (3, 1, 1)).astype(np.float32) for _ in range(2))

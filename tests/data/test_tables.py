@@ -1,4 +1,4 @@
-"""Tables: the samples of CSV and parquet files, and the messages about cells and columns."""
+"""Tests of tables: the samples of CSV and parquet files, and the messages about cells and columns."""
 
 import math
 import struct
@@ -22,7 +22,7 @@ def write(folder, text, name="site.csv", **options):
 
 
 def single(value):
-    """The nearest number in single precision."""
+    """Return the nearest float32 number."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -40,7 +40,7 @@ def test_table_of_a_spreadsheet_is_read(tmp_path):
     assert Table(path, "label", ["a"]).targets.tolist() == ["é", "b"]
 
 
-def test_table_scales_features_only_if_told(tmp_path):
+def test_table_scales_features_only_if_mean_and_std_given(tmp_path):
     path = write(tmp_path, "a,b,y\n1,10,0.5\n3,30,1.5\n")
     assert Table(path, "y", ["a", "b"]).x.tolist() == [[1, 10], [3, 30]]
     assert Table(path, "y", ["a", "b"], mean=[1, 20], std=[2, 10]).x.tolist() == [[0, -1], [1, 1]]
@@ -123,7 +123,7 @@ def test_table_ignores_duplicate_columns_that_are_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"a,y\n1,\xff\n", b'a,y\n1,"p\n'])
-def test_table_that_is_no_text_is_rejected_by_name(tmp_path, content):
+def test_table_that_is_not_text_raises_with_path(tmp_path, content):
     path = tmp_path / "site.csv"
     path.write_bytes(content)
     with pytest.raises(LightningFCLError, match=r"site\.csv to be a CSV file in UTF-8 but got: "):
@@ -140,18 +140,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("argument", WRONG)
-def test_table_names_an_invalid_argument(argument):
+def test_table_invalid_argument_raises(argument):
     with pytest.raises(LightningFCLError) as caught:
         Table(**{"path": "site.csv", "target": "y", "features": ["a"], **WRONG[argument]})
     assert caught.value.argument == argument
 
 
-def test_table_rejects_the_target_among_the_features():
+def test_table_target_in_features_raises():
     with pytest.raises(LightningFCLError, match="Remove `y` from `features`"):
         Table("site.csv", "y", ["a", "y"])
 
 
-def test_stream_of_tables_has_the_samples_of_arrays(tmp_path):
+def test_stream_of_tables_equals_stream_of_arrays(tmp_path):
     rng = np.random.default_rng(0)
     x, y, owner = rng.normal(size=(60, 2)), np.array(["p", "q", "r"])[rng.integers(3, size=60)], np.arange(60) % 2
     for client in (0, 1):
@@ -180,7 +180,7 @@ def write_parquet(folder, columns):
     return folder / "site.parquet"
 
 
-def test_parquet_file_has_the_samples_of_a_csv_file(tmp_path):
+def test_parquet_file_equals_csv_file(tmp_path):
     columns = {
         "whole": [1, 2, 3],
         "label": ["p", "q", "p"],
@@ -218,7 +218,7 @@ def test_parquet_file_names_row_and_column_of_an_invalid_cell(tmp_path, columns,
     assert [part for part in (str(path), *parts) if part not in str(caught.value)] == []
 
 
-def test_damaged_parquet_file_is_rejected_by_name(tmp_path):
+def test_damaged_parquet_file_raises_with_path(tmp_path):
     path = write_parquet(tmp_path, {"a": [1.0] * 50, "y": ["p"] * 50})
     content = path.read_bytes()
     for length in (0, 4, len(content) // 2, len(content) - 4):

@@ -1,4 +1,4 @@
-"""Targets are what items hold: labels as the numbers of their classes, others as they are."""
+"""Tests that targets come from the items of a dataset: labels become class numbers, other targets stay unchanged."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ def stream_of(data, **kwargs):
 
 
 class Two(L.LightningDataModule):
-    """The first fifty samples to train on, the others to test on."""
+    """Data module with the first fifty samples for training and the remaining ones for testing."""
 
     def __init__(self, data):
         super().__init__()
@@ -40,7 +40,7 @@ class Two(L.LightningDataModule):
 
 @pytest.mark.may("Whole-number targets with a floating-point dtype", "The targets are not classes.")
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
-def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
+def test_whole_floating_targets_are_not_classes(kind):
     stream = stream_of(kind(TensorDataset(X, 15.0 + 5 * Y)))
     assert torch.equal(stream.get_samples(np.arange(64))[1], 15.0 + 5 * Y)
     assert stream.classes == () and stream.num_classes == 0 and len(stream.y) == 0
@@ -50,7 +50,7 @@ def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
     "`classes=[...]` or `classes=()`", "The stream uses the given class names. With `()`, targets are not classes."
 )
 @pytest.mark.parametrize("kind", [lambda data: data, Two])
-def test_classes_of_a_data_set_or_module_may_be_named_or_none(kind):
+def test_classes_can_be_named_or_empty(kind):
     data = kind(TensorDataset(X, Y))
     assert stream_of(data).classes == ("0", "1", "2", "3")
     assert stream_of(data, classes=()).classes == stream_of(data, classes=[]).classes == ()
@@ -58,7 +58,7 @@ def test_classes_of_a_data_set_or_module_may_be_named_or_none(kind):
     assert stream_of(data, classes=["a", "b", "c", "d"]).classes == ("a", "b", "c", "d")
 
 
-def test_data_that_name_their_classes_take_no_others():
+def test_classes_for_data_with_class_names_raise():
     with raises(InvalidValueError, "classes"):
         stream_of(ArrayDataset(X.numpy(), Y.numpy(), None, tuple("abcd")), classes=["a"])
 
@@ -72,11 +72,11 @@ class Named(NamedTuple):
 
 
 class ListOf(list, Dataset):
-    """A list as a data set."""
+    """A list that is also a dataset."""
 
 
 class Told(Dataset):
-    """Tells labels that its items do not hold, perhaps."""
+    """Dataset whose attribute `targets` may differ from the labels of its items."""
 
     def __init__(self, labels, told):
         self.labels, self.targets, self.read = labels, told, 0
@@ -102,9 +102,10 @@ class Merged(Subset):
     "Datasets with a `.targets` attribute", "Labels come from the items of the dataset, not from `.targets`."
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_labels_are_those_that_items_hold(wrapped):
+def test_labels_come_from_items(wrapped):
     labels = (10 + Y * 2).tolist()
-    data = Told(labels, Y.tolist())  # as a `target_transform` does
+    # A `target_transform` can make labels that differ from `targets`.
+    data = Told(labels, Y.tolist())
     if wrapped:
         data, labels = Merged(data, range(64)), [label // 2 for label in labels]
     stream = stream_of(data)
@@ -115,21 +116,22 @@ def test_labels_are_those_that_items_hold(wrapped):
     assert torch.equal(x, X) and [names[c] for c in y] == labels
 
 
-def test_labels_that_a_data_set_tells_are_compared_with_some_items():
+def test_declared_targets_are_compared_with_some_items():
     labels = [10 * (index % 4) for index in range(1000)]
     data = Told(labels, labels)
     stream = stream_of(data)
     stream.setup("fit")
     assert data.read < 110 and stream.classes == ("0", "10", "20", "30")
     data.labels = [*labels[:5], 30, *labels[6:]]
-    assert stream.get_samples(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]  # what the items hold
+    # The labels are those of the items.
+    assert stream.get_samples(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]
     data.labels = [7] * 1000
     with raises(InvalidValueError, "y", value=7):
         stream.get_samples(torch.tensor([3]).numpy())
 
 
 @pytest.mark.parametrize("second", [None, (torch.ones(2), None)])
-def test_items_whose_second_part_is_no_target_need_none(second):
+def test_items_without_target_need_no_classes(second):
     items = ListOf([(torch.ones(3), second, 1.0)] * 6)
     stream = stream_of(items, collate_fn=lambda batch: Named(*zip(*batch, strict=True)))
     assert stream.classes == ()

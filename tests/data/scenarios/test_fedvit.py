@@ -1,4 +1,4 @@
-"""Every client learns every block of classes, in its own order, with few samples that it shares with few."""
+"""Tests of `FedViTScenario`: every client learns every block of classes, in its own order, with few samples."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from lightning_fcl.data.scenarios import FedViTScenario, SamplePool
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 
-# 100 classes of 80 to 179 samples, in no order; a fifth of each is for tests.
+# 100 classes of 80 to 179 samples, in random order. A fifth of each class is for testing.
 SIZES = np.arange(80, 180)
 Y = np.random.default_rng(0).permutation(np.repeat(np.arange(100), SIZES))
 TEST = np.sort(np.concatenate([np.flatnonzero(c == Y)[::5] for c in range(100)]))
@@ -28,7 +28,7 @@ def draw(**kwargs):
 
 
 def rows(plan):
-    """The samples of every client in each of its tasks, once."""
+    """Return the samples of each client in each of its tasks, without repetitions."""
     step = plan.num_rounds // len(plan.tasks[plan.clients[0]])
     return {client: [current[client] for current in plan.train[::step]] for client in plan.clients}
 
@@ -40,7 +40,7 @@ def text(plan):
 
 
 def copies(plan):
-    """How many clients have each sample."""
+    """Return the number of clients that have each sample."""
     return np.bincount(np.concatenate([part for own in rows(plan).values() for part in own]), minlength=len(Y))
 
 
@@ -49,7 +49,7 @@ def plan():
     return draw()
 
 
-def test_it_is_the_papers_plan(plan):
+def test_fedvit_plan_equals_paper(plan):
     assert plan.num_rounds == 100 and plan.clients == tuple(str(client) for client in range(20))
     assert plan.test is TEST and len(plan.validation) == len(plan.pretrain) == len(plan.base_samples) == 0
     assert plan.groups.tolist() == Y.tolist() and plan.groups_are_classes and plan.class_order is None
@@ -58,7 +58,7 @@ def test_it_is_the_papers_plan(plan):
         assert all(np.array_equal(plan.train[r][client], plan.train[r // 10 * 10][client]) for r in range(100))
 
 
-def test_every_client_has_every_block_once_in_an_order_of_its_own(plan):
+def test_fedvit_clients_have_all_blocks_in_different_orders(plan):
     blocks = sorted(plan.task_classes["0"])
     assert sorted(c for block in blocks for c in block) == list(range(100)) and {len(b) for b in blocks} == {10}
     assert blocks != [tuple(range(first, first + 10)) for first in range(0, 100, 10)]
@@ -67,7 +67,7 @@ def test_every_client_has_every_block_once_in_an_order_of_its_own(plan):
     assert plan.classes_of_task("7", 4) == plan.task_classes["7"][4]
 
 
-def test_classes_and_shares_are_in_their_ranges(plan):
+def test_fedvit_classes_and_shares_are_in_range(plan):
     numbers, shares = [], []
     for client, parts in rows(plan).items():
         for e, part in enumerate(parts):
@@ -78,12 +78,12 @@ def test_classes_and_shares_are_in_their_ranges(plan):
                 count, whole = (Y[part] == label).sum(), OF_CLASS[label]
                 assert 0.05 * whole - 0.5 <= count <= 0.1 * whole + 0.5
                 shares.append(count / whole)
-    # Uniform: 200 numbers from 2 to 5, some 700 shares.
+    # The draws are uniform: 200 numbers of classes from 2 to 5, and about 700 shares.
     assert np.bincount(numbers, minlength=6)[2:].min() > 30 and np.bincount(numbers)[:2].sum() == 0
     assert np.mean(shares) == pytest.approx(0.075, abs=0.002) and np.std(shares) == pytest.approx(0.0144, abs=0.002)
 
 
-def test_no_sample_is_shared_while_there_are_enough(plan):
+def test_fedvit_sufficient_samples_are_not_shared(plan):
     number = copies(plan)
     assert not number[TEST].any() and number.max() == 1
     for parts in rows(plan).values():
@@ -91,7 +91,7 @@ def test_no_sample_is_shared_while_there_are_enough(plan):
         assert len(everything) == len(set(everything.tolist()))
 
 
-def test_where_there_are_not_enough_all_samples_of_a_class_go_around_equally_often():
+def test_fedvit_insufficient_samples_are_shared_evenly():
     plan = draw(num_clients=100, rounds_per_task=1)
     number = copies(plan)
     assert not number[TEST].any()
@@ -105,20 +105,20 @@ def test_where_there_are_not_enough_all_samples_of_a_class_go_around_equally_oft
         assert all(len(part) == len(np.unique(part)) for part in parts)
 
 
-def test_all_of_a_class_for_all():
+def test_fedvit_sample_fraction_one_gives_all_samples():
     plan = fedvit(
         np.repeat([0, 1], [10, 15]), num_tasks=1, num_clients=4, classes_per_client=[2, 2], sample_fraction=[1, 1.0]
     )
     assert all(part.tolist() == list(range(25)) for own in rows(plan).values() for part in own)
 
 
-def test_the_seed_draws_everything(plan):
+def test_fedvit_plan_depends_on_seed(plan):
     assert text(draw()) == text(plan)
     other = draw(seed=4)
     assert sorted(other.task_classes["0"]) != sorted(plan.task_classes["0"]) and text(other) != text(plan)
 
 
-def test_more_clients_change_nothing_for_the_first(plan):
+def test_fedvit_first_clients_do_not_depend_on_num_clients(plan):
     few = draw(num_clients=6)
     for r in range(100):
         assert all(np.array_equal(few.train[r][client], plan.train[r][client]) for client in few.clients)
@@ -126,7 +126,7 @@ def test_more_clients_change_nothing_for_the_first(plan):
     assert few.task_classes == {client: plan.task_classes[client] for client in few.clients}
 
 
-def test_an_order_for_all_leaves_each_client_its_samples(plan):
+def test_fedvit_common_order_keeps_samples_of_clients(plan):
     shared = draw(order_per_client=False)
     assert len(set(shared.task_classes.values())) == 1
     assert sorted(shared.task_classes["0"]) == sorted(plan.task_classes["0"])
@@ -135,7 +135,7 @@ def test_an_order_for_all_leaves_each_client_its_samples(plan):
         assert np.array_equal(one, other)
 
 
-def test_the_order_of_the_classes_can_be_given():
+def test_fedvit_class_order_defines_blocks():
     plan = draw(class_order="ascending", order_per_client=False, num_tasks=25, classes_per_client=(2, 4))
     assert plan.task_classes["3"] == tuple(tuple(range(first, first + 4)) for first in range(0, 100, 4))
     order = list(range(99, -1, -1))
@@ -143,12 +143,12 @@ def test_the_order_of_the_classes_can_be_given():
     assert plan.task_classes["3"][0] == tuple(range(90, 100)) and plan.task_classes["3"][9] == tuple(range(10))
 
 
-def test_blocks_of_one_class_may_be_given_whole():
+def test_fedvit_blocks_of_one_class():
     plan = draw(num_tasks=100, classes_per_client=(1, 1), num_clients=2, rounds_per_task=1)
     assert plan.tasks == plan.task_classes and {len(block) for block in plan.task_classes["1"]} == {1}
 
 
-def test_labels_need_not_be_those_of_all_classes():
+def test_fedvit_labels_with_gaps():
     y = np.repeat([2, 5, 7, 30], 40)
     plan = fedvit(y, num_tasks=2, num_clients=3, classes_per_client=(2, 2))
     assert sorted(c for block in plan.task_classes["0"] for c in block) == [2, 5, 7, 30]
@@ -176,7 +176,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "argument", "value"), REFUSED)
-def test_what_cannot_be_is_refused(options, argument, value):
+def test_fedvit_invalid_argument_raises(options, argument, value):
     with raises(InvalidValueError, argument, value=value):
         draw(**options)
 
@@ -190,7 +190,7 @@ def prepared(validation=0.0, **kwargs):
     return stream
 
 
-def test_the_stream_hands_over_its_parts_and_its_seed(plan):
+def test_fedvit_stream_passes_splits_and_seed(plan):
     stream = prepared()
     assert text(stream.plan) == text(plan) and stream.plan.test.tolist() == TEST.tolist()
     stream = prepared(validation=0.25, num_clients=2, sample_fraction=[0.1, 0.2])
@@ -199,7 +199,7 @@ def test_the_stream_hands_over_its_parts_and_its_seed(plan):
     assert not np.isin(used, np.concatenate([stream.plan.validation, TEST])).any()
 
 
-def test_turns_name_the_block_of_the_clients_task(plan):
+def test_fedvit_client_round_contains_task_classes(plan):
     stream = prepared()
     for client, round_idx in (("0", 0), ("0", 10), ("13", 99)):
         client_round = stream.client_round(client, round_idx)
@@ -212,7 +212,7 @@ def test_turns_name_the_block_of_the_clients_task(plan):
         )
 
 
-def test_other_streams_have_no_blocks():
+def test_other_scenarios_have_no_task_classes():
     stream = FederatedStream("digits", seed=0)
     stream.setup("fit")
     assert stream.client_round("0", 0).task_classes == () and stream.plan.classes_of_task("0", 3) == ()

@@ -1,4 +1,4 @@
-"""Who sees which samples when."""
+"""Tests of scenarios: which client has which samples in which round."""
 
 from functools import partial
 
@@ -31,11 +31,11 @@ def rng(seed=0):
 
 
 def counts(y, indices):
-    """Samples of each class among ``indices``."""
+    """Return the number of samples of each class among ``indices``."""
     return {int(c): int(n) for c, n in zip(*np.unique(y[indices], return_counts=True), strict=True)}
 
 
-def test_split_is_stratified_and_complete():
+def test_stratified_split_is_stratified_and_complete():
     y = rng().permutation(np.repeat([0, 1, 5], [40, 20, 10]))
     rest, part = stratified_split(y, 0.3, rng())
     assert counts(y, part) == {0: 12, 1: 6, 5: 3}
@@ -46,14 +46,14 @@ def test_split_is_stratified_and_complete():
 
 
 def class_experiences(indices, y, experiences, order, seed):
-    """The samples and the classes of each experience of one client."""
+    """Return the samples and the classes of each experience of one client."""
     pool = SamplePool(y, clients={"a": indices}, classes=tuple(map(str, range(y.max() + 1))))
     plan = ClassIncremental(experiences, class_order=order).plan(pool, seed)
     return [current["a"] for current in plan.train], list(plan.tasks["a"])
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4, 5], [2, 3, 5, 7, 11, 13]])
-def test_class_experiences_share_out_the_samples_by_class(labels):
+def test_class_incremental_divides_samples_by_class(labels):
     y = rng().permutation(np.repeat(labels, 7))
     indices = np.sort(rng(1).permutation(len(y))[:30])
     samples, groups = class_experiences(indices, y, 3, None, seed=4)
@@ -64,7 +64,7 @@ def test_class_experiences_share_out_the_samples_by_class(labels):
         assert members.tolist() == [i for i in indices if y[i] in group]
 
 
-def test_class_experiences_follow_a_given_order():
+def test_class_incremental_follows_class_order():
     y = np.repeat([2, 3, 5, 7], 3)
     _, groups = class_experiences(np.arange(12), y, 2, [7, 2, 6, 3, 5], seed=0)
     assert groups == [(2, 7), (3, 5)]
@@ -72,20 +72,20 @@ def test_class_experiences_follow_a_given_order():
     assert groups == [(7,), (2,), (3,), (5,)]
 
 
-def test_class_order_comes_from_the_seed():
+def test_class_incremental_order_depends_on_seed():
     y = np.repeat(np.arange(10), 2)
     orders = [class_experiences(np.arange(20), y, 10, None, seed)[1] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
 
 def domain_experiences(indices, group, order):
-    """The samples and the domain of each experience of one client."""
+    """Return the samples and the domain of each experience of one client."""
     pool = SamplePool(np.zeros_like(group), clients={"a": indices}, group=group)
     plan = DomainIncremental(domain_order=order).plan(pool)
     return [current.get("a", indices[:0]) for current in plan.train], list(plan.tasks["a"])
 
 
-def test_domain_experiences():
+def test_domain_incremental_follows_domain_order():
     group = np.array([3, 1, 3, 2, 1, 3])
     indices = np.array([0, 1, 2, 4, 5])
     samples, groups = domain_experiences(indices, group, None)
@@ -94,7 +94,7 @@ def test_domain_experiences():
     assert [s.tolist() for s in samples] == [[0, 2, 5], [], [1, 4]] and groups == [(3,), (2,), (1,)]
 
 
-# Two experiences of one client, of another one.
+# Samples of two clients in two experiences.
 PARTS = {"a": [np.arange(10), np.arange(10, 20)], "b": [np.arange(20, 26), np.arange(26, 26)]}
 
 
@@ -107,7 +107,7 @@ def rounds_of(rounds_per_experience, samples_per_round, history):
     return DomainIncremental(rounds_per_experience, samples_per_round, history=history).plan(pool).train
 
 
-def test_every_round_has_all_samples_of_its_experience():
+def test_rounds_have_all_samples_of_their_experience():
     rounds = rounds_of(2, None, "round")
     assert [sorted(current) for current in rounds] == [["a", "b"], ["a", "b"], ["a"], ["a"]]
     for r, current in enumerate(rounds):
@@ -115,7 +115,7 @@ def test_every_round_has_all_samples_of_its_experience():
             assert indices.tolist() == PARTS[client][r // 2].tolist()
 
 
-def test_samples_per_round_are_never_reused():
+def test_samples_per_round_never_reuses_samples():
     rounds = rounds_of(2, 3, "round")
     used = [i for current in rounds for indices in current.values() for i in indices]
     assert [{c: len(i) for c, i in current.items()} for current in rounds] == [{"a": 3, "b": 3}] * 2 + [{"a": 3}] * 2
@@ -124,7 +124,7 @@ def test_samples_per_round_are_never_reused():
         assert all(set(indices) <= set(PARTS[client][r // 2]) for client, indices in current.items())
 
 
-def test_history():
+def test_history_adds_samples_of_other_rounds():
     single = rounds_of(2, 3, "round")
     seen, everything = (rounds_of(2, 3, history) for history in ("seen", "all"))
     for r in range(4):
@@ -141,7 +141,7 @@ def stream(scenario, y, group=None):
     return owners, scenario.plan(pool)
 
 
-def test_clients_share_an_order_and_keep_their_samples():
+def test_class_order_is_shared_by_clients():
     y = rng().permutation(np.repeat(np.arange(4), 10))
     owners, plan = stream(ClassIncremental(2, 2, class_order=[3, 0, 1, 2]), y)
     assert plan.tasks == {"a": ((0, 3), (1, 2)), "b": ((0, 3), (1, 2))}
@@ -151,17 +151,18 @@ def test_clients_share_an_order_and_keep_their_samples():
             assert indices.tolist() == [i for i in owners[client] if y[i] in plan.tasks[client][r // 2]]
 
 
-def test_clients_with_orders_of_their_own():
+def test_order_per_client_differs_between_clients():
     y = rng().permutation(np.repeat(np.arange(8), 20))
     owners, plan = stream(ClassIncremental(8, 2, order_per_client=True), y)
     assert plan.tasks["a"] != plan.tasks["b"]
     assert sorted(plan.tasks["a"]) == sorted(plan.tasks["b"]) == [(c,) for c in range(8)]
     for client in "ab":
         seen = np.concatenate([current[client] for current in plan.train])
-        assert counts(y, seen) == {c: 2 * n for c, n in counts(y, owners[client]).items()}  # two rounds each
+        # Each experience has two rounds.
+        assert counts(y, seen) == {c: 2 * n for c, n in counts(y, owners[client]).items()}
 
 
-def test_experiences_of_unequal_size_in_an_order_by_name():
+def test_class_incremental_unequal_sizes_and_order_by_name():
     y = rng().permutation(np.repeat(np.arange(8), 5))
     order = ["h", 0, "c", "b", 3, "e", "f", "g"]
     owners, plan = stream(ClassIncremental([4, 3, 1], class_order=order), y)
@@ -172,7 +173,7 @@ def test_experiences_of_unequal_size_in_an_order_by_name():
     assert drawn[0] == drawn[1] and [len(classes) for classes in drawn[0]] == [4, 3, 1]
 
 
-def test_every_client_may_be_given_an_order():
+def test_class_order_per_client():
     y = np.tile(np.arange(4), 10)
     owners = {"a": np.arange(20), "b": np.arange(20, 40)}
     orders = {"a": ["d", "c", "b", "a"], "b": [0, 1, 2, 3]}
@@ -186,13 +187,13 @@ def test_every_client_may_be_given_an_order():
     assert plan.tasks == {"a": ((1,), (0,)), "b": ((0,), (1,))}
 
 
-def test_one_experience_needs_no_classes():
+def test_class_incremental_one_experience_needs_no_classes():
     pool = SamplePool(np.zeros(6, dtype=np.int64), clients={"a": np.arange(4), "b": np.arange(4, 6)})
     plan = ClassIncremental(1, 2).plan(pool)
     assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.class_split(1) == ((), ())
 
 
-def test_domains_are_the_groups_of_the_test():
+def test_domain_incremental_groups_are_domains():
     y, group = np.zeros(12, dtype=np.int64), np.repeat([0, 1, 2], 4)
     _, plan = stream(DomainIncremental(2, domain_order=[2, "north", 1]), y, group)
     assert plan.tasks["a"] == ((2,), (0,), (1,)) and plan.groups is group
@@ -252,15 +253,16 @@ def of_domains(order):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(call, kind, argument):
+def test_scenario_invalid_argument_raises(call, kind, argument):
     with raises(kind, argument):
         call()
 
 
-Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 1944]))  # UCI HAR's classes
+# The numbers of samples are those of the classes of UCI HAR.
+Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 1944]))
 
 
-def test_flwf_is_the_papers_plan():
+def test_flwf_plan_equals_paper():
     plan = flwf(Y)
     assert plan.num_rounds == 8 and plan.clients == ("client1", "generalized")
     assert plan.experiences == {"client1": (0, 0, 0, 0, 1, 1, 1, 1), "generalized": (0,) * 8}
@@ -273,13 +275,13 @@ def test_flwf_is_the_papers_plan():
     assert plan.groups.tolist() == Y.tolist() and len(plan.validation) == 0
 
 
-def test_flwf_uses_no_sample_twice():
+def test_flwf_uses_every_sample_once():
     plan = flwf(Y)
     used = [*plan.test, *plan.pretrain, *(i for current in plan.train for part in current.values() for i in part)]
     assert len(used) == len(set(used)) == 600 + 60 + 8 * 2 * 120
 
 
-def test_flwf_takes_other_tasks():
+def test_flwf_custom_tasks():
     plan = flwf(Y, num_rounds=6, samples_per_round=12, tasks={"x": [[0, 3], [1], [5, 2, 4]]}, history="seen")
     assert plan.experiences == {"x": (0, 0, 1, 1, 2, 2)}
     assert counts(Y, plan.train[5]["x"]) == {0: 12, 3: 12, 1: 24, 5: 8, 2: 8, 4: 8}
@@ -300,17 +302,17 @@ def test_flwf_takes_other_tasks():
         ({"samples_per_round": 100}, "samples_per_round"),
     ],
 )
-def test_flwf_that_cannot_be(options, argument):
+def test_flwf_invalid_argument_raises(options, argument):
     with raises(InvalidValueError, argument):
         flwf(Y, **options)
 
 
-# Ten people with enough images, two that have 35 but for one, and two with few.
+# Twelve people have at least 35 images, two have 34, and two have few.
 PEOPLE = rng(3).permutation(np.repeat(np.arange(16), [40] * 10 + [35] * 2 + [34] * 2 + [5, 1]))
 
 
 def held(plan, session, rounds=20):
-    """What each node trains on in a session, the same in each of its rounds."""
+    """Return the training samples of each node in a session, which are the same in each of its rounds."""
     for current in plan.train[session * rounds : (session + 1) * rounds]:
         assert {node: part.tolist() for node, part in current.items()} == {
             node: part.tolist() for node, part in plan.train[session * rounds].items()
@@ -318,7 +320,7 @@ def held(plan, session, rounds=20):
     return plan.train[session * rounds]
 
 
-def test_odfcl_is_the_papers_plan():
+def test_odfcl_plan_equals_paper():
     plan = odfcl(PEOPLE)
     numbers = np.argsort(plan.class_order)[PEOPLE]
     assert plan.num_rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.num_outputs == 10
@@ -359,8 +361,8 @@ def test_odfcl_uses_every_sample_once(nodes, validation):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
-def test_odfcl_history(nodes):
-    """Joint training: what a node has seen, and its share of the base session."""
+def test_odfcl_history_adds_seen_samples_and_base_share(nodes):
+    """Joint training uses the samples that a node has seen, and its share of the base session."""
     plain, seen, everything = (odfcl(PEOPLE, num_nodes=nodes, history=h) for h in ("round", "seen", "all"))
     shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
     assert sorted(shares[0]) == sorted([*plain.base_samples, *np.concatenate(list(plain.train[0].values()))])
@@ -374,7 +376,7 @@ def test_odfcl_history(nodes):
 
 
 @pytest.mark.parametrize("plan", [partial(flwf, Y), partial(odfcl, PEOPLE, validation_per_class=5)])
-def test_the_papers_plans_come_from_the_seed(plan):
+def test_paper_plans_depend_on_seed(plan):
     def parts(seed):
         drawn = plan(seed=seed)
         found = [
@@ -391,7 +393,7 @@ def test_the_papers_plans_come_from_the_seed(plan):
     assert all(left != right for left, right in zip(parts(0), parts(1), strict=True))
 
 
-def test_odfcl_of_other_sizes():
+def test_odfcl_custom_sizes():
     plan = odfcl(
         PEOPLE, num_people=8, num_base_people=2, num_sessions=3, num_nodes=2, train_per_class=6, test_per_class=2,
         pretrain_per_class=3,
@@ -405,8 +407,9 @@ def test_odfcl_of_other_sizes():
     assert len(odfcl(PEOPLE, pretrain_per_class=0).pretrain) == 0
 
 
-def test_odfcl_does_not_mind_labels_that_nobody_has():
-    y = np.where(PEOPLE > 3, PEOPLE + 2, PEOPLE)  # nobody is 4 or 5
+def test_odfcl_accepts_labels_with_gaps():
+    # No person has label 4 or 5.
+    y = np.where(PEOPLE > 3, PEOPLE + 2, PEOPLE)
     plan = odfcl(y)
     numbers = np.argsort(plan.class_order)[y]
     assert counts(numbers, plan.base_samples) == dict.fromkeys(range(4), 28)
@@ -440,13 +443,13 @@ def test_odfcl_does_not_mind_labels_that_nobody_has():
         ({"history": "none"}, (UnknownNameError, "history")),
     ],
 )
-def test_odfcl_that_cannot_be(options, expected):
+def test_odfcl_invalid_argument_raises(options, expected):
     with raises(*expected):
         odfcl(PEOPLE, **options)
 
 
-def test_new_and_old_classes_of_other_scenarios():
-    """New is what nobody has learnt before; a client may be ahead of another."""
+def test_class_split_new_classes_are_new_to_all_clients():
+    """New classes are those that no client has learned before. Clients can be in different experiences."""
     plan = flwf(Y, tasks={"a": [[0], [1]], "b": [[1, 2], [0, 3]]}, samples_per_round=12)
     assert plan.class_split(0) == ((0, 1, 2), ()) and plan.class_split(7) == ((3,), (0, 1, 2))
     assert flwf(Y).class_split(7) == ((0, 2, 3, 4, 5), (1,))
