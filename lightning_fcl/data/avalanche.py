@@ -40,9 +40,9 @@ _SETTINGS = "avalanche.benchmarks.datasets.dataset_utils"
 
 @contextmanager
 def _light_import() -> Iterator[None]:
-    """Temporarily allow an import of Avalanche without its optional packages and without writing a settings file.
+    """Temporarily skip packages that Avalanche does not need here, and do not let it write a settings file.
 
-    An optional package is imported later, when Avalanche first uses one of its attributes.
+    A skipped package is imported later, when Avalanche first uses one of its attributes.
     """
     specs = {name: find_spec(name) for name in _UNUSED if name not in sys.modules}
     placeholders = {name: _make_placeholder(spec) for name, spec in specs.items() if spec is not None}

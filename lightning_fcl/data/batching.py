@@ -75,7 +75,7 @@ def fetch(data: Any, rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A request to read the samples of one batch. Random draws of the read depend only on ``seed`` and ``key``."""
+    """A request to read the samples of one batch. Its random draws depend only on ``seed`` and ``key``."""
 
     rows: NDArray[np.int64]
     seed: int
@@ -150,7 +150,8 @@ class BatchPlan:
         batch_size: Number of samples per batch.
         shuffle: Whether samples are shuffled in each local epoch.
         drop_last: Whether an incomplete last batch is dropped.
-        limit_batches: Maximum number of batches over all local epochs, or the share of them that is kept, at least one.
+        limit_batches: Maximum number of batches over all local epochs (int), or the share of batches that is kept
+            (float). A share keeps at least one batch.
         min_size: Minimum number of samples in a batch, at most ``batch_size``. A smaller last batch is merged into the
             previous batch.
     """
@@ -180,7 +181,7 @@ class BatchPlan:
         return steps
 
     def limit_steps(self, steps: IntArray) -> IntArray:
-        """Return the number of batches that are kept of a number of batches, shape (clients,)."""
+        """Return the number of batches after `limit_batches` is applied, shape (clients,)."""
         if isinstance(self.limit_batches, int):
             return np.minimum(steps, self.limit_batches)
         return np.maximum(1, (steps * self.limit_batches).astype(np.int64))
@@ -194,7 +195,8 @@ def order_keys(seed: int, clients: Sequence[str], round_idx: int) -> Keys:
 def keyed_permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
     """Return a random order for each key, shape (keys, largest size).
 
-    Positions beyond the size of a client are last. Each ``stream`` gives a different order for the same key.
+    For a size below the largest size, the numbers beyond it come last. Each ``stream`` gives a different order for the
+    same key.
     """
     width = int(sizes.max(initial=0))
     draws = random_uint64(keys, width, start=stream << 32)

@@ -59,7 +59,7 @@ def check_shapes(clients: Mapping[Any, SplitDatasets], collate_fn: Collate) -> N
 
 
 def targets_of_clients(y: Any, clients: Mapping[Any, SplitDatasets]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each split of each client. Raise ValueError if ``y`` has other clients than the data."""
+    """Return the targets of each split of each client. Raise ValueError if ``y`` has different clients."""
     client_targets = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if client_targets is None or client_targets.keys() != clients.keys():
         description = (
@@ -83,7 +83,7 @@ def targets_in(y: Any, parts: SplitDatasets, owner_name: str) -> dict[str, NDArr
         owner_name: Description of the data for error messages.
 
     Raises:
-        ValueError: If ``y`` has other splits, or another number of targets, than the data.
+        ValueError: If the splits or the numbers of targets differ from those of the data.
     """
     targets_by_part = (
         {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}

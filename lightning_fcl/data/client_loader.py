@@ -27,8 +27,8 @@ class ClientLoader:
     def __len__(self) -> int:
         if self.stream.count_batches is None:
             raise InvalidTypeError(
-                'Expected a Trainer with `strategy="federated"` to be fitting, because the fit counts the batches of a '
-                "client in a round, but no such fit is running.",
+                'Expected a running fit of a Trainer with `strategy="federated"`, which counts the batches of a client '
+                "in a round, but no such fit is running.",
                 argument="strategy",
             )
         return self.stream.count_batches()

@@ -93,7 +93,7 @@ class SampleHistory:
     @cached_property
     def new(self) -> Tensor:
         """Mask of the round's samples that are in no earlier round in which the client trained, shape (n,)."""
-        # If an earlier round shares the array of the current round, no sample is new.
+        # `_others` leaves out earlier rounds that share the array of the current round. In that case, no sample is new.
         if len(self._others) < len(self.experience):
             return torch.zeros(len(self.numbers), dtype=torch.bool)
         return self.new_in_experience & ~self._within(self._others)
@@ -116,7 +116,7 @@ class SampleHistory:
 
 
 class ClientRounds(Sequence[ClientRound]):
-    """Sequence of the `ClientRound` of several clients. An item is created on first access, because few are needed."""
+    """Sequence of the `ClientRound` of several clients. Each item is created on first access."""
 
     def __init__(
         self,

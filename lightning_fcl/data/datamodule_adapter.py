@@ -63,7 +63,7 @@ def delegate_hooks(
         is_prepared: Whether the data are already prepared.
 
     Raises:
-        ValueError: If there are several data modules and one overrides a hook of the batch transfer.
+        ValueError: If there are several data modules and one overrides a batch transfer hook.
     """
     stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
     hooks = [partial(_prepare, module, stream) for module in modules]
@@ -105,17 +105,22 @@ def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
 
 
 def overridden_hook(*owners: object) -> str | None:
-    """Return which owner overrides which hook of the batch transfer, as text, or None if no owner does."""
+    """Return a text such as "`Module` overrides `hook`" for the batch transfer hooks, or None if none is overridden."""
     modules = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
     overrides = ((owner, hook) for owner, hook in product(modules, TRANSFER_HOOKS) if is_overridden(hook, owner))
     return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in overrides), None)
 
 
 def check_no_hooks(caller: str, *owners: object) -> None:
-    """Raise ValueError if an owner overrides a hook of the batch transfer, for a caller whose samples skip the hook."""
+    """Raise ValueError if an owner overrides a batch transfer hook, which the samples of a caller would skip.
+
+    Args:
+        caller: Name of the feature whose samples skip the hooks, for the message.
+        owners: Data modules and modules. Other objects are ignored.
+    """
     if hook := overridden_hook(*owners):
         raise InvalidValueError(
-            f"Expected samples without hooks of the batch transfer for {caller}, but {hook}.",
+            f"Expected samples without batch transfer hooks for {caller}, but {hook}.",
             hint="Move the code of the hook to the transform of the dataset.",
             argument="datamodule",
             value=hook,
@@ -212,7 +217,7 @@ def common_loader_config(clients: Mapping[Any, SplitDatasets], left_open: Collec
 
 
 def _kind(value: Any) -> object:
-    """Return the part of a setting that is compared: the function of a method, or the class of a callable object."""
+    """Return the part of a setting that is compared: a method's function, a callable object's class, or the value."""
     if ismethod(value):
         return value.__func__
     return type(value) if callable(value) and not isfunction(value) else value

@@ -37,7 +37,7 @@ def compute_features(
 
     Targets, owners and splits stay unchanged. The features are cached under a key of the images, in their order, and of
     the layers and weights of the backbone. Every split, process and run with the same images maps the same file into
-    memory. Before that, the checksum and the first features of the file are checked.
+    memory. Before each use, the checksum and the first features of the file are checked.
 
     Args:
         samples: Samples with images.

@@ -56,7 +56,7 @@ class Generators:
         return self._found[id(root)][1]
 
     def seeded(self, roots: Mapping[str, object], seed: int) -> AbstractContextManager[None]:
-        """Temporarily seed each generator that some objects can reach. Its seed depends on ``seed`` and its path.
+        """Temporarily seed each generator that some objects can reach. Its seed depends on ``seed`` and on its path.
 
         Args:
             roots: The objects, keyed by the first part of the paths.

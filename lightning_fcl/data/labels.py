@@ -233,8 +233,8 @@ def target_position(item: Any) -> Any:
 def read_targets(dataset: Dataset[Any]) -> Any:
     """Return the targets of a dataset's items, or an empty list if items have no targets.
 
-    If the dataset has an attribute ``targets``, only some items are read. All items are read if their targets differ
-    from the attribute.
+    If the dataset has an attribute ``targets``, only some items are read and compared with it. If they differ, all
+    items are read.
     """
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(read_targets(part)) for part in dataset.datasets]
@@ -271,7 +271,7 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
-    """Return the targets of some items, or an empty list if an item has no target or the targets differ in shape."""
+    """Return the targets of some items, or an empty list if a target is missing, nested or of a different shape."""
     targets, whole = [], list(rows)
     size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):

@@ -183,10 +183,9 @@ class Shards(Partition):
 class ClassSubsets(Partition):
     """A random subset of the classes for each client, and a random fraction of the samples of each of these classes.
 
-    If clients request more samples of a class than it has, the samples are divided in proportion to the requests.
-
-    A class that no client has drawn replaces the most frequent class at one client. This requires that the numbers of
-    classes of all clients add up to at least the number of classes. Otherwise, classes that are not drawn stay unused.
+    If clients request more samples of a class than it has, the samples are divided in proportion to the requests. If no
+    client has drawn a class, the class replaces the most frequent class at one client. This requires that the clients
+    together draw at least as many classes as there are. Otherwise, classes that no client has drawn stay unused.
 
     Args:
         num_clients: Number of clients.
@@ -236,7 +235,7 @@ class ClassSubsets(Partition):
                     raise InvalidValueError(
                         f"Expected at least one sample of class {label} for client '{client}', but "
                         f"{np.count_nonzero(shares)} clients share the class, which has {len(members)} samples, and "
-                        f"the `fraction` of this client is {shares[client]:.3g}.",
+                        f"the `fraction` of the client is {shares[client]:.3g}.",
                         hint="Raise `fraction`, or lower `num_clients` or `classes_per_client`.",
                         argument="fraction",
                         value=shares[client],
@@ -246,7 +245,7 @@ class ClassSubsets(Partition):
 
 
 def _deal_left_out(client_fractions: NDArray[np.float64], rng: np.random.Generator) -> None:
-    """Give each class that no client has drawn the place of the most frequent class, if there are enough places."""
+    """Replace the most frequent class at a client by each class that no client has drawn, if places suffice."""
     holders = np.count_nonzero(client_fractions, axis=0)
     if holders.sum() < len(holders):
         return

@@ -17,7 +17,7 @@ _MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
 
 
 def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
-    """Return a plan as text: a summary, and a line for each round whose clients or classes differ from the line before.
+    """Return a plan as text, with a line for each round whose clients or classes differ from the previous round.
 
     Args:
         plan: The plan.

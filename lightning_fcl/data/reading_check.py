@@ -25,7 +25,7 @@ _SMALL = 2**20
 
 
 def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
-    """Prepare the reading of samples in a fit: search for generators again, and warn if reading changes state.
+    """Discard the generators found in an earlier fit, and warn if reading a sample changes state.
 
     Args:
         samples: Samples of a stream.

@@ -25,7 +25,7 @@ class Split:
 
     Args:
         test: Fraction of the samples of each class in the test set. Or ``"official"`` for the test set of the data. Or
-            the owners (subjects, users) whose samples form the test set, as clients that join later.
+            the owners (subjects, users) whose samples form the test set, like clients that join later.
         validation: Fraction of the remaining samples of each class in the validation set, ``"official"``, or owners.
         train_clients: Owners whose samples are trained on. None: all remaining owners.
     """

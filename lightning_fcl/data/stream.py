@@ -63,8 +63,8 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Function that makes a batch of a dataset's items. Default: the function of each loader of a data
             module, otherwise `torch.utils.data.default_collate`.
         classes: Names of the classes of a dataset or data module, as in `from_arrays`.
-        y: Targets of the samples, if their items store them in an unknown place, such as graphs of PyTorch Geometric.
-            Pass them in the structure of ``data``: an array with a target for each sample, a dict of arrays for the
+        y: Targets of the samples. Needed if the items store targets in an unknown place, as graphs of PyTorch Geometric
+            do. Pass them in the structure of ``data``: an array with a target for each sample, a dict of arrays for the
             splits ``train``, ``validation`` and ``test``, or a dict or list of these for clients. As in `from_arrays`,
             they determine which client gets which samples in which round. Batches contain the items unchanged.
         seed: Seed of all random draws. Default: the seed of `lightning.seed_everything`, or 0.
@@ -192,7 +192,8 @@ class FederatedStream(L.LightningDataModule):
             benchmark: The benchmark. Its experiences keep their order, and its test stream is the test set. In a list,
                 each dataset is an experience.
             scenario: Default: `ClassIncremental` if no class is in two experiences, otherwise `DomainIncremental` with
-                the experiences as domains. Pass one of these to set its other arguments.
+                the experiences as domains. Pass one of these scenarios to set its other
+                arguments.
             kwargs: Further arguments of `FederatedStream`.
         """
         samples, scenario = samples_from_benchmark(benchmark, scenario)
@@ -224,7 +225,7 @@ class FederatedStream(L.LightningDataModule):
         for module in self._modules:
             module.trainer = self.trainer
         if self._torn_down or not len(self.samples):
-            # In a Trainer that is running, Lightning has already prepared the data, in one process.
+            # In a running Trainer, Lightning has already called `prepare_data` in one process.
             if self.trainer is None or self.trainer.state.fn is None:
                 self.prepare_data()
             left_open = [*self.inferred_settings, *(["collate_fn"] if self.collate_fn is None else [])]

@@ -1,4 +1,4 @@
-"""Access to parts of a Trainer that have no type there: its callbacks, its stream, and the hooks of both."""
+"""Access to untyped parts of a Trainer: its callbacks, its federated stream, and the batch transfer hooks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require_stream(trainer: L.Trainer) -> FederatedStream:
 
 
 def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningStage.TESTING) -> Batch:
-    """Return a batch as the module receives it in a stage: on the device, after the hooks of the batch transfer."""
+    """Return a batch as the module receives it in a stage: on the device, after the batch transfer hooks."""
     data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
     owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
     trainer.state.stage = as_in
@@ -48,5 +48,5 @@ def move_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningSt
 
 
 def check_no_transfer_hook(module: L.LightningModule, stream: FederatedStream, caller: str) -> None:
-    """Raise ValueError if a hook of the batch transfer is overridden, for a caller whose samples skip the hook."""
+    """Raise ValueError if a batch transfer hook is overridden, which the samples of a caller would skip."""
     check_no_hooks(f"`{caller}`, which passes samples to the module outside of batches", stream.data, stream, module)

@@ -164,7 +164,7 @@ class Online(Scenario):
 
 @dataclass(frozen=True)
 class Delayed(Scenario):
-    """Scenario in which tasks reach clients at different times. Each task is up to some rounds late for each client.
+    """Scenario in which tasks reach clients at different times, with delays of up to ``max_delay`` rounds.
 
     The delays are drawn for each client. A client that is late with a task is at least as late with all later tasks, so
     no task is shortened. A client has the samples of a task in as many rounds as in the original scenario. If these
@@ -244,7 +244,7 @@ def _inner(scenario: Scenario | str | None) -> Scenario:
 
 
 def _take_over(scenario: Online | Delayed) -> None:
-    """Set whether a scenario provides the split and the clients to the values of the inner scenario."""
+    """Copy `provides_split` and `provides_clients` from the inner scenario."""
     inner_scenario = _inner(scenario.scenario)
     for name, value in {
         "provides_split": inner_scenario.provides_split,

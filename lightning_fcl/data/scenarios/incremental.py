@@ -98,12 +98,14 @@ class ClassIncremental(Scenario):
 class DomainIncremental(Scenario):
     """Domain-incremental scenario: every experience is a domain of the data, such as a device or a place.
 
+    The classes can stay the same in all domains, while their inputs change.
+
     Args:
         rounds_per_experience: As for `ClassIncremental`.
         samples_per_round: As for `ClassIncremental`.
         domain_order: Domains in the order in which they occur, by number (in ascending order of their names) or by
             name. Or a dict with such an order for each client. None: ascending order.
-        order_per_client: Whether an order of the domains of a client is drawn for each client.
+        order_per_client: Whether an order is drawn for each client, of the domains that the client has.
         history: As for `ClassIncremental`.
 
     Raises:

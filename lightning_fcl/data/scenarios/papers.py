@@ -129,7 +129,7 @@ class ODFCLScenario(Scenario):
             clients, each client has a part of one class.
         train_per_class: Number of training samples of each class.
         test_per_class: Number of test samples of each class.
-        validation_per_class: Number of the training samples of each class that are used to select settings instead.
+        validation_per_class: Number of the training samples of each class that are held out to select settings.
         pretrain_per_class: Maximum number of pre-training samples of each person that is not learned. 0: no
             pre-training.
         rounds_per_session: Number of synchronizations in each session.
