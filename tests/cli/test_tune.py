@@ -340,7 +340,7 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
     assert "1 trials, and 1 that failed" in capsys.readouterr().out
     good, bad = rows(tmp_path / "out")
     assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
-    assert "`num_experiences` to divide, or to add up to, the number of classes, 10, but got 3" in bad["failure"]
+    assert "a divisor of the number of classes, 10, or a list with this sum, but got 3" in bad["failure"]
     monkeypatch.setattr(module, "run_job", pytest.fail)  # neither of them is run again
     main(words)
     assert rows(tmp_path / "out") == [good, bad]

@@ -135,7 +135,7 @@ class Sensors(L.LightningDataModule):
     assert torch.equal(batch[0], torch.ones(2, 2) / 255) and stream.batch_size == 3
     empty = [torch.empty(0), torch.empty(0)]  # the only batch of a server's round
     assert stream.on_after_batch_transfer(empty, 0) is empty
-    with pytest.raises(ValueError, match="as files but `Sensors` overrides `on_after_batch_transfer`"):
+    with pytest.raises(ValueError, match="as files, but `Sensors` overrides `on_after_batch_transfer`"):
         write_split(FederatedStream(data.module, ClassIncremental(3)), tmp_path / "shares")
 
 

@@ -75,5 +75,5 @@ def test_labels_that_are_strings_are_numbered():
 
 
 def test_what_has_no_length_is_refused():
-    with pytest.raises(TypeError, match="Expected a map-style data set for `data` but got a IterableDataset"):
+    with pytest.raises(TypeError, match="Expected a map-style dataset for `data`, but got a IterableDataset"):
         FederatedStream(table(12).to_iterable_dataset(), Stationary()).setup("fit")
