@@ -92,13 +92,13 @@ ROWS |= {
         arrays,
         {"client_ids": np.ones(4)},
         {"client_ids": np.ones(4).astype("str")},
-        "Convert it, as `client_ids.astype(str)` does.",
+        "Convert it with `client_ids.astype(str)`.",
     ),
     "arrays of a floating type": Row(
         arrays,
         {"x": np.ones((4, 6))},
         {"x": np.ones((4, 6)).astype("float32")},
-        "Convert it, as `x.astype('float32')` does.",
+        "Convert it with `x.astype('float32')`.",
     ),
     "scale without a deviation": Row(
         lambda lab, mean, std: check_scale(mean, std, (3, 8, 8)),
@@ -120,12 +120,12 @@ ROWS |= {
         "Convert `x` to a numeric dtype, such as `x.astype('float32')`.",
     ),
     "series with channels first": Row(
-        prepare, {"x": SERIES.transpose(0, 2, 1)}, {"x": SERIES}, "Bring its axes into that order."
+        prepare, {"x": SERIES.transpose(0, 2, 1)}, {"x": SERIES}, "Transpose or reshape `x` to this shape."
     ),
     "series of another rate": Row(
         prepare, {"sampling_rate_hz": 25.0}, {"sampling_rate_hz": 50.0}, "Resample the series."
     ),
-    "series in other units": Row(prepare, {"units": "m/s2"}, {"units": "g"}, "Convert the values."),
+    "series in other units": Row(prepare, {"units": "m/s2"}, {"units": "g"}, "Convert the values to these units."),
     "series that is NaN": Row(
         prepare,
         {"x": np.where(np.arange(4)[:, None, None] == 1, np.nan, SERIES)},
@@ -149,7 +149,7 @@ ROWS |= {
         lambda lab, given: check_subset("devices", given, ["nexus4", "s3"]),
         {"given": "s3"},
         {"given": ["s3"]},
-        "Pass a list of some.",
+        "Pass a list of at least one of these names, each at most once.",
     ),
     "size of images of faces": Row(
         lambda lab, size: check_faces(size), {"size": 64}, {"size": (64, 48)}, "Pass, for example, (64, 48)."

@@ -1,7 +1,8 @@
-"""Public data sets as plain arrays, each read in the layouts that people have on disk.
+"""Public datasets as NumPy arrays, each read from the file layouts in common use.
 
-A data set is an entry of ``sources.yaml``, which says what it is and where it comes from, and a function that reads it,
-``load_<name>(root, **options)``, in the module of its kind. The modules import no more than NumPy.
+Each dataset has an entry in ``sources.yaml`` and a reader ``load_<name>(root, **options)`` in the module of its kind.
+The entry contains the description, the terms of use, the download and the layouts on disk. The import of these modules
+does not import torch, scikit-learn, pandas or Pillow.
 """
 
 from collections.abc import Callable
@@ -39,30 +40,31 @@ _LOADERS: dict[str, Callable[..., ArrayDataset]] = {
 
 
 def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> ArrayDataset:
-    """Load all samples of a data set by name.
+    """Load all samples of a dataset.
 
     Args:
-        name: One of the names that `list_datasets` lists.
-        root: Folder of the data sets, see `data_root`.
-        **options: What the data set's own function takes besides `root`, of the types that it says.
+        name: Name of the dataset, one of the names in `list_datasets`.
+        root: Folder that contains the datasets. Default: see `data_root`.
+        **options: Arguments of the function ``load_<name>`` other than `root`. Their types are checked.
 
     Raises:
-        ValueError: If there is no such data set or option, or if the files are damaged.
-        FileNotFoundError: If the files are not there.
+        ValueError: If the name, an option or a value of an option is invalid, or if the files are damaged.
+        FileNotFoundError: If the files are missing.
 
     Example:
         >>> data = load_dataset("digits")
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
-    from lightning_fcl.models.serialization import validate_arguments  # with torch, which nothing else here needs
+    # The import loads torch, and no other function in this module needs torch.
+    from lightning_fcl.models.serialization import validate_arguments
 
     loader = _LOADERS[_source(name).name]
     return loader(data_root(root), **validate_arguments(loader, options, name))
 
 
 def list_datasets() -> list[Source]:
-    """What each known data set is, its terms of use, where it comes from and how it lies on disk, by name.
+    """Return the description, the terms of use, the download and the layouts on disk of each dataset, by name.
 
     Example:
         >>> [source.name for source in list_datasets()][:6]
@@ -72,7 +74,7 @@ def list_datasets() -> list[Source]:
 
 
 def verify(name: str, root: str | Path | None = None) -> str:
-    """Read a data set, as `load_dataset` does, and say in one line what was found.
+    """Load a dataset with `load_dataset` and return a one-line summary.
 
     Example:
         >>> verify("digits")  # doctest: +ELLIPSIS
@@ -86,10 +88,13 @@ def verify(name: str, root: str | Path | None = None) -> str:
 
 
 def download(name: str, root: str | Path | None = None) -> Path:
-    """Download a data set, verify it, and keep it below the folder of the data sets; the path that will be read.
+    """Download a dataset, verify its digest, and return the path that `load_dataset` reads.
+
+    The files are saved in the folder ``root``, see `data_root`. A dataset without a digest is only looked up there.
 
     Raises:
-        ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.
+        ValueError: If the name is unknown, or if the download is not the published file. Such a download is deleted.
+        FileNotFoundError: If the dataset must be downloaded by hand and is missing. The message contains the steps.
 
     Example:
         >>> download("digits").name
@@ -103,7 +108,7 @@ def _source(name: str) -> Source:
         source_names = ", ".join(f"`{entry}`" for entry in SOURCES)
         hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or "Use one of these names."
         raise UnknownNameError(
-            f"Expected the name of a data set, one of {source_names}, but got {name!r}.",
+            f"Expected a dataset name, one of {source_names}, but got {name!r}.",
             hint=hint,
             argument="name",
             value=name,

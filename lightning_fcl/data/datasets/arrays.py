@@ -1,4 +1,4 @@
-"""A whole data set in memory, and how its samples were measured."""
+"""In-memory datasets of NumPy arrays, and how their samples were measured and scaled."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from numpy.typing import NDArray
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.validation import one_of
 
-_PIECE = 4096  # samples that are looked at together
+# Number of samples that one finiteness check reads at once.
+_PIECE = 4096
 
 ScalingScope = Literal["data", "sample", "person"]
 Sensor = tuple[str, str, float, float]
-"""What a channel measures: its name, its unit, and the least and the largest value that it can have."""
+"""Name, unit, smallest possible value and largest possible value of a channel."""
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """A whole data set in memory, with the owner of each sample where the data have one.
+    """A complete dataset in memory, with the owner of each sample if the dataset has owners.
 
-    Images may stay as they are stored, a byte a pixel, with the `mean` and `std` that make them samples: `samples`
-    normalises those that are asked for.
+    Images can be stored as pixels, one byte per channel, together with the `mean` and `std` of the normalization.
+    `samples` normalizes only the requested images.
 
     Args:
-        x: Samples, shape ``(n, ...)``, float32, finite; or pixels, uint8, if there are `mean` and `std`.
-        y: Labels, shape ``(n,)``, int64, from 0 to C - 1.
-        client_ids: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
-        classes: The C names of the classes, in the order of the labels.
-        official_test: True where the publishers put the sample in their test set, shape ``(n,)``, or None.
-        group: Natural domain of each sample (a device, a place), shape ``(n,)``, or None.
-        mean: What is subtracted from pixels, in grey levels from 0 to 255, of a shape that broadcasts to one sample,
-            such as ``(channels, 1, 1)``; float32.
-        std: What the rest is divided by, of the same shape; float32, above 0.
-        measurement: What a device measured, and how `x` was made of that, or None.
+        x: Samples, shape ``(n, ...)``, finite, float32; or pixels, uint8, if `mean` and `std` are given.
+        y: Labels from 0 to C - 1, shape ``(n,)``, int64.
+        client_ids: Natural owner of each sample (number or name of a subject), shape ``(n,)``. None: no owners.
+        classes: Names of the C classes, in the order of the labels.
+        official_test: Whether the publishers put each sample in their test set, shape ``(n,)``. None: no test set.
+        group: Natural domain of each sample (a device, a place), shape ``(n,)``. None: no domains.
+        mean: Mean that is subtracted from the pixels, float32, in gray levels from 0 to 255. Its shape broadcasts to
+            one sample, for example ``(channels, 1, 1)``.
+        std: Standard deviation that the centered pixels are divided by, float32, above 0. Its shape broadcasts to one
+            sample.
+        measurement: Channels, units and scaling of `x`. None: unknown.
 
     Raises:
-        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite.
+        ValueError: If shapes, types or labels are inconsistent, or if `x` contains non-finite values.
 
     Example:
         >>> scale = {"mean": np.zeros((1, 1, 1), np.float32), "std": np.full((1, 1, 1), 255, np.float32)}
@@ -63,7 +65,7 @@ class ArrayDataset:
         pixels, size = self.mean is not None or self.std is not None, len(self.x) if np.ndim(self.x) else 0
         if not size:
             raise InvalidValueError(
-                f"Expected `x` to hold at least one sample but got shape {self.x.shape}.",
+                f"Expected `x` to contain at least one sample, but got shape {self.x.shape}.",
                 hint="Check that the files are not empty.",
                 argument="x",
             )
@@ -75,13 +77,14 @@ class ArrayDataset:
                 continue
             is_text = kind == "integers or text"
             fits = column.dtype.kind in "iuU" if is_text else column.dtype == kind
-            length_note = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
+            length_note = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples"
             if not fits or (length_note and column.shape != (size,)):
                 raise InvalidValueError(
-                    f"Expected `{name}` to hold {kind}{length_note} but got {column.dtype} of shape {column.shape}.",
+                    f"Expected `{name}` to contain {kind}{length_note}, but got {column.dtype} of shape "
+                    f"{column.shape}.",
                     hint="Pass one entry for each sample."
                     if fits
-                    else f"Convert it, as `{name}.astype({'str' if is_text else repr(kind)})` does.",
+                    else f"Convert it with `{name}.astype({'str' if is_text else repr(kind)})`.",
                     argument=name,
                     value=column.dtype,
                 )
@@ -89,38 +92,38 @@ class ArrayDataset:
         if wrong.size:
             raise InvalidValueError(
                 f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
-                f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (and {wrong.size} "
-                "such labels in all).",
-                hint="Number the labels from 0, or name every class.",
+                f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (invalid labels in "
+                f"total: {wrong.size}).",
+                hint="Number the labels from 0, or add the names of all classes to `classes`.",
                 argument="y",
                 value=self.y[wrong[0]],
             )
         if pixels:
             check_scale(self.mean, self.std, self.x.shape[1:])
-        # Piece by piece: one truth value for each number of a large data set is a fourth of its memory.
+        # `np.isfinite` of all values at once would allocate a quarter of the memory of `x`.
         elif not all(np.isfinite(self.x[n : n + _PIECE]).all() for n in range(0, len(self.x), _PIECE)):
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
             bad = np.flatnonzero(per_sample)
             raise InvalidValueError(
-                f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
-                f"in sample {bad[0]} ({bad.size} of {size} samples have such values).",
-                hint="Correct or drop these samples first.",
+                f"Expected `x` to be finite, but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
+                f"in sample {bad[0]} ({bad.size} of {size} samples have non-finite values).",
+                hint="Correct or drop these samples.",
                 argument="x",
                 value=per_sample[bad[0]],
             )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
-        """Samples as models take them, float32: pixels normalised, all others as they are."""
+        """Return some samples as model inputs, float32. Pixels are normalized, other samples are returned unchanged."""
         values: NDArray[Any] = self.x[indices]
         return values if self.mean is None or self.std is None else (values - self.mean) / self.std
 
 
 def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a mean and a standard deviation cannot normalize samples of a shape."""
+    """Raise ValueError if ``mean`` and ``std`` cannot normalize samples of a shape."""
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             raise MissingValueError(
-                f"Expected `mean` and `std`, but got no `{name}`.", hint="Pass both, or neither.", argument=name
+                f"Expected both `mean` and `std`, but got no `{name}`.", hint="Pass both, or neither.", argument=name
             )
         broadcasts = values.ndim in (0, len(shape)) and all(
             n in (1, m) for n, m in zip(values.shape, shape, strict=False)
@@ -129,25 +132,30 @@ def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tupl
         if not broadcasts or low or not np.isfinite(values).all():
             raise InvalidValueError(
                 f"Expected `{name}` to be finite, {'at least' if name == 'mean' else 'above'} 0, and of a shape that "
-                f"broadcasts to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}.",
-                hint=f"For one value per channel of images, pass finite values of shape ({shape[0] if shape else 1}, "
-                "1, 1).",
+                f"broadcasts to a sample of shape {shape}, but got {values.ravel().tolist()} of shape {values.shape}.",
+                hint="For one value per channel of images, pass finite values of shape "
+                f"({shape[0] if shape else 1}, 1, 1).",
                 argument=name,
             )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a device measures of a sample, and how it is scaled.
+    """Channels, units, sampling rate and scaling of the samples that a device measures.
 
     Args:
-        axes: What each axis of a sample's shape is: one of them ``"channel"``.
-        channels: What each channel is, such as ``"gyro x"``.
-        sampling_rate_hz: Time steps per second; None where there is no time, or the data do not tell.
-        low: The least value that each channel can have, as ``high`` the largest; None: any.
-        scaled_over: What mean and deviation are taken over: all of the ``"data"`` (``mean`` and ``std`` tell them),
-            each ``"sample"`` by itself, or all samples of a ``"person"``.
-        mean: What is subtracted from each channel, in its unit, where that is the data's; ``std``: the divisor.
+        shape: Shape of one sample.
+        axes: Name of each axis of `shape`. Exactly one axis is ``"channel"``.
+        channels: Name of each channel, for example ``"gyro x"``.
+        units: Unit of each channel.
+        sampling_rate_hz: Time steps per second. None: no time axis, or an unknown rate.
+        low: Smallest possible value of each channel. None: no limit.
+        high: Largest possible value of each channel. None: no limit.
+        scaled_over: Samples over which mean and standard deviation are computed: ``"data"`` (the training data, with
+            the values in `mean` and `std`), ``"sample"`` (each sample separately), or ``"person"`` (all samples of one
+            person).
+        mean: Mean that is subtracted from each channel, in its unit. Required if `scaled_over` is ``"data"``.
+        std: Standard deviation that each channel is divided by, above 0. Required if `scaled_over` is ``"data"``.
     """
 
     shape: tuple[int, ...]
@@ -165,7 +173,8 @@ class Measurement:
         one_of(("data", "sample", "person"), scaled_over=self.scaled_over)
         if len(self.axes) != len(self.shape) or self.axes.count("channel") != 1 or min(self.shape) < 1:
             raise InvalidValueError(
-                f'Expected `axes` to name each axis of `shape` {self.shape}, one "channel", but got {self.axes}.',
+                f'Expected `axes` to name each axis of `shape` {self.shape}, with exactly one "channel", but got '
+                f"{self.axes}.",
                 argument="axes",
                 value=self.axes,
             )
@@ -174,10 +183,12 @@ class Measurement:
         columns |= {name: getattr(self, name) for name in ("low", "high", "mean", "std")}
         for name, values in columns.items():
             if values is not None and len(values) != number:
-                raise InvalidValueError(f"Expected one of `{name}` for each of {number} channels but got {values}.")
+                raise InvalidValueError(
+                    f"Expected `{name}` to have one value for each of {number} channels, but got {values}."
+                )
         if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
             raise InvalidValueError(
-                f'Expected `mean` and `std`, above 0, with `scaled_over="data"` but got {self.mean} and {self.std}.'
+                f'Expected `mean` and `std` above 0 with `scaled_over="data"`, but got {self.mean} and {self.std}.'
             )
 
     @classmethod
@@ -191,6 +202,7 @@ class Measurement:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> Measurement:
+        """Return the measurement of channels that are given as sensors. ``rate`` is in Hz."""
         channels, units, low, high = zip(*sensors, strict=True)
         scale = (None if values is None else tuple(values) for values in (mean, std))
         return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
@@ -198,16 +210,25 @@ class Measurement:
     def preprocess(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | None = None
     ) -> NDArray[np.float32]:
-        """Samples as networks take them, shape (n, ...), from a device's own values.
+        """Return raw values of a device as model inputs, scaled like the training data.
 
-        ``x`` is one sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person. Its
-        ``sampling_rate_hz``, in time steps per second, and the ``units`` of its channels, or the one of all, are
-        compared.
+        Args:
+            x: One sample of shape `shape`, or several samples, shape ``(n, *shape)``. If `scaled_over` is ``"person"``,
+                pass all samples of one person.
+            sampling_rate_hz: Sampling rate of ``x``, in time steps per second. Default: not checked.
+            units: Unit of each channel of ``x``, or one unit of all channels. Default: not checked.
+
+        Returns:
+            Scaled samples, shape ``(n, *shape)``, float32.
+
+        Raises:
+            InvalidValueError: If type, shape, sampling rate, units or range of ``x`` differ from this measurement, or
+                if ``x`` contains non-finite values.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
             raise InvalidValueError(
-                f"Expected `x` to hold numbers but got {values.dtype}.",
+                f"Expected `x` to contain numbers, but got {values.dtype}.",
                 hint="Convert `x` to a numeric dtype, such as `x.astype('float32')`.",
                 argument="x",
                 value=values.dtype,
@@ -215,9 +236,9 @@ class Measurement:
         values = values[np.newaxis] if values.shape == self.shape else values
         if values.shape[1:] != self.shape or not len(values):
             raise InvalidValueError(
-                f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
-                f"{values.shape}.",
-                hint="Bring its axes into that order.",
+                f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) for several samples, but "
+                f"got {values.shape}.",
+                hint="Transpose or reshape `x` to this shape.",
                 argument="x",
                 value=values.shape,
             )
@@ -227,7 +248,7 @@ class Measurement:
             and abs(sampling_rate_hz - self.sampling_rate_hz) > 1e-3 * self.sampling_rate_hz
         ):
             raise InvalidValueError(
-                f"Expected `sampling_rate_hz` to be {self.sampling_rate_hz:g} Hz but got {sampling_rate_hz:g}.",
+                f"Expected `sampling_rate_hz` to be {self.sampling_rate_hz:g} Hz, but got {sampling_rate_hz:g}.",
                 hint="Resample the series.",
                 argument="sampling_rate_hz",
                 value=sampling_rate_hz,
@@ -235,15 +256,15 @@ class Measurement:
         channel_units = [units] * len(self.units) if isinstance(units, str) else units
         if channel_units is not None and tuple(channel_units) != self.units:
             raise InvalidValueError(
-                f"Expected `units` to be {', '.join(self.units)} but got {units}.",
-                hint="Convert the values.",
+                f"Expected `units` to be {', '.join(self.units)}, but got {units}.",
+                hint="Convert the values to these units.",
                 argument="units",
                 value=units,
             )
         if not np.isfinite(values).all():
             wrong = int((~np.isfinite(values)).sum())
             raise InvalidValueError(
-                f"Expected `x` to be finite but got {wrong} NaN or infinite values.",
+                f"Expected `x` to be finite, but got {wrong} NaN or infinite values.",
                 hint="Correct or drop the samples with these values.",
                 argument="x",
                 value=wrong,
@@ -255,7 +276,7 @@ class Measurement:
             ends = channel_values.min(), channel_values.max()
             if outliers := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
                 raise InvalidValueError(
-                    f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
+                    f"Expected values of {name} in `x` between {low} and {high}{unit and f' {unit}'}, but got "
                     f"{outliers[-1]}.",
                     hint=f"Convert `{name}` to {unit or 'the scale of the training data'}.",
                     argument="x",
@@ -271,14 +292,15 @@ class Measurement:
             return standardize(values.astype(np.float64), reduced_axes)
         if len(values) < 2:
             raise InvalidValueError(
-                "Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
-                f"{len(values)}.",
+                "Expected `x` to contain several samples of one person, because the mean and standard deviation over "
+                f"them scale each sample, but got {len(values)}.",
                 hint="Pass all samples of the person together.",
                 argument="x",
             )
         return standardize(values.astype(np.float32), (0, *reduced_axes))
 
     def describe(self) -> str:
+        """Return shape, sampling rate, channels, units and scaling in one line."""
         size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
         names = ", ".join(
             f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
@@ -291,18 +313,21 @@ class Measurement:
 
 
 def standardize(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
-    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred."""
+    """Subtract the mean over some axes and divide by the standard deviation. Constant values are only centered."""
     return normalize_array(x, *mean_and_std(x, axes))
 
 
 def mean_and_std(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation over some axes, which stay with a length of 1; of what is constant, 1."""
+    """Return mean and standard deviation over some axes, which are kept with length 1.
+
+    The standard deviation of constant values is replaced by 1.
+    """
     mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
-    # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
+    # Because of rounding, a constant feature has a tiny deviation. Division by it would scale rounding errors up to 1.
     constant = x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True)
     return mean, np.where(constant, 1.0, std)
 
 
 def normalize_array(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
-    """Subtract a mean and divide by a standard deviation, whose shapes broadcast, in double precision."""
+    """Subtract a mean and divide by a standard deviation in double precision. Their shapes broadcast to ``x``."""
     return cast(NDArray[np.float32], ((x - mean) / std).astype(np.float32))

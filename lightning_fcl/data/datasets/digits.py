@@ -1,4 +1,4 @@
-"""Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: the data set that needs no download."""
+"""Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: a dataset that needs no download."""
 
 import gzip
 from dataclasses import replace
@@ -21,19 +21,24 @@ _DIGITS = SOURCES["digits"] = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
 def load_digits(root: str | Path | None = None, permutations: int = 1) -> ArrayDataset:
-    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn.
+    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1, from the file that scikit-learn contains.
 
-    With several ``keyed_permutations``, as in permuted MNIST, each digit comes once in each of these domains, ``"00"``,
-    ``"01"`` and so on, its pixels in the domain's order: in the first as they are, in others as drawn once for all.
-    Every fifth digit is then of the official test set, in all of them.
+    With ``permutations`` above 1, the result is a domain-incremental dataset as in permuted MNIST. Each digit occurs
+    once in each domain ``"00"``, ``"01"`` and so on. The first domain has the original order of pixels. Each other
+    domain has one random order, which is the same in every call. Every fifth digit belongs to the official test set, in
+    all domains.
+
+    Args:
+        root: Not used. Accepted because all loaders take it.
+        permutations: Number of domains. 1: the plain digits, without domains and without an official test set.
     """
     at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
         require_package("sklearn", "brings the digits")
     path = _DIGITS.find(root)[1]
     with as_file_error(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
-        # Importing scikit-learn would take seconds.
-        file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is collected
+        # The import of scikit-learn would take seconds.
+        file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is garbage-collected
         table = np.loadtxt(file, delimiter=",")
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Faces, in grey: ORL, of a laboratory, and Labeled Faces in the Wild, of the press."""
+"""Face datasets in gray: ORL, taken in a laboratory, and Labeled Faces in the Wild, from press photographs."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -22,19 +22,22 @@ _PEOPLE = 40
 def load_orl(
     root: str | Path | None = None, size: Sequence[int] | None = (64, 48), normalize: FaceScale = "image"
 ) -> ArrayDataset:
-    """ORL (AT&T) faces: ten grey images each of 40 people, taken in a laboratory.
+    """ORL (AT&T) faces: ten gray images of each of 40 people, taken in a laboratory.
 
     Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification", WACV. Two layouts
     are read, in this order: the original folders ``s1/1.pgm`` to ``s40/10.pgm``, and ``orl/faces.npz``.
 
-    Load the faces of all people that are there, who are the classes.
+    All images in the folder are loaded. Each person is a class.
 
     Args:
-        size: Height and width in pixels. The middle part of this aspect ratio (112 x 84 of 112 x 92 for 4:3) is resized
-            to it with Pillow's antialiased bicubic filter. None keeps 112 x 92.
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels. The largest central part of this aspect ratio (112 x 84 of 112 x 92 for 4:3)
+            is resized with Pillow's antialiased bicubic filter. None: 112 x 92, not resized.
+        normalize: ``"image"``: each image has mean 0 and variance 1. ``"none"``: values from 0 to 1.
 
     Returns:
-        `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
+        A dataset with `x` of shape (n, 1, height, width), ordered by person. `classes` are the names of the original
+        folders, ``s1``, ``s2`` and so on.
     """
     check_faces(_ORL_SHAPE if size is None else size)
     layout, path = _ORL.find(root)
@@ -49,7 +52,7 @@ def load_orl(
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
     if size is not None:
-        # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+        # The largest central part of the aspect ratio. If an odd number of lines is cut, the end loses one line more.
         scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
         height, width = (max(1, round(scale * wanted)) for wanted in size)
         first_row, first_column = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
@@ -68,25 +71,29 @@ _LFW = SOURCES["lfw"]
 def load_lfw(
     root: str | Path | None = None, min_faces: int = 35, size: Sequence[int] = (64, 48), normalize: FaceScale = "image"
 ) -> ArrayDataset:
-    """Labeled Faces in the Wild: press photographs of people, cut to the face, in grey.
+    """Labeled Faces in the Wild: press photographs of people, cropped to the face, in gray.
 
     Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in unconstrained
-    environments", University of Massachusetts, Amherst, TR 07-49; the funneled version: Huang, Jain and Learned-Miller
-    2007, "Unsupervised joint alignment of complex images", ICCV. Two layouts are read, in this order: the original
-    folders ``Name/Name_0001.jpg``, and ``lfw/min35_gray_64x48.npz`` with the people of 35 and more images.
+    environments", University of Massachusetts, Amherst, TR 07-49. The funneled version is from Huang, Jain and
+    Learned-Miller 2007, "Unsupervised joint alignment of complex images", ICCV. Two layouts are read, in this order:
+    the original folders ``Name/Name_0001.jpg``, and ``lfw/min35_gray_64x48.npz`` with the people who have at least 35
+    images.
 
-    Of the original images, 250 x 250 pixels, rows 70 to 194 and columns 78 to 171 are kept, as scikit-learn's
-    `fetch_lfw_people` does by default; how the npz file was cut is not known, so the two layouts differ in the pixels.
+    The original images of 250 x 250 pixels are cropped to rows 70 to 194 and columns 78 to 171, which is the default of
+    scikit-learn's `fetch_lfw_people`. The crop of the npz file is unknown, so the pixels of the two layouts differ.
 
-    Load the faces of all people with enough images, who are the classes.
+    All people with enough images are loaded. Each person is a class.
 
     Args:
-        min_faces: People with fewer images are left out. The npz file has nobody with fewer than 35.
-        size: Height and width in pixels. The cut of 125 x 94, or the 64 x 48 of the npz file, is resized to it with
-            Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
+        root: Folder that contains the datasets. Default: see `data_root`.
+        min_faces: Smallest number of images per person. People with fewer images are left out. At least 35 for the npz
+            file, which contains no other people.
+        size: Height and width in pixels. The crop of 125 x 94, or the 64 x 48 of the npz file, is resized with Pillow's
+            antialiased bicubic filter. Aspect ratios other than 4:3 distort the faces.
+        normalize: ``"image"``: each image has mean 0 and variance 1. ``"none"``: values from 0 to 1.
 
     Returns:
-        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order.
+        A dataset with `x` of shape (n, 1, height, width). `classes` are the people's names in alphabetical order.
     """
     check_faces(size)
     at_least(1, min_faces=min_faces)
@@ -95,8 +102,8 @@ def load_lfw(
     if layout == "npz file":
         if min_faces < _NPZ_FACES:
             raise InvalidValueError(
-                f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but "
-                f"got {min_faces}.",
+                f"Expected `min_faces` to be at least {_NPZ_FACES}, because {path} contains no people with fewer "
+                f"images, but got {min_faces}.",
                 hint=f"Pass {_NPZ_FACES} or more, or run {_LFW.command} for the original images.",
                 argument="min_faces",
                 value=min_faces,
@@ -118,12 +125,12 @@ def load_lfw(
 
 
 def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
-    """The people with enough images, in alphabetical order, and which images are theirs."""
+    """Return the sorted names of the people with at least ``min_faces`` images, and whether each image shows one."""
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
         raise InvalidValueError(
-            f"Expected `min_faces` to be at most {counts.max()}, the images of {names[counts.argmax()]}, who has most "
-            f"in {path}, but got {min_faces}.",
+            f"Expected `min_faces` to be at most {counts.max()}, the number of images of {names[counts.argmax()]} and "
+            f"the largest in {path}, but got {min_faces}.",
             hint="Pass a smaller number.",
             argument="min_faces",
             value=min_faces,

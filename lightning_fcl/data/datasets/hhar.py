@@ -1,8 +1,8 @@
-"""HHAR: six activities of nine people, recorded by four phones and two watches that sense each in its own way.
+"""HHAR: six activities of nine people, recorded by phones and watches of six models.
 
 Stisen et al. 2015, "Smart devices are different: assessing and mitigating mobile sensing heterogeneities for activity
-recognition", SenSys. Two layouts are read, in this order: the publishers' folder ``Activity recognition exp`` of four
-CSV files, and ``hhar_phone/windows.npz``, a part with the accelerometer of one phone in windows of 128 steps.
+recognition", SenSys. Two layouts are read, in this order: the publishers' folder ``Activity recognition exp`` with four
+CSV files, and ``hhar_phone/windows.npz``, a subset with the accelerometer of one phone in windows of 128 steps.
 """
 
 import os
@@ -36,7 +36,7 @@ _SENSORS = ("accelerometer", "gyroscope")
 
 _HHAR = SOURCES["hhar"]
 
-# The models of De Caro et al. 2023 in the order of their experiences.
+# Models of De Caro et al. 2023, in the order of their experiences.
 DEVICES = ("nexus4", "s3", "s3mini", "lgwatch")
 
 _MODELS = {"nexus4": "Phones", "s3": "Phones", "s3mini": "Phones", "samsungold": "Phones"}
@@ -54,7 +54,7 @@ _SLIDING = 200
 _RATE = 100.0
 _GAP = 0.5
 
-# Time in ns, xyz and label of one sensor of one device on one person.
+# Time in ns, xyz values and label of each sample of one sensor, for one device and one user.
 _Series = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 _Owner = tuple[str, str, str]
 
@@ -66,25 +66,26 @@ def load_hhar(
     features: Literal["raw", "statistics"] = "raw",
     normalize: Scale = "user",
 ) -> ArrayDataset:
-    """Load the labelled motion of the devices, cut into chunks that do not overlap.
+    """Load the labeled motion data of the devices as chunks that do not overlap.
 
-    Accelerometer and gyroscope of a device are brought to one regular grid of 100 Hz by linear interpolation between
-    neighbours by ``Creation_Time``, never across more than half a second nor between two activities. Every chunk lies
-    inside one such stretch. Chunks are ordered by user, then by device, then by time.
+    Accelerometer and gyroscope of a device are resampled to one regular grid of 100 Hz, by linear interpolation over
+    ``Creation_Time``. Values are not interpolated across gaps of more than 0.5 s or between two activities. Each chunk
+    lies within one stretch without such a gap. Chunks are ordered by user, then by device, then by time.
 
     Args:
-        chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. It must divide 128 for
-            ``windows.npz``. None is 200, and 128 there.
-        devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
-            nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
-        features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see
+        root: Folder that contains the datasets. Default: see `data_root`.
+        chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. For ``windows.npz``, it must
+            divide 128. Default: 200, or 128 for ``windows.npz``.
+        devices: Models, from nexus4, s3, s3mini, samsungold, gear and lgwatch. Their order is the order of the groups.
+            Default: nexus4, s3, s3mini and lgwatch, as in De Caro et al. 2023.
+        features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: the 32 features of
             `window_statistics`.
-        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.time_series.chunk_recordings`;
-            the paper's is ``"user"``.
+        normalize: Scaling of each device of a user, see
+            `lightning_fcl.data.datasets.time_series.chunk_recordings`. The paper uses ``"user"``.
 
     Returns:
-        `x` of shape (n, chunk, features), time first; `client` the user, "a" to "i"; `group` the place of the model in
-        `devices`, None for ``windows.npz``.
+        A dataset with `x` of shape (n, chunk, features). `client_ids` are the users, "a" to "i". `group` is the index
+        of the model in `devices`, and None for ``windows.npz``.
     """
     at_least(1, chunk=_WINDOW if chunk is None else chunk)
     models = DEVICES if devices is None else devices
@@ -95,16 +96,16 @@ def load_hhar(
         for name, (value, default) in options.items():
             if value != default:
                 raise InvalidValueError(
-                    f"Expected `{name}` to be {default!r} but got {value!r}: {path} holds windows of one phone's "
-                    "accelerometer that are scaled per user already.",
-                    hint=f"Leave `{name}` out, or use the publishers' CSV files.",
+                    f"Expected `{name}` to be {default!r}, but got {value!r}. {path} contains windows of one phone's "
+                    "accelerometer that are already scaled per user.",
+                    hint=f"Remove `{name}`, or use the publishers' CSV files.",
                     argument=name,
                     value=value,
                 )
         chunk = _WINDOW if chunk is None else chunk
         arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, _HHAR.remedy), _WINDOW // chunk
         user = check_int_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", _HHAR.remedy)
-        with as_file_error(path, "to hold windows of the six activities", _HHAR.remedy):
+        with as_file_error(path, "to contain windows of the six activities", _HHAR.remedy):
             return ArrayDataset(
                 x=arrays["X"].reshape(-1, chunk, 3),
                 y=arrays["y"].astype(np.int64).repeat(chunks),
@@ -113,8 +114,8 @@ def load_hhar(
                 measurement=series_measurement(chunk, "user", _MEASURED["accelerometer"], None),
             )
     chunk = 200 if chunk is None else chunk
-    length_note = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
-    remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
+    length_note = f", minus {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
+    remedy = f"Pass a smaller one, or check that the files contain {', '.join(models)}."
     recordings = _recordings(path, models, features)
     data = chunk_recordings(
         recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{length_note}", remedy
@@ -124,12 +125,18 @@ def load_hhar(
 
 
 def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Describe each step of a stretch by 32 features, from its past only (Bacciu et al. 2021, IV.B).
+    """Return 32 features for each step of a stretch, computed from past steps only (Bacciu et al. 2021, IV.B).
 
-    Windows of 200 steps start every 100. Each step takes the statistics of the newest window that is complete at that
-    step; the paper does not say which, and the window around the step would look into the future. The first 199 steps,
-    which have no complete window yet, are dropped. Of accelerometer and gyroscope xyz, shape ``(t, 6)``, come these
-    signals, both magnitudes, and mean, standard deviation, minimum and maximum of each signal.
+    The features are the six signals, the magnitudes of accelerometer and gyroscope, and mean, standard deviation,
+    minimum and maximum of each signal over a window. Windows of 200 steps start every 100 steps. Each step takes the
+    statistics of the newest window that is complete at that step. The paper does not specify the window. A window
+    around the step would contain future steps. The first 199 steps have no complete window and are dropped.
+
+    Args:
+        x: Accelerometer xyz and gyroscope xyz, shape ``(t, 6)``.
+
+    Returns:
+        Features, shape ``(t - 199, 32)``, or ``(0, 32)`` for shorter stretches.
     """
     if len(x) < _SLIDING:
         return np.empty((0, 32), np.float32)
@@ -142,7 +149,7 @@ def window_statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[Recording]:
-    """What each device recorded of each user, by user, device and time."""
+    """Yield the recording of each device of each user, ordered by user, device and time."""
     kinds = dict.fromkeys(_MODELS[model] for model in models)
     acc, gyro = (
         {k: v for kind in kinds for k, v in _read(folder / f"{kind}_{s}.csv", models).items()} for s in _SENSORS
@@ -159,25 +166,27 @@ def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[
 def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     pd = require_package("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Series]] = {}
-    with as_file_error(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
+    with as_file_error(path, f"to contain whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
         file = stack.enter_context(open_file(path))
         check_size(os.fstat(file.fileno()).st_size)
-        # The files are too large to be held as text, and `null` is a name here.
+        # The files are too large to load as text. The label `null` is a class name, so `na_filter` is off.
         with pd.read_csv(file, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
     series_by_owner = {}
     for owner, pieces in parts.items():
         time, xyz, label = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
-        pieces.clear()  # which would take as much memory again
-        time, first = np.unique(time, return_index=True)  # in the order of time; of the same time, the first counts
+        # Free the pieces, which are as large as the concatenated arrays.
+        pieces.clear()
+        # Sort by time. If several rows have the same time, the first row is used.
+        time, first = np.unique(time, return_index=True)
         series_by_owner[owner] = time, xyz[first], label[first]
     return series_by_owner
 
 
 def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, list[_Series]]) -> None:
-    """Sort the labelled rows of some models by their owners."""
-    # A category is looked up once, not once a row.
+    """Append the labeled rows of some models to the series of their owners."""
+    # Checks of categories look at each distinct value once, not at each row.
     label_numbers = {"null": -1, **{name: label for label, name in enumerate(_CLASSES)}}
     for column, names in (("gt", label_numbers), ("User", _USERS), ("Model", _MODELS)):
         unknown = sorted(set(table[column].cat.categories) - set(names))
@@ -187,13 +196,15 @@ def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, li
     for owner, rows in labeled_rows.groupby(["User", "Model", "Device"], observed=True, sort=False):
         xyz = rows[["x", "y", "z"]].to_numpy(np.float32)
         if not np.isfinite(xyz).all():
-            raise ValueError(f"{xyz[~np.isfinite(xyz).all(axis=1)][0]} as x, y, z of user {owner[0]} with {owner[2]}")
+            raise ValueError(
+                f"{xyz[~np.isfinite(xyz).all(axis=1)][0]} as x, y, z of user {owner[0]} with device {owner[2]}"
+            )
         label = rows["gt"].astype(str).map(label_numbers).to_numpy(np.int64)
         parts.setdefault(owner, []).append((rows["Creation_Time"].to_numpy(np.int64), xyz, label))
 
 
 def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
-    """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
+    """Return the values of both sensors on one grid and the label, for each stretch in which both labels are equal."""
     stretches = []
     acc_runs, gyro_runs = (label_ranges(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0
@@ -201,7 +212,7 @@ def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32],
         (a, b), (c, d) = acc_runs[i], gyro_runs[j]
         start, stop = max(acc[0][a], gyro[0][c]), min(acc[0][b - 1], gyro[0][d - 1])
         if start <= stop and acc[2][a] == gyro[2][c]:
-            # From 0, as nanoseconds since 1970 do not fit into a float.
+            # The grid starts at 0 because nanoseconds since 1970 exceed the precision of a float.
             grid = np.arange(int(np.floor((stop - start) * _RATE / 1e9)) + 1) / _RATE
             columns = [
                 np.interp(grid, (time[first:last] - start) / 1e9, xyz[first:last, axis])

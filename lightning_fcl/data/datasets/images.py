@@ -1,4 +1,4 @@
-"""Images: read with checks, resized and stacked, as pixels with the scale of photographs or as scaled grey faces."""
+"""Image loading: reading with checks, resizing, and datasets of photographs (pixels) or gray faces (scaled)."""
 
 import hashlib
 import io
@@ -24,20 +24,21 @@ FaceScale = Literal["none", "image"]
 
 AXES = ("channel", "height", "width")
 
-# Mean and standard deviation of red, green and blue over ImageNet, as torchvision and timm have them.
+# Mean and standard deviation of red, green and blue on ImageNet, the constants in torchvision and timm.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# What an image of 8 bits per channel is to Pillow, by what is made of it; a few photographs of ImageNet are CMYK.
+# Modes in Pillow of images with 8 bits per channel, by the mode that they are converted to. A few photographs of
+# ImageNet are CMYK.
 _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
-# What people's own photographs are; others, such as EPS, would have another program called.
+# Formats of users' own photographs. Pillow would start another program to read some other formats, such as EPS.
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 def check_faces(size: Sequence[int]) -> None:
-    # A bool is an int to Python, hence `type`.
+    # `isinstance(True, int)` is true, so the exact type is compared.
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise InvalidValueError(
-            f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}.",
+            f"Expected `size` to be two positive integers, height and width, but got {size!r}.",
             hint="Pass, for example, (64, 48).",
             argument="size",
             value=size,
@@ -51,19 +52,24 @@ def read_image(
     shape: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> NDArray[np.uint8]:
-    """An image of 8 bits per channel, shape (height, width, 3) or (height, width); a PNG's checksums are compared.
+    """Return an image with 8 bits per channel, shape (height, width, 3) or (height, width). Compare PNG checksums.
 
     Args:
-        file_format: The only format that is read, by Pillow's name; None: any usual one, of any depth.
-        mode: ``"RGB"``: grey becomes three equal channels; ``"L"``: colours become grey, by ITU-R 601-2 luma.
-        shape: Height and width that the image must have by its header, before it takes memory.
-        content: What the file holds, where it lies within another one.
+        path: File of the image.
+        file_format: Required format, by its name in Pillow. None: any usual format, of any bit depth.
+        mode: ``"RGB"``: gray becomes three equal channels. ``"L"``: colors become gray by ITU-R 601-2 luma.
+        shape: Required height and width. The header is checked before the pixels are decoded.
+        content: Bytes of the image if it is part of another file. ``path`` then names the image in messages.
+
+    Raises:
+        MissingFileError: If the file is missing.
+        DamagedFileError: If the file is no such image, or is damaged.
     """
     require_package("PIL.Image", "reads images")
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
-    description = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
+    description = f"to be a complete {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
     with (
         as_file_error(path, description),
         open_file(path) if content is None else io.BytesIO(content) as file,
@@ -72,10 +78,11 @@ def read_image(
         packed = os.fstat(file.fileno()).st_size if content is None else len(content)
         check_size(4 * image.height * image.width, packed)
         fits = shape in (None, (image.height, image.width)) and (file_format is None or image.mode in _MODES[mode])
-        check(fits, f"one of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
+        check(fits, f"an image of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
         if image.format == "PNG" and content is None:
             with open_file(path) as chunks:
-                chunks.seek(8)  # to the first chunk; loading compares the checksums of some only
+                # Go to the first chunk. `image.load` compares the checksums of some chunks only.
+                chunks.seek(8)
                 PngImagePlugin.ChunkStream(chunks).verify()
         return np.asarray(image.convert(mode))
 
@@ -97,10 +104,10 @@ def face_dataset(
     size: Sequence[int] | None,
     normalize: FaceScale,
 ) -> ArrayDataset:
-    """Grey images of shape (height, width) as a data set, resized as `resize_all` does unless ``size`` is None.
+    """Return gray images of shape (height, width) as a dataset, resized as in `resize_all` unless ``size`` is None.
 
-    ``normalize="image"`` gives each image a mean of zero and a variance of one, and a constant image zeros; ``"none"``
-    scales 0..255 to 0..1.
+    ``normalize="image"`` scales each image to mean 0 and variance 1, and a constant image to zeros. ``"none"`` scales
+    0..255 to 0..1.
     """
     x = []
     for image in images:
@@ -108,7 +115,7 @@ def face_dataset(
         if normalize == "none":
             x.append((pixels / 255).astype(np.float32))
             continue
-        # In whole numbers up to 255 the mean of a constant image is exact, so that its rest is exactly zero.
+        # The mean of equal integers up to 255 is exact in double precision, so a constant image becomes exactly 0.
         centred: NDArray[Any] = pixels - pixels.mean(dtype=np.float64)
         x.append((centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32))
     stack = np.stack(x)[:, np.newaxis]
@@ -121,7 +128,7 @@ def face_dataset(
 
 
 def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
-    """Images of shape (height, width, 3) resized by Pillow's antialiased bicubic filter and stacked, channels first."""
+    """Resize images of shape (height, width, 3) with Pillow's antialiased bicubic filter and stack them, NCHW."""
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
         row[...] = _resized(image, (size, size)).transpose(2, 0, 1)
@@ -131,20 +138,26 @@ def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> N
 def resize_all_once(
     files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
 ) -> NDArray[np.uint8]:
-    """`resize_all`, of images in files: once resized they lie in the user's cache, until one of the files changes.
+    """Return `resize_all` of images in files, cached in the user's cache folder until one of the files changes.
 
-    Each image has one of ``names``, by which others of the same files are told apart.
+    Args:
+        files: Files that contain the images. Path, size and modification time of each file are part of the cache key.
+        images: Images of shape (height, width, 3).
+        names: One name per image. The names are part of the cache key, so that other images of the same files have
+            another cache file.
+        size: Height and width in pixels.
     """
     digest = hashlib.sha256("\n".join(names).encode())
     for path in files:
-        with as_file_error(path, "to be a file of images"):
+        with as_file_error(path, "to be an image file"):
             file_stat = path.stat()
         digest.update(f"\n{path.absolute()} {file_stat.st_size} {file_stat.st_mtime_ns}".encode())
     cache_path, shape = cache_folder() / "images" / f"{digest.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
     if cache_path.is_file() and cache_path.stat().st_size == math.prod(shape):
         return np.fromfile(regular_file(cache_path), np.uint8).reshape(shape)
     pixels = resize_all(images, len(names), size)
-    with suppress(OSError):  # the next time it takes as long
+    # If the cache cannot be written, the next call resizes the images again.
+    with suppress(OSError):
         cache_path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache_path, pixels.tobytes())
     return pixels
@@ -158,17 +171,23 @@ def photo_dataset(
     test: NDArray[np.bool_] | None = None,
     group: NDArray[Any] | None = None,
 ) -> ArrayDataset:
-    """Photographs, shape (n, 3, height, width), as a data set: bytes, with the mean and deviation that normalise them.
+    """Return photographs of shape (n, 3, height, width) as a dataset of pixels with mean and deviation per channel.
 
-    ``normalize="imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
-    deviation; ``"channel"`` takes those of these images, the test set's left out; ``"none"`` leaves 0..1. A channel
-    that is constant is only centred.
+    Args:
+        pixels: Photographs, uint8.
+        y: Labels, shape (n,).
+        classes: Names of the classes, in the order of the labels.
+        normalize: ``"imagenet"``: scale to 0..1, subtract the mean of ImageNet's channels, and divide by their standard
+            deviation. ``"channel"``: use the mean and deviation of these images without the test set. ``"none"``: only
+            scale to 0..1. A constant channel is only centered.
+        test: Whether each photograph belongs to the official test set, shape (n,). None: no test set.
+        group: Natural domain of each photograph, shape (n,). None: no domains.
     """
     if normalize == "channel":
         train_pixels = pixels if test is None or test.all() else pixels[~test]
         number, total = train_pixels.size // 3, train_pixels.sum(axis=(0, 2, 3), dtype=np.int64)
         squares = np.einsum("nchw,nchw->c", train_pixels, train_pixels, dtype=np.int64)
-        # n^2 var = n sum(x^2) - (sum x)^2, exactly: whole numbers of Python have no largest one.
+        # n^2 var = n sum(x^2) - (sum x)^2. Python integers do not overflow, so this is exact.
         variance = [(number * int(s) - int(t) ** 2) / number**2 for s, t in zip(squares, total, strict=True)]
         mean, std = total / number, np.where(np.sqrt(variance) > 0, np.sqrt(variance), 255.0)
     elif normalize == "imagenet":

@@ -1,4 +1,4 @@
-"""Photographs: CIFAR-100, with FC100, MiniImageNet, TinyImageNet and CORe50."""
+"""Datasets of photographs: CIFAR-100, FC100, MiniImageNet, TinyImageNet and CORe50."""
 
 import hashlib
 import importlib.util
@@ -29,7 +29,7 @@ from lightning_fcl.validation import at_least
 
 _CIFAR100 = SOURCES["cifar100"]
 
-# As torchvision publishes them in torchvision/datasets/cifar.py.
+# MD5 digests of the files, as in torchvision/datasets/cifar.py.
 MD5 = {
     "meta": "7973b15100ade9c7d40fb424638fde48",
     "train": "16019d7e3df5f24257cddd939b257f8d",
@@ -41,11 +41,18 @@ def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Sca
     """CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
 
     Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto. The original folder
-    ``cifar-100-python`` is read, with its pickles ``train``, ``test`` and ``meta``: by a reader that calls nothing that
-    they name.
+    ``cifar-100-python`` with the pickles ``train``, ``test`` and ``meta`` is read. The pickles are read without calling
+    any function that they name.
 
-    Load all images: the training set, then the publishers' test set. ``size`` is height and width in pixels; see
-    `lightning_fcl.data.datasets.images.photo_dataset`. The complete set has 60000 images, shape (n, 3, size, size).
+    All images are loaded: the training set, then the publishers' test set. The complete set has 60000 images.
+
+    Args:
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels, to which the images are resized.
+        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+
+    Returns:
+        A dataset with `x` of shape (n, 3, size, size).
     """
     at_least(1, size=size)
     pixels, labels, names, test = read_images(_CIFAR100.find(root)[1], size)
@@ -55,16 +62,16 @@ def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Sca
 def read_images(
     folder: Path, size: int
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
-    """The images; their fine and coarse labels; the names of these; and which are tests."""
+    """Return the images, the fine and coarse labels, the names of both, and whether each image is a test image."""
     contents = []
     for name, digest in MD5.items():
         path = folder / name
         with as_file_error(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
             actual_digest = hashlib.file_digest(file, "md5").hexdigest()
-            check(actual_digest == digest, f"one of MD5 {actual_digest}")
+            check(actual_digest == digest, f"a file with MD5 {actual_digest}")
         contents.append(read_restricted_pickle(path, _CIFAR100.remedy))
     meta, *parts = contents
-    # A row of the file holds all of red, then green, then blue.
+    # A row of the file contains all red values, then green, then blue.
     pixels = np.concatenate([array_from_pickle(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
     labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
     names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
@@ -76,8 +83,8 @@ def read_images(
 
 _FC100 = SOURCES["fc100"]
 
-# The split of the authors' code, which names superclasses by their number: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19 to
-# train on; 8, 11, 13, 16 for validation; 0, 7, 12, 14 for tests.
+# Split of the authors' code, which numbers the superclasses: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18 and 19 for training,
+# 8, 11, 13 and 16 for validation, 0, 7, 12 and 14 for testing.
 SUPERCLASSES = (
     *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
     *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
@@ -88,16 +95,23 @@ SUPERCLASSES = (
 
 
 def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> ArrayDataset:
-    """FC100 (Fewshot-CIFAR100): CIFAR-100 with its classes split by superclass, so that its parts share little.
+    """FC100 (Fewshot-CIFAR100): the images of CIFAR-100, with the classes grouped by superclass.
 
-    Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS: 12
-    superclasses to train on, 4 for validation, 4 for tests. The images are those of CIFAR-100, whose own files are
-    read.
+    Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS. The paper
+    uses 12 superclasses for training, 4 for validation and 4 for testing, so that the parts share little. The files of
+    CIFAR-100 are read.
 
-    Load CIFAR-100's images with the classes in the order of the split: superclass after superclass. The split is one of
-    classes, for learning to learn. Here each class has CIFAR-100's own training and test images, as in the continual
-    stream over all 100 classes of Zuo et al. 2024: consecutive blocks of ten classes are two superclasses each.
-    ``size`` and ``normalize`` are those of `load_cifar100`.
+    The classes are in the order of the split, superclass by superclass. In the paper, the split divides classes for
+    few-shot learning. Here, each class has the training and test images of CIFAR-100, as in the continual stream over
+    all 100 classes of Zuo et al. 2024. Each block of ten consecutive classes contains two superclasses.
+
+    Args:
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels, to which the images are resized.
+        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+
+    Returns:
+        A dataset with `x` of shape (n, 3, size, size).
     """
     at_least(1, size=size)
     pixels, labels, names, test = read_images(_FC100.find(root)[1], size)
@@ -109,7 +123,7 @@ def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale 
 
 _TINY_IMAGENET = SOURCES["tinyimagenet"]
 
-# Pixels, labels, which of them are tests, and the names of the labels.
+# Pixels, labels, whether each image is a test image, and names of the classes.
 _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]
 
 
@@ -117,13 +131,20 @@ def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize:
     """TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
 
     Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts are read, in this
-    order: the original folder ``tiny-imagenet-200``, whose test set has no labels, so that the publishers' validation
-    set stands for it; and ``tinyimagenet32/100classes.npz``, 100 of the classes at 32 x 32 with 120 training images
-    each.
+    order: the original folder ``tiny-imagenet-200``, and ``tinyimagenet32/100classes.npz`` with 100 of the classes at
+    32 x 32 and 120 training images per class. The original test set has no labels, so the publishers' validation set is
+    used as the official test set.
 
-    Load all images that have labels: the training images class by class, then the publishers' validation set. ``size``
-    is height and width in pixels; see `lightning_fcl.data.datasets.images.photo_dataset`. The classes are in the order
-    of their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
+    All labeled images are loaded: the training images by class, then the validation set. The classes are in the order
+    of their WordNet ids. The complete set has 110000 images, the npz file 17000.
+
+    Args:
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels, to which the images are resized.
+        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+
+    Returns:
+        A dataset with `x` of shape (n, 3, size, size).
     """
     at_least(1, size=size)
     layout, path = _TINY_IMAGENET.find(root)
@@ -139,14 +160,15 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
     for image_folder, images in zip(folders, train, strict=True):
         if not images or len(images) < num_images:
             raise InvalidValueError(
-                f"Expected {image_folder} to hold {num_images or 500} images, as the other classes do, but got "
-                f"{len(images)}: the archive is not wholly unpacked. {_TINY_IMAGENET.remedy}",
+                f"Expected {image_folder} to contain {num_images or 500} images, like the other classes, but got "
+                f"{len(images)}. The archive is only partly unpacked. {_TINY_IMAGENET.remedy}",
                 value=image_folder,
             )
     path = folder / "val" / "val_annotations.txt"
     lines = read_lines(path, _TINY_IMAGENET.remedy)
     with as_file_error(path, "to name images and their classes", _TINY_IMAGENET.remedy):
-        rows = [line.split("\t") for line in lines]  # file, class, and the object's box
+        # Columns: file, class, and bounding box of the object.
+        rows = [line.split("\t") for line in lines]
         test = [safe_join(folder / "val" / "images", name) for name, *_ in rows]
         labels = [wnids.index(row[1]) for row in rows]
     paths = [*(path for images in train for path in images), *test]
@@ -161,13 +183,13 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
 
 
 def read_words(path: Path) -> dict[str, str]:
-    """Names by WordNet id, of all of WordNet's."""
+    """Return the names by WordNet id, from a file with one id and its names per line."""
     parts = (line.partition("\t") for line in read_lines(path, _TINY_IMAGENET.remedy))
     return {wnid: names for wnid, _, names in parts}
 
 
 def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
-    """The first name of each class; with its id where another class has the same."""
+    """Return the first name of each class. If several classes have the same name, append the WordNet id."""
     first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
     return tuple(
         name if first.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)
@@ -203,15 +225,25 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
 
     Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
     Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are read, in this order:
-    ``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, which name 480 and 120 images of each class, those to
-    train and to test on; Ravi and Larochelle's ``train.csv``, ``val.csv`` and ``test.csv``, which name the images of
-    64, 16 and 20 classes; both with the images, of any size, in ``images``; a folder of images for each class; and
-    ``miniimagenet64/images.npz``, all images at 64 x 64, with the 480 and 120.
 
-    Load the images of all classes, which are in the order of their WordNet ids. ``size`` is height and width in pixels;
-    each image is resized to it, whatever its aspect ratio, once: after that the pixels lie in the user's cache. See
-    `lightning_fcl.data.datasets.images.photo_dataset`. Where the layout tells the 480 training and 120 test images of
-    each class of Zuo et al. 2024, these are the official test set.
+    1. ``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, with the images in ``images``. The lists name 480
+       training and 120 test images of each class.
+    2. ``train.csv``, ``val.csv`` and ``test.csv`` of Ravi and Larochelle, with the images in ``images``. The lists name
+       the images of 64, 16 and 20 classes.
+    3. A folder of images for each class.
+    4. ``miniimagenet64/images.npz``: all images at 64 x 64, with the 480 and 120 images of Zuo et al. 2024.
+
+    The images of all classes are loaded, in any original size. The classes are in the order of their WordNet ids.
+    Layouts 1 and 4 have an official test set, the 120 images per class. Resized pixels are cached in the user's cache
+    folder.
+
+    Args:
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels. Images of any aspect ratio are resized to this square.
+        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+
+    Returns:
+        A dataset with `x` of shape (n, 3, size, size).
     """
     at_least(1, size=size)
     layout, source_path = _MINI_IMAGENET.find(root)
@@ -224,7 +256,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
             rows, test = [*train, *tests], np.repeat([False, True], [len(train), len(tests)])
         elif layout == "lists and images":
             rows = [row for name in _LISTS for row in _listed(source_path / name)]
-        else:  # for each class one, perhaps below those of the parts
+        else:  # One folder per class, or one folder per part (such as `train`) with one folder per class.
             image_paths = sorted([*source_path.glob("n*/*.*"), *source_path.glob("*/n*/*.*")])
             class_paths = [path for path in image_paths if re.fullmatch(r"n\d{8}", path.parent.name)]
             rows = [(path, path.parent.name) for path in class_paths if path.suffix.lower() in (".jpg", ".jpeg")]
@@ -234,7 +266,8 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
     ids = sorted({*wnids})
     number = {wnid: i for i, wnid in enumerate(ids)}
     y = np.array([number[wnid] for wnid in wnids])
-    timm = importlib.util.find_spec("timm")  # has a list of ImageNet's names; to import it would take seconds
+    # timm contains the names of ImageNet's classes. The package is only located, because its import takes seconds.
+    timm = importlib.util.find_spec("timm")
     words = {}
     if timm and timm.origin:
         words = read_words(Path(timm.origin).parent / "data" / "_info" / "imagenet_synset_to_lemma.txt")
@@ -242,7 +275,7 @@ def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize:
 
 
 def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
-    """The classes of the images, which are tests, and the images themselves."""
+    """Return the WordNet id of each image, whether each image is a test image, and the images."""
     spec: dict[str, tuple[str, tuple[int | str, ...]]] = {
         "webp": ("pixels", ("bytes",)),
         "offsets": ("iu", ("bounds",)),
@@ -256,7 +289,7 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
     bounds = [0, *offsets[1:-1].tolist(), len(webp)]
     if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
         raise InvalidValueError(
-            f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images but "
+            f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images, but "
             f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}",
             argument="offsets",
         )
@@ -269,11 +302,11 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
 
 
 def _listed(path: Path) -> list[tuple[Path, str]]:
-    """The images that a list names, and their classes; its first line is the heading."""
+    """Return path and WordNet id of each image in a list. The first line of the list is the heading."""
     heading, *rest = read_lines(path, _REMEDY)
     rows = [line.partition(",")[::2] for line in rest]
     with as_file_error(
-        path, "to begin with `filename,label`, and to have lines as `n0153282900000005.jpg,n01532829`,", _REMEDY
+        path, "to start with `filename,label`, with lines like `n0153282900000005.jpg,n01532829`,", _REMEDY
     ):
         check(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
         for name, wnid in rows:
@@ -298,22 +331,28 @@ _TEST = (3, 7, 10)
 def load_core50(
     root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet", by_session: bool = False
 ) -> ArrayDataset:
-    """CORe50: fifty objects held in a hand, filmed in eleven sessions with different backgrounds.
+    """CORe50: fifty hand-held objects, filmed in eleven sessions with different backgrounds.
 
     Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object recognition", CoRL. The
-    original folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same layout: an image is
-    ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3, 7 and 10 are the publishers' test set.
+    original folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same layout. The path of an image
+    is ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3, 7 and 10 are the publishers' test set.
 
-    Load all frames, session by session and object by object. The frames of a session and object are one video at 20
-    frames a second: neighbours are nearly alike, so a test set of single frames, drawn at random, measures little more
-    than memory.
+    All frames are loaded, session by session and object by object. The frames of one object in one session are a video
+    of 20 frames per second. Neighboring frames are nearly identical, so a random test set of single frames measures
+    little more than memorization.
 
     Args:
-        size: Height and width in pixels; all 164866 frames of 128 x 128 take 8 GB and some minutes to read.
-        normalize: See `lightning_fcl.data.datasets.images.photo_dataset`.
-        by_session: Whether an object is another class in every session: 550 classes, session by session, so that
-            blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
-            2024. There is no official test set then, as its sessions would have no training images.
+        root: Folder that contains the datasets. Default: see `data_root`.
+        size: Height and width in pixels, to which the frames are resized. All 164866 frames at 128 x 128 take 8 GB of
+            memory and some minutes to read.
+        normalize: Normalization, see `lightning_fcl.data.datasets.images.photo_dataset`.
+        by_session: Whether an object is a different class in each session. This gives 550 classes, ordered by session,
+            so that each block of 50 classes is one session. This is this project's reading of the 11 tasks of 50
+            classes in Zuo et al. 2024. The dataset then has no official test set, because the classes of test sessions
+            would have no training images.
+
+    Returns:
+        A dataset with `x` of shape (n, 3, size, size). `group` is the session of each frame.
     """
     at_least(1, size=size)
     folder = _CORE50.find(root)[1]
@@ -343,8 +382,8 @@ def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
     ):
         if (session, thing) not in frame_paths:
             raise MissingValueError(
-                f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
-                f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
+                f"Expected {folder / f's{session}' / f'o{thing}'} to contain frames such as "
+                f"`C_{session:02d}_{thing:02d}_000.png`, but found no such file. The archive is only partly unpacked. "
                 f"{_CORE50.remedy}",
                 value=folder / f"s{session}" / f"o{thing}",
             )

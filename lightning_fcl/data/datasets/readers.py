@@ -1,4 +1,4 @@
-"""Files of data sets, where they come from, and how they are read: within limits, with checks, and calling nothing."""
+"""Sources of the datasets, and readers of their files that apply size limits and checks and run no code from files."""
 
 import math
 import mmap
@@ -36,19 +36,25 @@ ArraySpec = Mapping[str, tuple[str, tuple[int | str, ...]]]
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
 _CONTENTS |= {"iuU": "integers or text", "biufU": "numbers or text"}
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-_HEADER = 1000  # characters of an array's header; those of numbers and text have some 100
+# Limit for the header of an array, in characters. Headers of numbers and text have about 100.
+_HEADER = 1000
 
 MAX_TEXT_LENGTH = 40
-"""Bytes of memory for a byte of text, at most: a line of one digit is a string of 64 bytes with 9 to point to it."""
+"""Upper limit of memory bytes per byte of text: a line of one digit takes a string of 64 bytes and 9 for references."""
 
 
 def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file that are there, of numbers and text, with its checksums compared.
+    """Return the named arrays that an npz file contains. Missing names are left out.
 
-    Nothing is unpacked of a file, or an array, that claims more than is plausible, or than there is.
+    Only arrays of numbers and text are read, and their checksums are compared. The sizes of the file and of each array
+    are checked before memory is allocated.
+
+    Raises:
+        MissingFileError: If there is no file.
+        DamagedFileError: If the file is damaged, too large, or contains pickled objects.
     """
     with (
-        as_file_error(path, "to be a sound npz file without pickles", remedy),
+        as_file_error(path, "to be a valid npz file without pickles", remedy),
         open_file(path) as packed,
         ZipFile(packed) as archive,
     ):
@@ -56,36 +62,46 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = REDOWNLOAD_HINT)
         members: dict[str, ZipInfo] = {}
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
-            check(name not in members, f"two members of the name {name!r}")
+            check(name not in members, f"two members with the name {name!r}")
             members[name] = member
-        for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
-            check(not member.comment, f"a comment to {member.filename}, which may be other members")
+        # Opening a member compares its two entries in the zip file. A member could be hidden in a comment.
+        for member in archive.infolist():
+            check(not member.comment, f"a comment on {member.filename}, which may contain other members")
             archive.open(member).close()
         arrays: dict[str, NDArray[Any]] = {}
         for name in (name for name in names if name in members):
             with archive.open(member := members[name]) as file:
                 shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
                 size = math.prod(shape) * dtype.itemsize
-                fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
+                # Without the second condition, an array of 0 bytes could have any number of elements.
+                fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))
                 description = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
-                check(not dtype.hasobject, f"objects in {member.filename}, in place of numbers or text")
+                check(not dtype.hasobject, f"objects in {member.filename} instead of numbers or text")
                 check(fits, description)
                 file.seek(0)
                 arrays[name] = npy.read_array(file, allow_pickle=False)
-                file.read()  # the checksum is compared at the end
+                # The checksum is compared when the end of the member is reached.
+                file.read()
         return arrays
 
 
 def read_npz(path: Path, spec: ArraySpec, remedy: str = REDOWNLOAD_HINT) -> dict[str, NDArray[Any]]:
-    """Arrays of an npz file, as `read_arrays` reads them, of the wanted kinds and shapes.
+    """Return arrays of an npz file, read by `read_arrays`, if they have the specified kinds and shapes.
 
-    For each name stand the kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8, at least one; and
-    the shape: sizes that have a name are free, but equal wherever they have the same name, and `ANY_SIZE` ends it
-    anyhow.
+    Args:
+        path: The npz file.
+        spec: For each array, its kinds and its shape. Kinds are letters of `numpy.dtype.kind`, or "pixels" for at least
+            one uint8 image. A size in a shape is a number or a name. Sizes with the same name must be equal.
+            `ANY_SIZE` at the end of a shape allows any further axes.
+        remedy: Hint of the errors.
+
+    Raises:
+        MissingFileError: If there is no file.
+        InvalidValueError: If an array is missing, or has another kind or shape.
     """
     arrays = read_arrays(path, spec, remedy)
     if missing := [name for name in spec if name not in arrays]:
-        raise InvalidValueError(f"Expected {path} to hold an array {missing[0]!r} but it does not. {remedy}")
+        raise InvalidValueError(f"Expected {path} to contain an array {missing[0]!r}, but it does not. {remedy}")
     check_arrays(path, arrays, spec, remedy)
     return arrays
 
@@ -93,7 +109,7 @@ def read_npz(path: Path, spec: ArraySpec, remedy: str = REDOWNLOAD_HINT) -> dict
 def check_arrays(
     path: Path, arrays: Mapping[str, NDArray[Any]], spec: ArraySpec, remedy: str = REDOWNLOAD_HINT
 ) -> None:
-    """Refuse arrays of other kinds and shapes than those that are wanted."""
+    """Raise InvalidValueError if an array has another kind or shape than specified. See `read_npz` for ``spec``."""
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in spec.items():
         actual_shape, dtype = arrays[name].shape, arrays[name].dtype
@@ -105,29 +121,29 @@ def check_arrays(
         is_kind = dtype.kind in kinds.replace("pixels", "u") and not is_long
         if actual_shape != tuple(sizes.get(size, -1) for size in shape) or not is_kind:
             expected = tuple(sizes.get(size, size) for size in shape)
-            problem = f"{_CONTENTS[kinds]} of shape {expected} but got {dtype} of shape {actual_shape}"
+            problem = f"{_CONTENTS[kinds]} of shape {expected}, but got {dtype} of shape {actual_shape}"
         elif kinds == "pixels" and (dtype != np.uint8 or not len(arrays[name])):
-            problem = f"uint8 images but got {len(arrays[name])} of {dtype}"
+            problem = f"uint8 images, but got {len(arrays[name])} of {dtype}"
         if problem:
-            raise InvalidValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}", argument=name)
+            raise InvalidValueError(f"Expected `{name}` of {path} to contain {problem}. {remedy}", argument=name)
 
 
 def check_subset(name: str, values: Sequence[str], allowed: Iterable[str]) -> None:
-    """Refuse what is no list of different names among the known ones."""
+    """Raise InvalidValueError unless ``values`` is a non-empty list of different names from ``allowed``."""
     if isinstance(values, str) or not values or len(set(values)) < len(values) or not set(values) <= set(allowed):
         raise InvalidValueError(
-            f"Expected `{name}` to be different names among {', '.join(allowed)} but got {values!r}.",
-            hint="Pass a list of some.",
+            f"Expected `{name}` to be a list of different names from {', '.join(allowed)}, but got {values!r}.",
+            hint="Pass a list of at least one of these names, each at most once.",
             argument=name,
             value=values,
         )
 
 
 def check_int_range(values: NDArray[Any], high: int, name: str, remedy: str = REDOWNLOAD_HINT) -> NDArray[np.int64]:
-    """Whole numbers, int64, if they are between 0 and a number."""
+    """Return integers as int64. Raise InvalidValueError if a value is below 0 or above ``high``."""
     for row in np.flatnonzero((values < 0) | (values > high)):
         raise InvalidValueError(
-            f"Expected {name} to be between 0 and {high} but got {values[row]} in sample {row}. {remedy}",
+            f"Expected {name} to be between 0 and {high}, but got {values[row]} in sample {row}. {remedy}",
             argument=name,
             value=int(values[row]),
         )
@@ -135,33 +151,34 @@ def check_int_range(values: NDArray[Any], high: int, name: str, remedy: str = RE
 
 
 def read_lines(path: Path, remedy: str) -> list[str]:
-    """The lines of a text file that are not empty, without white space at their ends."""
+    """Return the non-empty lines of a text file, without trailing whitespace."""
     with as_file_error(path, "to be a text file", remedy):
         check_size(MAX_TEXT_LENGTH * path.stat().st_size)
         lines = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
     if not lines:
-        raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}", value=path)
+        raise InvalidValueError(f"Expected {path} to have lines, but it is empty. {remedy}", value=path)
     return lines
 
 
 def numbered_paths(folder: Path, pattern: str) -> list[Path]:
-    """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
+    """Return the paths in a folder whose names match a pattern, sorted by the number in the pattern's group."""
     matches = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in matches.items() if match)]
 
 
-# Pickles of arrays that may call nothing.
+# Restricted pickles of arrays, which are read without any call.
 
 _ADMITTED = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
 _ADMITTED |= {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 _NUMBERS = {
     f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes
 }
-_OBJECT = 256  # bytes that an opcode makes at most, beside its argument: those of an empty set
+# Upper limit of bytes that an opcode allocates in addition to its argument: the size of an empty set.
+_OBJECT = 256
 
 
 class _Call:
-    """A call that a pickle asks for, which is never made, with the state it sets on the result."""
+    """Record of a call that a pickle requests, with the state that the pickle sets on its result. Never executed."""
 
     def __init__(self, name: str, *args: Any) -> None:
         self.name = name
@@ -173,41 +190,44 @@ class _Call:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves no global: the calls that arrays need are noted down, all others are refused."""
+    """Unpickler that resolves no global. It records the calls that arrays need and rejects all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
-            raise ValueError(f"`{module}.{name}`, which could run any code")
+            raise ValueError(f"`{module}.{name}`, which can run arbitrary code")
         return partial(_Call, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        raise ValueError("objects outside of itself")
+        raise ValueError("a reference to an object outside the pickle")
 
 
 def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
-    """What a pickle holds of numbers, strings, lists, dicts, and of what `array_from_pickle` makes arrays.
+    """Return the content of a pickle: numbers, strings, lists, dicts, and records that `array_from_pickle` converts.
 
-    What the file wants called is never called. Strings of Python 2 are read with Latin-1, which is how NumPy keeps
-    bytes.
+    No function that the file names is called. Strings of Python 2 are decoded as Latin-1, in which NumPy stores bytes.
+
+    Raises:
+        MissingFileError: If there is no file.
+        DamagedFileError: If the file is damaged, too large, or requests calls other than those of NumPy arrays.
     """
-    with as_file_error(path, "to be a whole pickle of numbers", remedy), open_file(path) as file:
+    with as_file_error(path, "to be a complete pickle of numbers", remedy), open_file(path) as file:
         check(size := os.fstat(file.fileno()).st_size, "an empty file")
-        # Of a file that is mapped no more can be asked for than is there.
+        # mmap bounds every read to the file size.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for number, (opcode, value, position) in enumerate(pickletools.genops(cast(IO[bytes], content))):
                 if not number % 1000:
                     check_size(size + _OBJECT * number, size)
-                # Memories are numbered one by one, and the unpickler makes room for all up to the highest.
+                # The unpickler allocates memo entries up to the highest index, so an index may not exceed its position.
                 if opcode.name.endswith("PUT") and (value or 0) > (position or 0):
-                    raise ValueError(f"a memory of number {value} at byte {position}")
+                    raise ValueError(f"memo index {value} at byte {position}")
             content.seek(0)
             return _Unpickler(content, encoding="latin1").load()
 
 
 def array_from_pickle(value: Any) -> NDArray[Any]:
-    """An array of numbers that a pickle holds."""
+    """Return a NumPy array from its record in a pickle, see `read_restricted_pickle`."""
     if not isinstance(value, _Call) or value.name != "_reconstruct" or not value.state:
-        raise ValueError(f"no array but {str(value)[:40]!r}")
+        raise ValueError(f"{str(value)[:40]!r} instead of an array")
     _, shape, dtype, fortran, content = value.state
     if isinstance(content, _Call) and content.name == "encode" and content.args[1] in ("latin1", "latin-1"):
         content = content.args[0]

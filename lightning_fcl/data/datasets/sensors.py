@@ -1,4 +1,4 @@
-"""Sensors that people wear: UCI HAR, a phone at the waist, and WESAD, devices at the chest and the wrist."""
+"""Datasets of wearable sensors: UCI HAR (phone at the waist) and WESAD (devices at chest and wrist)."""
 
 import io
 import os
@@ -38,7 +38,7 @@ _INNER = "UCI HAR Dataset.zip"
 
 _UCI_HAR = SOURCES["ucihar"]
 
-# In the order of inertial.npz: the prefix of the original files, and the unit and range of such phones.
+# In the order of inertial.npz: name prefix of the original files, unit, and largest absolute value of the sensor.
 SENSORS = {
     "body_acc": ("body_acc", "g", 4.0),
     "gyro": ("body_gyro", "rad/s", 35.0),
@@ -54,24 +54,29 @@ def load_ucihar(
     standardize: Literal["sensor", "channel"] | None = "sensor",
     time_first: bool = False,
 ) -> ArrayDataset:
-    """UCI HAR: six activities of 30 people with a phone at the waist, as windows of 128 steps at 50 Hz.
+    """UCI HAR: six activities of 30 people with a phone at the waist, in windows of 128 steps at 50 Hz.
 
     Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones", ESANN. Windows last
-    2.56 s and overlap by half, so neighbouring windows of one person share samples. Three layouts are read, in this
-    order: ``inertial.npz``, the folder ``UCI HAR Dataset``, and the official zip (also inside the outer zip that UCI
-    serves today).
+    2.56 s and overlap by half, so neighboring windows of one person share samples. Three layouts are read, in this
+    order: ``inertial.npz``, the folder ``UCI HAR Dataset``, and the official zip file (also inside the outer zip file
+    that UCI provides now).
 
-    Load all windows, the training part of the publishers first, then their test part. The z-score takes mean and
-    standard deviation over *all* samples, those of the test set included, which is how this project reads the setting
-    of Usmanova et al. 2021 (their paper does not state its scaling). For a strict split pass ``standardize=None`` and
-    scale with the training clients' own values. A sensor or channel that is constant is only centred.
+    All windows are loaded: the publishers' training set, then their test set. The z-score uses mean and standard
+    deviation over *all* samples, including the test set. This is this project's reading of Usmanova et al. 2021, whose
+    paper does not state its scaling. For a strict split, pass ``standardize=None`` and scale with the statistics of the
+    training clients. A constant sensor or channel is only centered.
 
     Args:
-        sensors: Which sensors, in this order, xyz each: ``"total_acc"`` (with gravity) and ``"body_acc"`` (without) in
-            standard gravity units, ``"gyro"`` in rad/s.
-        standardize: ``"sensor"`` subtracts one mean and divides by one standard deviation for the three axes of a
-            sensor, ``"channel"`` does so for each axis, None leaves the units.
-        time_first: Whether a window is of shape (128, channels), as recurrent networks take it; else (channels, 128).
+        root: Folder that contains the datasets. Default: see `data_root`.
+        sensors: Sensors, with the channels x, y and z each, in this order: ``"total_acc"`` (with gravity) and
+            ``"body_acc"`` (without) in units of standard gravity, ``"gyro"`` in rad/s.
+        standardize: ``"sensor"``: z-score with one mean and one standard deviation for the three axes of a sensor.
+            ``"channel"``: z-score for each axis. None: no scaling.
+        time_first: Whether windows have shape (128, channels), as for recurrent networks, instead of (channels, 128).
+
+    Returns:
+        A dataset with `x` of shape (n, channels, 128) or (n, 128, channels). `client_ids` are the subject numbers, 1 to
+        30.
     """
     check_subset("sensors", sensors, SENSORS)
     layout, path = _UCI_HAR.find(root)
@@ -102,13 +107,13 @@ def _from_npz(path: Path, sensors: Sequence[str]) -> ArrayDataset:
     channels = [3 * list(SENSORS).index(name) + axis for name in sensors for axis in range(3)]
     x = arrays["X"][:, channels].astype(np.float32)
     y, subject = (arrays[name].astype(np.int64) for name in ("y", "subject"))
-    with as_file_error(path, "to hold windows of the six activities", _UCI_HAR.remedy):
+    with as_file_error(path, "to contain windows of the six activities", _UCI_HAR.remedy):
         return ArrayDataset(x, y, subject, _ACTIVITIES, official_test=arrays["official_test"].astype(np.bool_))
 
 
 def _inside(path: Path) -> Path:
-    """The folder inside the zip, or inside the zip in it."""
-    with as_file_error(path, "to be a sound zip file", _UCI_HAR.remedy):
+    """Return the dataset's folder inside a zip file, or inside the zip file that the zip file contains."""
+    with as_file_error(path, "to be a valid zip file", _UCI_HAR.remedy):
         file = open_file(path)
         check_size(size := os.fstat(file.fileno()).st_size)
         archive = zipfile.ZipFile(file)
@@ -116,7 +121,8 @@ def _inside(path: Path) -> Path:
         for name in archive.namelist():
             if PurePosixPath(name).name == _INNER:
                 archive = zipfile.ZipFile(io.BytesIO(archive.read(name)))
-                archive.filename = f"{path}/{name}"  # which messages name
+                # Error messages contain this name.
+                archive.filename = f"{path}/{name}"
                 check_members(archive, size)
                 break
         return cast(Path, zipfile.Path(archive, f"{_FOLDER}/"))
@@ -143,23 +149,24 @@ def _from_text(folder: Path, sensors: Sequence[str]) -> ArrayDataset:
 def _rows(
     path: Path, columns: int, number: int | None = None, allowed_values: range | None = None, dtype: type = np.float32
 ) -> NDArray[Any]:
-    """The rows of a text file, if they are as many, as long, and of such values as they should be."""
+    """Return the rows of a text file. Raise DamagedFileError if their number, length or values are not as expected."""
     lines = f"to have {columns} {allowed_values or 'values'} in each of {number or 'its'} lines"
     with as_file_error(path, lines, _UCI_HAR.remedy):
-        content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()  # of a zip file
+        # The path is a `zipfile.Path` if the file is in a zip file.
+        content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()
         check_size(MAX_TEXT_LENGTH * len(content))
-        check(content.strip(), "nothing")
+        check(content.strip(), "an empty file")
         rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
         fits = rows.shape == (len(rows) if number is None else number, columns)
         check(fits, f"{len(rows)} lines of {rows.shape[1]}")
-        check(allowed_values is None or np.isin(rows, allowed_values).all(), "others")
+        check(allowed_values is None or np.isin(rows, allowed_values).all(), "other values")
         return rows
 
 
 _WESAD = SOURCES["wesad"]
 
 _CONDITIONS = ("baseline", "stress", "amusement", "meditation")
-# Samples per second of the wristband, an Empatica E4, and the numbers of each signal; its acceleration is in 1/64 g.
+# Sampling rates in Hz and numbers of channels of the wristband, an Empatica E4. Its acceleration is in units of 1/64 g.
 _WRIST_RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
 _WRIST = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
@@ -167,7 +174,7 @@ _RATE = {"wrist": 32, "chest": 700}
 _WINDOW = 320
 _STREAM = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
 _STREAM |= {"label32": ("iu", ("l",))}
-# What each feature is, in which unit, and what the devices can tell.
+# Name, unit, smallest and largest possible value of each feature.
 _AXES = tuple((f"acceleration {axis}", "g", -16.0, 16.0) for axis in "xyz")
 _SENSORS: dict[str, tuple[Sensor, ...]] = {
     "wrist": (
@@ -193,33 +200,35 @@ def load_wesad(
     chunk: int = 32,
     normalize: Scale = "user",
 ) -> ArrayDataset:
-    """WESAD: baseline, stress, amusement and meditation of 15 people, with a sensor at the chest and one at the wrist.
+    """WESAD: four conditions of 15 people (baseline, stress, amusement, meditation), from a chest and a wrist device.
 
     Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
-    layouts are read, in this order: the publishers' synchronised pickles ``S2/S2.pkl``, and two of the wrist only,
-    ``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
+    layouts are read, in this order: the publishers' synchronized pickles ``S2/S2.pkl``, and two layouts of the wrist
+    device only, ``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
 
-    Load the labelled signals of one device, cut into chunks that do not overlap. Every chunk lies inside one
-    uninterrupted stretch of one condition; incomplete rests are dropped. Chunks are in time order per subject. The
-    papers use the chest with ``chunk=700`` (De Caro et al. 2023) and ``chunk=350`` (Bacciu et al. 2021).
+    The labeled signals of one device are loaded as chunks that do not overlap. Each chunk lies within one uninterrupted
+    stretch of one condition. The incomplete chunk at the end of a stretch is dropped. The chunks of each subject are in
+    time order. The papers use the chest device with ``chunk=700`` (De Caro et al. 2023) and ``chunk=350`` (Bacciu et
+    al. 2021).
 
     Args:
-        device: ``"wrist"``: acceleration xyz (g), blood volume pulse, skin conductance, temperature at 32 Hz; the
-            pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
-            ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
-        chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
-        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.time_series.chunk_recordings`; the
-            papers' is ``"user"``.
+        root: Folder that contains the datasets. Default: see `data_root`.
+        device: ``"wrist"``: acceleration xyz (g), blood volume pulse, skin conductance and temperature at 32 Hz. Two
+            samples of the pulse are averaged, and values of the slower signals are repeated. ``"chest"``: acceleration
+            xyz, ECG, EMG, skin conductance, temperature and respiration at 700 Hz, from the pickles only.
+        chunk: Time steps per chunk. For ``windows_10s.npz``, it must divide 320.
+        normalize: Scaling of each subject, see `lightning_fcl.data.datasets.time_series.chunk_recordings`. The papers
+            use ``"user"``.
 
     Returns:
-        `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
+        A dataset with `x` of shape (n, chunk, features). `client_ids` are the subject numbers, 2 to 17.
     """
     at_least(1, chunk=chunk)
     layout, path = _WESAD.find(root)
     if device == "chest" and layout != "pickles":
         raise InvalidValueError(
-            f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
-            "pickles hold (S2/S2.pkl and so on).",
+            f"Expected `device` to be 'wrist' with the {layout} in {path}, but got 'chest'. Only the publishers' "
+            "pickles (S2/S2.pkl and so on) contain the chest device.",
             hint='Download the pickles, or pass `device="wrist"`.',
             argument="device",
         )
@@ -244,7 +253,7 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
             if layout == "pickles"
             else read_npz(path, _STREAM, _WESAD.remedy)
         )
-        with as_file_error(path, f"to hold the {device}'s signals with their labels", _WESAD.remedy):
+        with as_file_error(path, f"to contain the {device}'s signals with their labels", _WESAD.remedy):
             if layout == "pickles":
                 signals = {name: array_from_pickle(content["signal"][device][name]) for name in widths}
                 label, rate = array_from_pickle(content["label"]), 700
@@ -253,16 +262,22 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
                 label, rate = content["label32"], 32
             for name, signal in signals.items():
                 fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
-                check(fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample")
+                check(
+                    fits,
+                    f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers per sample",
+                )
             check(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
-            check(np.isin(label, range(8)).all(), "labels beyond 0 to 7")
+            check(np.isin(label, range(8)).all(), "labels outside 0 to 7")
             if device == "chest":
-                check({len(signal) for signal in signals.values()} == {len(label)}, "not a row for each label")
+                check(
+                    {len(signal) for signal in signals.values()} == {len(label)}, "signals and labels of unequal length"
+                )
                 x = np.concatenate([signal.astype(np.float32) for signal in signals.values()], axis=1)
             else:
                 x, label = _at_32_hz(signals, label, rate)
-            check(np.isfinite(x).all(), "values that are not finite")
-        label = np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)  # the others are left out
+            check(np.isfinite(x).all(), "non-finite values")
+        # The four conditions are labels 1 to 4. Samples with other labels are left out.
+        label = np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)
         parts = [(x[start:stop], int(label[start])) for start, stop in label_ranges(label)]
         yield Recording(int(entry.stem[1:]), parts, f"subject {entry.stem[1:]}")
 
@@ -270,7 +285,7 @@ def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[
 def _at_32_hz(
     signals: Mapping[str, NDArray[Any]], label: NDArray[Any], rate: int
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), and the label at each time."""
+    """Return acceleration (g), pulse, skin conductance and temperature, shape (t, 6), and the label at each step."""
     seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
     durations = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
     check(max(seconds.values()) - min(seconds.values()) <= 1, f"{durations}, as if truncated")

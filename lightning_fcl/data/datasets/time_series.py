@@ -1,4 +1,4 @@
-"""Time series to samples: chunks inside stretches of one label, scaled for each owner."""
+"""Conversion of time series to samples: chunks within stretches of one label, scaled per owner."""
 
 import itertools
 import warnings
@@ -19,7 +19,14 @@ Scale = Literal["user", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one device recorded of one person: series of one label each, shape ``(t, features)``, in time order."""
+    """Recording of one person by one device: series of one label each, shape ``(t, features)``, in time order.
+
+    Args:
+        client_id: Name or number of the person.
+        stretches: Series and labels, in time order.
+        name: Name of person and device in messages.
+        group: Index of the device's domain. None: no domains.
+    """
 
     client_id: str | int
     stretches: Sequence[tuple[NDArray[np.float32], int]]
@@ -36,10 +43,22 @@ def chunk_recordings(
     longest: str,
     remedy: str = "Pass a smaller one.",
 ) -> ArrayDataset:
-    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped.
+    """Return recordings as a dataset of chunks, shape ``(n, chunk, features)``, each within one stretch.
 
-    ``normalize="user"`` is the z-score of each feature over all chunks of a recording, so every value depends on what
-    comes later, too; a feature that does not vary is only centred. ``"none"`` leaves the units.
+    The incomplete chunk at the end of a stretch is dropped.
+
+    Args:
+        recordings: The recordings. A recording without a complete chunk is left out with a warning.
+        chunk: Time steps per chunk.
+        normalize: ``"user"``: z-score of each feature over all chunks of a recording. Each value then depends on later
+            values, too. A constant feature is only centered. ``"none"``: no scaling.
+        classes: Names of the classes, in the order of the labels.
+        path: File or folder that messages name.
+        longest: Name of a stretch in messages.
+        remedy: Advice in the error if no recording has a complete chunk.
+
+    Raises:
+        InvalidValueError: If no recording has a complete chunk.
     """
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
@@ -51,7 +70,9 @@ def chunk_recordings(
             part[: len(part) // chunk * chunk].reshape(-1, chunk, part.shape[1]) for part, _ in recording.stretches
         ]
         if not sum(map(len, stretch_chunks)):
-            warnings.warn(f"There is no chunk of {chunk} steps of {recording.name} in {path}.", stacklevel=3)
+            warnings.warn(
+                f"Left out {recording.name} of {path}: no stretch of one label has {chunk} time steps.", stacklevel=3
+            )
             continue
         samples = np.concatenate(stretch_chunks)
         x.append(standardize(samples, (0, 1)) if normalize == "user" else samples)
@@ -72,7 +93,7 @@ def chunk_recordings(
 def series_measurement(
     chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None
 ) -> Measurement | None:
-    """What the chunks of some sensors measure; None where no sensors are named."""
+    """Return the measurement of chunks of some sensors, or None if there are no sensors. ``rate`` is in Hz."""
     if not sensors:
         return None
     shape, axes = (chunk, len(sensors)), ("time", "channel")
@@ -84,14 +105,22 @@ def series_measurement(
 def read_windows(
     path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file of windows that can be cut into chunks, ``X`` of shape (n, steps, features), float32.
+    """Return the arrays of an npz file of windows, with ``X`` of shape (n, steps, features), float32.
 
-    ``shape`` is the numbers of features and of steps; ``columns`` the kinds of dtype of further arrays of shape (n,).
+    Args:
+        path: The npz file.
+        chunk: Time steps per chunk. It must divide the number of steps of a window.
+        shape: Number of features and number of steps of a window.
+        columns: Names and dtype kinds of further arrays of shape (n,).
+        remedy: Hint of the errors.
+
+    Raises:
+        InvalidValueError: If ``chunk`` does not divide the number of steps, or if an array has another kind or shape.
     """
     if shape[1] % chunk:
         raise InvalidValueError(
             f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}.",
-            hint="Use 32, for example, or a layout with whole recordings.",
+            hint="Pass a divisor, for example 32, or use a layout with whole recordings.",
             argument="chunk",
             value=chunk,
         )
@@ -101,11 +130,11 @@ def read_windows(
 
 
 def label_ranges(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
-    """First index, and the one past the last, of every stretch of one label, in time order.
+    """Return start and end index of each stretch of one label, in time order. The end index is exclusive.
 
     Args:
-        labels: Labels in time order, shape ``(t,)``; below 0 means none.
-        gaps: Whether there is a gap between each and the next, shape ``(t - 1,)``; None: nowhere.
+        labels: Labels in time order, shape ``(t,)``. A negative label means no label.
+        gaps: Whether there is a gap between each sample and the next, shape ``(t - 1,)``. None: no gaps.
     """
     changes = np.diff(labels) != 0
     breaks = changes if gaps is None else changes | gaps

@@ -66,7 +66,7 @@ def test_other_files_than_the_published_ones_are_named(tmp_path, cifar, name, co
     path.unlink() if content is None else path.write_bytes(content)
     said = refused(photographs.load_cifar100, tmp_path, error=FileNotFoundError if content is None else ValueError)
     missing = f"Expected the file {path} but it is missing. {REMEDY}"
-    damaged = f"Expected {path} to be the published file but got: one of MD5 "
+    damaged = f"Expected {path} to be the published file but got: a file with MD5 "
     assert said.startswith(missing if content is None else damaged) and REMEDY in said
 
 

@@ -87,8 +87,8 @@ def test_what_is_no_frame_is_skipped(tmp_path, put):
 
 
 DAMAGES = {
-    "another size": (png(0, 32), "but got: one of 32 x 32 in"),
-    "a palette": (png(0, mode="P"), "but got: one of 128 x 128 in Pillow's mode 'P'."),
+    "another size": (png(0, 32), "but got: an image of 32 x 32 in"),
+    "a palette": (png(0, mode="P"), "but got: an image of 128 x 128 in Pillow's mode 'P'."),
 }
 
 

@@ -166,7 +166,7 @@ BOMBS = {
     "bytes.pkl": (b"\x80\x04\x8e" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
     "bytearray.pkl": (b"\x80\x05\x96" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
     "text.pkl": (b"\x80\x04\x8d" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
-    "memory.pkl": (b"\x80\x02Nr\xff\xff\xff\x7f.", "a memory of number 2147483647"),
+    "memory.pkl": (b"\x80\x02Nr\xff\xff\xff\x7f.", "memo index 2147483647"),
     "sparse.npz": (GIGABYTES, "but got: "),
     "sparse.txt": (GIGABYTES, f"set {LIMIT} to at least"),
 }

@@ -182,7 +182,7 @@ def test_load_refuses_unknown_options(small):
 
 @pytest.mark.parametrize("call", [datasets.load_dataset, datasets.verify, datasets.download])
 def test_unknown_names(call):
-    known = f"Expected the name of a data set, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
+    known = f"Expected a dataset name, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean ucihar?")):
         call("UCI-HAR")
     with pytest.raises(ValueError, match=re.escape(f"{known} 'digit'. Did you mean digits?")):

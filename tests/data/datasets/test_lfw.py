@@ -143,13 +143,13 @@ DAMAGES = {
     "text": (IMAGE, b"<html>404</html>", "but got: cannot identify image file"),
     "cut short": (IMAGE, WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
     "a PNG": (IMAGE, encoded(Image.new("RGB", (250, 250)), "PNG"), "but got: cannot identify"),
-    "another size": (IMAGE, NARROW, "but got: one of 250 x 200 in Pillow's mode 'RGB'."),
-    "printing colours": (IMAGE, CMYK, "but got: one of 250 x 250 in Pillow's mode 'CMYK'."),
-    "no names": (NPZ, npz(names=None), "to hold an array 'names' but it does not."),
-    "another shape": (NPZ, npz(X=np.zeros((111, 62, 47), np.uint8)), "(111, 64, 48) but got uint8 of shape (111, 62"),
-    "16 bits": (NPZ, npz(X=np.zeros((111, 64, 48), np.uint16)), "to hold uint8 images but got 111 of uint16."),
-    "nothing": (NPZ, NONE, "uint8 images but got 0 of uint8."),
-    "a label too many": (NPZ, npz(y=np.arange(111) // 35), "to be between 0 and 2 but got 3 in sample 105."),
+    "another size": (IMAGE, NARROW, "but got: an image of 250 x 200 in Pillow's mode 'RGB'."),
+    "printing colours": (IMAGE, CMYK, "but got: an image of 250 x 250 in Pillow's mode 'CMYK'."),
+    "no names": (NPZ, npz(names=None), "to contain an array 'names', but it does not."),
+    "another shape": (NPZ, npz(X=np.zeros((111, 62, 47), np.uint8)), "(111, 64, 48), but got uint8 of shape (111, 62"),
+    "16 bits": (NPZ, npz(X=np.zeros((111, 64, 48), np.uint16)), "to contain uint8 images, but got 111 of uint16."),
+    "nothing": (NPZ, NONE, "uint8 images, but got 0 of uint8."),
+    "a label too many": (NPZ, npz(y=np.arange(111) // 35), "to be between 0 and 2, but got 3 in sample 105."),
 }
 
 

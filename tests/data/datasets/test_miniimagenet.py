@@ -131,12 +131,12 @@ def test_the_npz_file(tmp_path):
 
 def test_a_wrong_npz_file_is_named(tmp_path, refused):
     offsets = npz(tmp_path)["offsets"]
-    bounds = f"to cut the {offsets[-1]} bytes of `webp` into {len(ROWS)} images but got"
+    bounds = f"to cut the {offsets[-1]} bytes of `webp` into {len(ROWS)} images, but got"
     for wrong in (offsets[:-1], offsets + 1, offsets[[0, 2, 1, *range(3, len(offsets))]]):
         npz(tmp_path, offsets=wrong)
         assert bounds in refused(photographs.load_miniimagenet, tmp_path)
     npz(tmp_path, offsets=np.array([0, 9, *offsets[2:]]))
-    assert f"images.npz/{ROWS[0][0].removesuffix('.jpg')}.webp to be a whole WEBP image" in refused(
+    assert f"images.npz/{ROWS[0][0].removesuffix('.jpg')}.webp to be a complete WEBP image" in refused(
         photographs.load_miniimagenet, tmp_path
     )
     npz(tmp_path, wnids=np.array(WNIDS[:-1]))
@@ -160,7 +160,7 @@ def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
 
 
 WRONG = {
-    "no heading": ("n0153282900000003.jpg,n01532829\n", "to begin with `filename,label`, and to have lines as"),
+    "no heading": ("n0153282900000003.jpg,n01532829\n", "to start with `filename,label`, with lines like"),
     "no images": ("filename,label\n", "but got: 'filename,label' and 0 more lines."),
     "a way out": ("filename,label\n../a.jpg,n01532829\n", "but got: '../a.jpg,n01532829'."),
     "no class": ("filename,label\na.jpg\n", "but got: 'a.jpg,'."),
@@ -181,7 +181,7 @@ def test_damaged_and_missing_images_are_named(tmp_path, content, put, refused):
     path = put(tmp_path, FILES) / "images" / ROWS[-1][0]
     put(path, content) if content is not None else path.unlink()
     said = refused(photographs.load_miniimagenet, tmp_path, error=FileNotFoundError if content is None else ValueError)
-    assert f"Expected the file {path} but" in said or f"Expected {path} to be a whole JPEG image but got: " in said
+    assert f"Expected the file {path} but" in said or f"Expected {path} to be a complete JPEG image but got: " in said
 
 
 def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):

@@ -118,10 +118,10 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
 
 
 DAMAGES = {
-    "another size": ("orl/s2/3.pgm", pgm(PIXELS[0].T), "but got: one of 92 x 112 in Pillow's mode 'L'."),
-    "16 bits": ("orl/s2/3.pgm", b"P5\n92 112\n65535\n" + bytes(2 * 92 * 112), "one of 112 x 92 in Pillow's mode 'I"),
-    "another shape": ("faces.npz", npz(X=PIXELS[:, :64, :48]), "(12, 112, 92) but got uint8 of shape (12, 64, 48)."),
-    "a person 41": ("faces.npz", npz(y=PERSON + 30), "to be between 0 and 39 but got 40 in sample 10."),
+    "another size": ("orl/s2/3.pgm", pgm(PIXELS[0].T), "but got: an image of 92 x 112 in Pillow's mode 'L'."),
+    "16 bits": ("orl/s2/3.pgm", b"P5\n92 112\n65535\n" + bytes(2 * 92 * 112), "an image of 112 x 92 in Pillow's mode 'I"),
+    "another shape": ("faces.npz", npz(X=PIXELS[:, :64, :48]), "(12, 112, 92), but got uint8 of shape (12, 64, 48)."),
+    "a person 41": ("faces.npz", npz(y=PERSON + 30), "to be between 0 and 39, but got 40 in sample 10."),
 }
 
 

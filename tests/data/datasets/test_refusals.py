@@ -17,9 +17,9 @@ NOTHING = {
     "fc100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
     "hhar": (
         "the HHAR data",
-        f"{HAND} https://archive.ics.uci.edu/dataset/344/heterogeneity+activity+recognition and unpack it, and "
-        "`Activity recognition exp.zip` in it, so that {root}/hhar/Activity recognition exp/Phones_accelerometer.csv "
-        "is there, or",
+        f"{HAND} https://archive.ics.uci.edu/dataset/344/heterogeneity+activity+recognition, unpack it, and unpack "
+        "`Activity recognition exp.zip` from it, so that "
+        "{root}/hhar/Activity recognition exp/Phones_accelerometer.csv exists, or",
         "`Activity recognition exp` or `hhar_phone`",
     ),
     "lfw": (
@@ -30,15 +30,15 @@ NOTHING = {
     ),
     "miniimagenet": (
         "MiniImageNet",
-        "Get images and lists as https://github.com/yaoyao-liu/mini-imagenet-tools says and put them in "
+        "Get images and lists as described at https://github.com/yaoyao-liu/mini-imagenet-tools and copy them to "
         "{root}/miniimagenet, so that {root}/miniimagenet/train.csv, `val.csv`, `test.csv` and "
-        "{root}/miniimagenet/images/n0153282900000005.jpg are there, or",
+        "{root}/miniimagenet/images/n0153282900000005.jpg exist, or",
         "`miniimagenet` or `miniimagenet64/images.npz`",
     ),
     "orl": (
         "the ORL faces",
         f"{HAND} https://cam-orl.co.uk/facedatabase.html and unpack it to {{root}}/orl, so that {{root}}/orl/s1/1.pgm "
-        "is there, or",
+        "exists, or",
         "`orl`, `orl_faces` or `att_faces`",
     ),
     "tinyimagenet": ("TinyImageNet", RUN, "`tiny-imagenet-200` or `tinyimagenet32/100classes.npz`"),
@@ -51,7 +51,7 @@ NOTHING = {
     "wesad": (
         "the WESAD data",
         f"{HAND} https://archive.ics.uci.edu/dataset/465/wesad+wearable+stress+and+affect+detection and unpack it to "
-        "{root}/wesad, so that {root}/wesad/WESAD/S2/S2.pkl is there, or",
+        "{root}/wesad, so that {root}/wesad/WESAD/S2/S2.pkl exists, or",
         "`WESAD` or `wesad_wrist`",
     ),
 }

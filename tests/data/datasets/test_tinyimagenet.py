@@ -153,7 +153,7 @@ def test_half_an_unpacked_archive(tmp_path, removed, put):
 def test_texts_that_are_missing_empty_or_no_text(tmp_path, name, put):
     path = put(tmp_path, FILES) / name
     for content, kind, message in (
-        (b"\n \n", ValueError, f"Expected {path} to have lines but it is empty. {REMEDY}"),
+        (b"\n \n", ValueError, f"Expected {path} to have lines, but it is empty. {REMEDY}"),
         (b"\xff\xfe\x00", ValueError, f"Expected {path} to be a text file but got: 'utf-8' codec"),
         (None, FileNotFoundError, f"Expected the file {path} but it is missing. {REMEDY}"),
     ):
@@ -170,14 +170,14 @@ def test_wrong_annotations_are_named(tmp_path, line, put):
         photographs.load_tinyimagenet(tmp_path)
 
 
-SIZE = " to be a whole JPEG image of 64 x 64 but got: one of 84 x 84 in Pillow's"
+SIZE = " to be a complete JPEG image of 64 x 64 but got: an image of 84 x 84 in Pillow's"
 WIDE = np.zeros((3, 64, 64, 3), np.uint8)
 DAMAGES = {
     "a training image": (ORDER[5], photograph(0, size=84), SIZE),
     "a validation image": (ORDER[-1], photograph(0, size=84), SIZE),
-    "another shape": ("100classes.npz", npz(X_val=WIDE), "of shape (3, 32, 32, 3) but got uint8"),
-    "fewer labels": ("100classes.npz", npz(y_train=np.zeros(5, np.uint8)), "(6,) but got uint8 of shape (5,)."),
-    "a label too many": ("100classes.npz", npz(y_val=np.array([0, 3, 1])), "between 0 and 2 but got 3 in sample 7."),
+    "another shape": ("100classes.npz", npz(X_val=WIDE), "of shape (3, 32, 32, 3), but got uint8"),
+    "fewer labels": ("100classes.npz", npz(y_train=np.zeros(5, np.uint8)), "(6,), but got uint8 of shape (5,)."),
+    "a label too many": ("100classes.npz", npz(y_val=np.array([0, 3, 1])), "between 0 and 2, but got 3 in sample 7."),
 }
 
 

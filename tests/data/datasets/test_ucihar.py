@@ -168,10 +168,10 @@ DAMAGES = {
     "last line cut off": (SIGNAL, lambda lines: replaced(lines, 4, lines[4][:800]), "number of columns changed"),
     "a value too many": (SIGNAL, lambda lines: replaced(lines, 1, b" 1.0" + lines[1]), "number of columns changed"),
     "a line lost": (SIGNAL, lambda lines: lines[:4], "to have 128 values in each of 5 lines but got: 4 lines of 128"),
-    "an empty signal": (SIGNAL, lambda lines: [], "but got: nothing."),
+    "an empty signal": (SIGNAL, lambda lines: [], "but got: an empty file."),
     "a word": (SIGNAL, lambda lines: replaced(lines, 2, b"abc" + lines[2][16:]), "could not convert string 'abc'"),
     "a label 7": ("test/y_test.txt", lambda lines: replaced(lines, 1, b"7\n"), "range(1, 7) in each of its lines"),
-    "a label 1.5": ("train/y_train.txt", lambda lines: replaced(lines, 2, b"1.5\n"), "but got: others."),
+    "a label 1.5": ("train/y_train.txt", lambda lines: replaced(lines, 2, b"1.5\n"), "but got: other values."),
     "a subject lost": ("test/subject_test.txt", lambda lines: lines[:2], "in each of 3 lines but got: 2 lines of 1."),
     "another order": (
         "activity_labels.txt",
@@ -191,7 +191,7 @@ def test_damaged_files_are_named(tmp_path, damage, put, refused):
 
 def test_what_is_not_finite_is_refused(tmp_path, put, refused):
     put(tmp_path / FOLDER, edited(SIGNAL, lambda lines: [b" nan" * 128 + b"\n", *lines[1:]]))
-    assert "Expected `x` to be finite but got 128 NaN or infinite values of 768 in sample 0" in refused(
+    assert "Expected `x` to be finite, but got 128 NaN or infinite values of 768 in sample 0" in refused(
         load_ucihar, tmp_path
     )
 
@@ -231,13 +231,13 @@ def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
 
 
 NPZ_DAMAGES = {
-    "no subject": ({"subject": None}, "to hold an array 'subject' but it does not."),
+    "no subject": ({"subject": None}, "to contain an array 'subject', but it does not."),
     "X of 6 channels": (
         {"X": np.zeros((8, 6, 128), np.float32)},
-        "to hold floats of shape (8, 9, 128) but got float32 of shape (8, 6, 128).",
+        "to contain floats of shape (8, 9, 128), but got float32 of shape (8, 6, 128).",
     ),
-    "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape ('n', 9, 128) but got float32 of shape ()."),
-    "y of floats": ({"y": np.zeros(8)}, "to hold integers of shape (8,) but got float64 of shape (8,)."),
+    "X a scalar": ({"X": np.float32(1)}, "to contain floats of shape ('n', 9, 128), but got float32 of shape ()."),
+    "y of floats": ({"y": np.zeros(8)}, "to contain integers of shape (8,), but got float64 of shape (8,)."),
     "y out of range": ({"y": np.arange(8)}, "but got: Expected `y` to be between 0 and 5"),
     "pickles": ({"y": np.array([object()] * 8)}, "without pickles but got: objects in y.npy"),
 }

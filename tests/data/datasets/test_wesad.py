@@ -114,7 +114,7 @@ def test_layouts_are_found_in_the_documented_order(tmp_path):
 def test_a_subject_without_a_chunk_is_told(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
-    with pytest.warns(UserWarning, match="There is no chunk of 32 steps of subject 3 in .*streams"):
+    with pytest.warns(UserWarning, match="Left out subject 3 of .*streams: no stretch of one label has 32 time steps"):
         data = sensors.load_wesad(tmp_path)
     assert data.client_ids.tolist() == [2] * 40
     np.testing.assert_array_equal(data.x, sensors.load_wesad(put_stream(tmp_path / "alone", 2).parents[1]).x)
@@ -189,7 +189,7 @@ def test_arrays_of_objects_are_refused_even_when_harmless(tmp_path):
 def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
-    with pytest.raises(ValueError, match="no array but"):
+    with pytest.raises(ValueError, match="instead of an array"):
         readers.array_from_pickle(readers.read_restricted_pickle(path))
 
 
@@ -234,27 +234,27 @@ def shorter(place, name, rows):
 
 
 BAD = {
-    "no label": ({"label": None}, "wrist", "but got: no array but 'None'"),
-    "label 9": ({"label": np.full(42000, 9)}, "wrist", "but got: labels beyond 0 to 7"),
+    "no label": ({"label": None}, "wrist", "but got: 'None' instead of an array"),
+    "label 9": ({"label": np.full(42000, 9)}, "wrist", "but got: labels outside 0 to 7"),
     "no BVP": (
         {"signal": without("wrist", "BVP")},
         "wrist",
-        "Expected {path} to hold the wrist's signals with their labels but got: ",
+        "Expected {path} to contain the wrist's signals with their labels but got: ",
     ),
     "no ECG": (
         {"signal": without("chest", "ECG")},
         "chest",
-        "Expected {path} to hold the chest's signals with their labels but got: 'ECG'",
+        "Expected {path} to contain the chest's signals with their labels but got: 'ECG'",
     ),
     "short EDA": (
         {"signal": shorter("wrist", "EDA", 100)},
         "wrist",
         "25.0 s of `EDA`, 60.0 s of `TEMP`, 60.0 s of `label`, as if",
     ),
-    "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "but got: not a row for each label"),
+    "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "but got: signals and labels of unequal length"),
     "short label": ({"label": labels()[:700]}, "wrist", "60.0 s of `TEMP`, 1.0 s of `label`, as if truncated"),
-    "one axis": ({"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}}, "wrist", "3 numbers a sample"),
-    "text": ({"signal": "hello"}, "wrist", "Expected {path} to hold the wrist's signals with their labels but got: "),
+    "one axis": ({"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}}, "wrist", "3 numbers per sample"),
+    "text": ({"signal": "hello"}, "wrist", "Expected {path} to contain the wrist's signals with their labels but got: "),
 }
 
 
@@ -273,14 +273,14 @@ STREAMS = {
     "not finite": (
         {"eda": NOT_FINITE},
         {},
-        "{path} to hold the wrist's signals with their labels but got: values",
+        "{path} to contain the wrist's signals with their labels but got: non-finite values",
     ),
     "chest": ({}, {"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
     "chunk": ({}, {"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is no chunk")
+@pytest.mark.filterwarnings("ignore:Left out")
 @pytest.mark.parametrize("case", [*BAD, *STREAMS])
 def test_what_is_wrong_is_named(tmp_path, case):
     if case in BAD:
