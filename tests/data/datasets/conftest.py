@@ -1,4 +1,4 @@
-"""What tests of data sets share: a server in the place of the publishers', and CIFAR-100's files."""
+"""Fixtures of the dataset tests: a local server in place of the publishers' servers, and files of CIFAR-100."""
 
 import hashlib
 import struct
@@ -13,7 +13,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 
 @pytest.fixture
 def publish(serve, monkeypatch):
-    """Publishes files as those of a data set, on this machine."""
+    """Return a function that serves files as a dataset's download from this machine."""
 
     def start(data_set, name, content):
         monkeypatch.setitem(SOURCES, data_set, serve(SOURCES[data_set], name, content)[0])
@@ -23,7 +23,7 @@ def publish(serve, monkeypatch):
 
 @pytest.fixture
 def real(data_folder):
-    """Gives the folder of the real data sets, if it holds one, and this in the wanted layout."""
+    """Return a function that returns the folder of the real datasets, or skips if a dataset is missing there."""
 
     def folder(data_set, wanted=None):
         try:
@@ -31,7 +31,7 @@ def real(data_folder):
         except FileNotFoundError as error:
             pytest.skip(str(error))
         if wanted not in (None, layout):
-            pytest.skip(f"the numbers are those of the {wanted}, but {place} comes first")
+            pytest.skip(f"the expected numbers belong to {wanted}, but {place} is found first")
         return data_folder
 
     return folder
@@ -39,7 +39,7 @@ def real(data_folder):
 
 @pytest.fixture
 def put():
-    """Writes a file of some bytes, an npz file of arrays, those left out that are None, or the files of a folder."""
+    """Return a function that writes bytes, an npz file of the arrays that are not None, or the files of a folder."""
 
     def write(path, content):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def put():
 
 @pytest.fixture
 def refused():
-    """Calls what must be refused, and gives the message."""
+    """Return a function that calls another function, which must raise an error, and returns the message."""
 
     def message(call, *args, error=ValueError, **options):
         with pytest.raises(error) as caught:
@@ -69,7 +69,7 @@ def refused():
 
 @pytest.fixture
 def damaged(tmp_path, put, refused):
-    """Puts a damaged file where a data set is looked for, and gives the message, which must name the file."""
+    """Return a function that writes a damaged file, loads the dataset, and returns the message, which has the path."""
 
     def message(data_set, name, content, **options):
         path = put(tmp_path / name, content)
@@ -81,7 +81,7 @@ def damaged(tmp_path, put, refused):
 
 
 def python2(value) -> bytes:
-    """A value as the C pickler of Python 2 wrote it, strings as bytes; lists, dicts, whole numbers, uint8 arrays."""
+    """Pickle lists, dicts, integers and uint8 arrays like the C pickler of Python 2, with strings as bytes."""
     if isinstance(value, dict):
         return b"}(" + b"".join(python2(part) for item in value.items() for part in item) + b"u"
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def python2(value) -> bytes:
     return (b"U" + bytes([len(raw)]) if len(raw) < 256 else b"T" + struct.pack("<i", len(raw))) + raw
 
 
-# The superclasses in the order of their labels, and the fine labels of each: facts of the published files.
+# Superclasses in the order of their labels, and the fine labels of each, as in the published files.
 SUPERCLASSES = {
     "aquatic_mammals": (4, 30, 55, 72, 95), "fish": (1, 32, 67, 73, 91), "flowers": (54, 62, 70, 82, 92),
     "food_containers": (9, 10, 16, 28, 61), "fruit_and_vegetables": (0, 51, 53, 57, 83),
@@ -113,7 +113,7 @@ SUPERCLASSES = {
 
 
 def cifar_contents() -> dict[str, dict]:
-    """Two training images and one test image of each class, in no order, as the original pickles hold them."""
+    """Return two training images and one test image per class in random order, as in the original pickles."""
     rng = np.random.default_rng(0)
     coarse = {label: number for number, labels in enumerate(SUPERCLASSES.values()) for label in labels}
     contents = {}
@@ -133,7 +133,7 @@ def cifar_contents() -> dict[str, dict]:
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """CIFAR-100's contents, what superclasses it has, and how to write it, as if it were what is published."""
+    """CIFAR-100 contents, their superclasses, and functions that write the contents as the published files."""
 
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}

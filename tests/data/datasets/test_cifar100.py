@@ -1,4 +1,4 @@
-"""The CIFAR-100 loader gives the pixels of the original pickles, calls nothing, and names what is wrong with a copy."""
+"""The CIFAR-100 loader reads the pixels of the original pickles, calls no function, and names damaged files."""
 
 import pickle
 
@@ -12,7 +12,7 @@ from lightning_fcl.data.datasets.readers import SOURCES
 REMEDY = "Delete this copy and run `lightning-fcl data download cifar100`."
 
 
-def test_the_pickles_written_here_are_sound(cifar):
+def test_fixture_pickles_are_read_by_standard_pickle(cifar):
     for name, content in cifar.files(cifar.contents).items():
         if name != "file.txt~":
             read = pickle.loads(content, encoding="latin1")
@@ -21,13 +21,13 @@ def test_the_pickles_written_here_are_sound(cifar):
 
 
 @pytest.mark.parametrize("place", ["cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."])
-def test_the_original_folder(tmp_path, cifar, place, put):
+def test_load_cifar100_original_folder_reads_pixels_and_labels(tmp_path, cifar, place, put):
     folder = cifar.put(tmp_path / place, cifar.contents)
     assert SOURCES["cifar100"].find(tmp_path) == ("pickles", folder)
     data = photographs.load_cifar100(tmp_path, normalize="none")
     rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
     assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
-    # All of red, row by row, then green, then blue.
+    # Each row contains all red values row by row, then green, then blue.
     for channel in range(3):
         np.testing.assert_array_equal(data.x[:, channel, 5, 7], rows[:, 1024 * channel + 32 * 5 + 7])
     np.testing.assert_allclose(data.samples().reshape(300, -1), rows / 255, rtol=1e-6)
@@ -37,7 +37,7 @@ def test_the_original_folder(tmp_path, cifar, place, put):
     assert data.client_ids is None and data.group is None
 
 
-def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch, put):
+def test_load_cifar100_equals_torchvision(tmp_path, cifar, monkeypatch, put):
     datasets = pytest.importorskip("torchvision.datasets")
     cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda self: True)
@@ -50,7 +50,7 @@ def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch, put):
         assert data.y[own].tolist() == theirs.targets and data.classes == tuple(theirs.classes)
 
 
-def test_size_resizes_each_image(tmp_path, cifar, put):
+def test_load_cifar100_size_resizes_each_image(tmp_path, cifar, put):
     cifar.put(tmp_path, cifar.contents)
     one, small = photographs.load_cifar100(tmp_path), photographs.load_cifar100(tmp_path, size=20)
     assert small.x.shape == (300, 3, 20, 20)
@@ -61,7 +61,7 @@ def test_size_resizes_each_image(tmp_path, cifar, put):
 
 @pytest.mark.parametrize("name", ["train", "test", "meta"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}.", None])
-def test_other_files_than_the_published_ones_are_named(tmp_path, cifar, name, content, put, refused):
+def test_load_cifar100_unpublished_file_raises_with_path(tmp_path, cifar, name, content, put, refused):
     path = cifar.put(tmp_path, cifar.contents) / name
     path.unlink() if content is None else path.write_bytes(content)
     said = refused(photographs.load_cifar100, tmp_path, error=FileNotFoundError if content is None else ValueError)
@@ -70,7 +70,7 @@ def test_other_files_than_the_published_ones_are_named(tmp_path, cifar, name, co
     assert said.startswith(missing if content is None else damaged) and REMEDY in said
 
 
-def test_place_and_digests_are_those_of_torchvision():
+def test_cifar100_url_and_digests_equal_torchvision():
     published = pytest.importorskip("torchvision.datasets").CIFAR100
     assert published.url == SOURCES["cifar100"].url
     files = {
@@ -81,7 +81,7 @@ def test_place_and_digests_are_those_of_torchvision():
     assert files == photographs.MD5
 
 
-def test_fetch_downloads_what_load_reads(tmp_path, publish, cifar):
+def test_download_cifar100_creates_loadable_folder(tmp_path, publish, cifar):
     files = {f"cifar-100-python/{name}": content for name, content in cifar.files(cifar.contents).items()}
     publish("cifar100", "small.tar.gz", files)
     assert SOURCES["cifar100"].download(tmp_path / "data") == tmp_path / "data" / "cifar100" / "cifar-100-python"
@@ -89,10 +89,10 @@ def test_fetch_downloads_what_load_reads(tmp_path, publish, cifar):
 
 
 @pytest.mark.data
-def test_the_real_photographs(real):
+def test_load_cifar100_real_data_has_known_statistics(real):
     data = photographs.load_cifar100(real("cifar100"), normalize="channel")
     assert data.x.shape == (60000, 3, 32, 32) and data.official_test.sum() == 10000
     assert np.bincount(data.y[data.official_test]).tolist() == [100] * 100
-    # The statistics that everybody uses.
+    # Statistics in common use for CIFAR-100.
     np.testing.assert_allclose(data.mean.ravel() / 255, [0.5071, 0.4865, 0.4409], atol=1e-3)
     np.testing.assert_allclose(data.std.ravel() / 255, [0.2673, 0.2564, 0.2762], atol=1e-3)

@@ -1,4 +1,4 @@
-"""The CORe50 loader gives the pixels of the original folders, and names what is wrong with a copy."""
+"""The CORe50 loader reads the pixels of the original folders and names damaged files."""
 
 import io
 
@@ -11,7 +11,7 @@ from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingValueError
 
-# Sessions and objects whose numbers sort otherwise as text; one, two or three frames of each.
+# Sessions and objects whose numbers have another order as text. Each object has one, two or three frames.
 SESSIONS, OBJECTS = (2, 3, 10, 11), (2, 10, 50)
 
 
@@ -23,7 +23,7 @@ def png(seed: int, side: int = 128, mode: str = "RGB") -> bytes:
 
 
 def files(side: int = 128) -> dict[str, bytes]:
-    """The frames in the order of sessions, objects and numbers."""
+    """Return the frames, ordered by session, object and number."""
     names = [
         f"s{session}/o{thing}/C_{session:02d}_{thing:02d}_{frame:03d}.png"
         for session in SESSIONS
@@ -40,7 +40,7 @@ CLASSES = ("plug_adapter2", "mobile_phone5", "remote_control5")
 
 
 @pytest.mark.parametrize("place", ["core50/core50_128x128", "core50_128x128"])
-def test_the_original_folder(tmp_path, place, put):
+def test_load_core50_original_folder_reads_pixels_and_labels(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert SOURCES["core50"].find(tmp_path) == ("folders of frames", folder)
     data = photographs.load_core50(tmp_path, size=128, normalize="none")
@@ -52,7 +52,7 @@ def test_the_original_folder(tmp_path, place, put):
     assert data.client_ids is None
 
 
-def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
+def test_load_core50_by_session_has_separate_classes_per_session(tmp_path, put):
     put(tmp_path / "core50_128x128", FILES)
     one, data = photographs.load_core50(tmp_path), photographs.load_core50(tmp_path, by_session=True)
     assert data.classes == tuple(f"s{session} {name}" for session in SESSIONS for name in CLASSES)
@@ -62,7 +62,7 @@ def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
     np.testing.assert_array_equal(data.x, one.x)
 
 
-def test_the_smaller_images_where_there_are_no_others(tmp_path, put):
+def test_load_core50_small_images_are_read_without_large_ones(tmp_path, put):
     small = put(tmp_path / "core50" / "core50_32x32", files(32))
     assert SOURCES["core50"].find(tmp_path) == ("folders of frames", small)
     assert photographs.load_core50(tmp_path).x.shape == (24, 3, 32, 32)
@@ -70,7 +70,7 @@ def test_the_smaller_images_where_there_are_no_others(tmp_path, put):
     assert SOURCES["core50"].find(tmp_path) == ("folders of frames", large)
 
 
-def test_normalize_channel_leaves_the_test_sessions_out(tmp_path, put):
+def test_load_core50_normalize_channel_excludes_test_sessions(tmp_path, put):
     put(tmp_path / "core50_128x128", FILES)
     data = photographs.load_core50(tmp_path, normalize="channel")
     training = data.x[np.isin(data.group, [2, 11])]
@@ -79,7 +79,7 @@ def test_normalize_channel_leaves_the_test_sessions_out(tmp_path, put):
     np.testing.assert_allclose(whole.mean.ravel(), data.x.mean(axis=(0, 2, 3)), rtol=1e-6)
 
 
-def test_what_is_no_frame_is_skipped(tmp_path, put):
+def test_load_core50_other_files_are_skipped(tmp_path, put):
     folder = put(tmp_path / "core50_128x128", FILES)
     for name in ("s2/o2/C_02_10_007.png", "s2/o2/._C_02_02_007.png", "s2/o2/D_02_02_007.png", "s12/o1/C_12_01_000.png"):
         put(folder / name, b"no frame")
@@ -93,17 +93,18 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_images_are_named(tmp_path, damage, put, refused):
+def test_load_core50_damaged_image_raises_with_path(tmp_path, damage, put, refused):
     content, message = DAMAGES[damage]
     path = put(put(tmp_path / "core50_128x128", FILES) / "s10/o50/C_10_50_009.png", content)
     said = refused(photographs.load_core50, tmp_path)
     assert message in said and said.startswith(f"Expected {path} to be ")
 
 
-def test_what_is_not_wholly_unpacked_is_named(tmp_path, put):
+def test_load_core50_missing_frames_raise_with_folder(tmp_path, put):
     folder = put(tmp_path / "a" / "core50_128x128", FILES)
     (folder / "s10/o10/C_10_10_007.png").unlink()
-    assert len(photographs.load_core50(tmp_path / "a").x) == 23  # videos are not equally long
+    # The videos have different lengths.
+    assert len(photographs.load_core50(tmp_path / "a").x) == 23
     (folder / "s10/o10/C_10_10_008.png").unlink()
     empty = tmp_path / "b" / "core50_128x128" / "s1" / "o1"
     empty.mkdir(parents=True)
@@ -112,7 +113,7 @@ def test_what_is_not_wholly_unpacked_is_named(tmp_path, put):
             photographs.load_core50(tmp_path / root)
 
 
-def test_place_and_digest_are_those_of_its_authors():
+def test_core50_url_and_digest_equal_avalanche():
     published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
     name, url, digest = published
     assert (f"core50/{name}", url, f"md5:{digest}") == (
@@ -122,16 +123,16 @@ def test_place_and_digest_are_those_of_its_authors():
     )
 
 
-def test_fetch_downloads_what_load_reads(tmp_path, publish):
+def test_download_core50_creates_loadable_folder(tmp_path, publish):
     publish("core50", "small.zip", {f"core50_128x128/{name}": content for name, content in FILES.items()})
     assert SOURCES["core50"].download(tmp_path / "data") == tmp_path / "data" / "core50" / "core50_128x128"
     assert len(photographs.load_core50(tmp_path / "data").x) == 24
 
 
 @pytest.mark.data
-def test_the_real_frames(real):
+def test_load_core50_real_data_has_published_counts(real):
     data = photographs.load_core50(real("core50"))
     assert data.x.shape == (164866, 3, 32, 32) and len(data.classes) == 50
     assert np.unique(data.group).tolist() == list(range(1, 12))
-    # The publishers' counts.
+    # Number of test frames that the publishers state.
     assert int(data.official_test.sum()) == 44972

@@ -1,4 +1,4 @@
-"""Damaged files and bombs are refused in one message with the file's name, before they take memory."""
+"""Damaged files and decompression bombs raise one error with the file's path, before they take memory."""
 
 import io
 import os
@@ -44,7 +44,7 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request, tmp_path, cifar, put):
-    """Writes bytes in place of a data set's file, and gives what it is then loaded as, or the message."""
+    """Return a file's content, and a function that writes changed bytes and returns the loaded data or the message."""
     data_set, name, content = LAYOUTS[request.param]
     if data_set == "cifar100":
         put(tmp_path, cifar.files(cifar.contents))
@@ -63,7 +63,7 @@ def layout(request, tmp_path, cifar, put):
 
 
 @pytest.mark.seconds
-def test_a_flipped_bit_is_refused_or_changes_nothing(layout):
+def test_load_dataset_flipped_bit_raises_or_has_no_effect(layout):
     content, loaded = layout
     whole = loaded(content)
     assert not isinstance(whole, str)
@@ -75,9 +75,10 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(layout):
 
 
 @pytest.mark.seconds
-def test_what_is_cut_off_is_refused(layout):
+def test_load_dataset_truncated_file_raises(layout):
     content, loaded = layout
-    for length in np.linspace(0, len(content) - 5, 50).astype(int).tolist():  # a PNG may lack its end's checksum
+    # The checksum at the end of a PNG file may be missing, so the last bytes are not cut off.
+    for length in np.linspace(0, len(content) - 5, 50).astype(int).tolist():
         found = loaded(content[:length])
         assert isinstance(found, str) and AGAIN in found, f"{length} of {len(content)} bytes"
 
@@ -91,7 +92,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("suffix", READERS)
-def test_what_is_no_file_or_may_not_be_read_is_named(tmp_path, suffix, refused):
+def test_readers_missing_or_unreadable_file_raises_with_path(tmp_path, suffix, refused):
     path, read = tmp_path / f"a{suffix}", READERS[suffix]
     message = refused(read, path, error=FileNotFoundError)
     assert message.startswith(f"Expected the file {path} but it is missing. {AGAIN}")
@@ -99,13 +100,15 @@ def test_what_is_no_file_or_may_not_be_read_is_named(tmp_path, suffix, refused):
     message = refused(read, path)
     assert message.startswith(f"Expected {path} to be a ") and f" but got: a folder. {AGAIN}" in message
     path.rmdir()
-    os.mkfifo(path)  # whoever opened it would wait for ever
+    # Opening a named pipe without `O_NONBLOCK` would block forever.
+    os.mkfifo(path)
     assert " but got: a named pipe" in refused(read, path)
     path.unlink()
     path.write_bytes(b"hello")
     path.chmod(0)
     user = os.geteuid()
-    os.seteuid(user or 65534)  # whom permissions do not concern is somebody else for a moment
+    # Root ignores file permissions, so the test becomes another user for a moment.
+    os.seteuid(user or 65534)
     try:
         message = refused(read, path)
     finally:
@@ -114,7 +117,7 @@ def test_what_is_no_file_or_may_not_be_read_is_named(tmp_path, suffix, refused):
 
 
 def member(header, claimed=None, zeros=0):
-    """An npz file with an array of this header and a number of zeros, whose directory claims a size."""
+    """Return an npz file with an array header, zeros, and a claimed size in the zip directory."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("x.npy", "w", force_zip64=True) as file:
@@ -126,7 +129,7 @@ def member(header, claimed=None, zeros=0):
 
 
 def zipped(content):
-    """An npz file with these bytes for an array."""
+    """Return an npz file in which the array has these bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("x.npy", content)
@@ -150,7 +153,7 @@ def jpeg(side):
 
 GIGABYTES = 2**40
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-# Bytes, or the length of a file of zeros that lies nowhere on the disk; and what the message says.
+# Content of each file, or the length of a sparse file of zeros, and a part of the expected message.
 BOMBS = {
     "directory.npz": (member(header((5,)), 5_600_000_000), f"set {LIMIT} to at least"),
     "header.npz": (member(header((GIGABYTES, 2), "<f8")), f"float64 of shape ({GIGABYTES}, 2) in the 128 bytes"),
@@ -190,8 +193,8 @@ print(status("VmHWM") - before)
 
 
 @pytest.mark.seconds
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to an amount of memory")
-def test_bombs_are_refused_before_they_take_memory(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a memory limit of a process")
+def test_readers_decompression_bomb_raises_before_allocation(tmp_path):
     bombs = {**BOMBS, "lying.npz": (member(header((872,)), 1000, zeros=400 * 10**6), "Bad CRC-32")}
     for name, (content, _) in bombs.items():
         with (tmp_path / name).open("wb") as file:
@@ -202,10 +205,11 @@ def test_bombs_are_refused_before_they_take_memory(tmp_path):
     *messages, peak = done.stdout.splitlines()
     for (name, (_, said)), message in zip(bombs.items(), messages, strict=True):
         assert message.startswith(f"Expected {tmp_path / name} to be a ") and said in message and AGAIN in message
-    assert int(peak) < 50_000  # kB that were taken beside what Python and NumPy take
+    # Peak memory in kB, in addition to Python and NumPy.
+    assert int(peak) < 50_000
 
 
-def test_the_limit_is_raised_by_name(tmp_path, monkeypatch, refused):
+def test_readers_size_limit_follows_environment_variable(tmp_path, monkeypatch, refused):
     (tmp_path / "a.npz").write_bytes(member(header((3 * 10**6,)), zeros=3 * 10**6))
     (tmp_path / "a.png").write_bytes(encoded("PNG", (1000, 800)))
     (tmp_path / "a.pkl").write_bytes(pickle.dumps([{} for _ in range(6_800)]))
@@ -221,7 +225,7 @@ def test_the_limit_is_raised_by_name(tmp_path, monkeypatch, refused):
                 assert str(path) in message and LIMIT in message and limit in message
 
 
-def test_an_image_of_a_format_that_calls_programs_is_refused(tmp_path, refused):
+def test_read_image_eps_raises(tmp_path, refused):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
     (tmp_path / "a.eps").rename(tmp_path / "a.png")
     assert "cannot identify image file" in refused(READERS[".png"], tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""The registry of data sets, and what `ArrayDataset` refuses."""
+"""The registry of datasets, and the checks of `ArrayDataset`."""
 
 import re
 import subprocess
@@ -46,7 +46,7 @@ def with_bad_values():
     return x
 
 
-def test_arrays_keep_what_they_are_given():
+def test_array_dataset_keeps_its_arguments():
     fields = parts()
     data = ArrayDataset(**fields)
     for name, value in fields.items():
@@ -96,13 +96,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_arrays_refuse(case):
+def test_array_dataset_invalid_argument_raises(case):
     changes, expected = REFUSED[case]
     with raises(*expected):
         ArrayDataset(**parts(**changes))
 
 
-def test_pixels_are_normalised_when_they_are_taken():
+def test_array_dataset_samples_normalizes_pixels():
     x = np.random.default_rng(0).integers(256, size=(4, 2, 3), dtype=np.uint8)
     mean, std = np.array([[100], [120]], np.float32), np.array([[50], [60]], np.float32)
     data = ArrayDataset(**parts(x=x, mean=mean, std=std))
@@ -115,14 +115,15 @@ def test_pixels_are_normalised_when_they_are_taken():
     np.testing.assert_array_equal(plain.samples([1]), plain.x[[1]])
 
 
-def test_permuted_digits_are_domains_of_the_same_digits():
+def test_load_digits_permutations_are_domains_of_same_digits():
     plain, data = datasets.load_dataset("digits"), datasets.load_dataset("digits", permutations=3)
     x = data.x.reshape(3, 1797, 64)
     assert np.array_equal(x[0], plain.x.reshape(-1, 64)) and np.array_equal(data.y, np.tile(plain.y, 3))
     assert not np.array_equal(x[1], x[0]) and not np.array_equal(x[1], x[2])
     for domain in x[1:]:
         order = [int(np.flatnonzero((x[0] == column[:, None]).all(axis=0))[0]) for column in domain.T]
-        assert np.array_equal(x[0][:, order], domain)  # every digit's pixels in one and the same order
+        # All digits of a domain have the same order of pixels.
+        assert np.array_equal(x[0][:, order], domain)
     assert data.group[[0, 1797, -1]].tolist() == ["00", "01", "02"]
     assert np.array_equal(data.official_test, np.tile(np.arange(1797) % 5 == 4, 3))
     assert np.array_equal(data.x, datasets.load_dataset("digits", permutations=3).x)
@@ -130,7 +131,7 @@ def test_permuted_digits_are_domains_of_the_same_digits():
         datasets.load_dataset("digits", permutations=0)
 
 
-def test_digits_are_those_of_scikit_learn():
+def test_load_digits_equals_scikit_learn():
     from sklearn.datasets import load_digits
 
     flat, y = load_digits(return_X_y=True)
@@ -158,7 +159,7 @@ def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_pa
 
 @pytest.fixture
 def small(tmp_path):
-    """A root with ten windows in place of UCI HAR."""
+    """Return a root folder with ten windows in the layout of UCI HAR."""
     rng = np.random.default_rng(0)
     windows = rng.normal(size=(10, 9, 128)).astype(np.float32)
     subject = np.array([1, 1, 1, 4, 4, 4, 4, 9, 9, 9])
@@ -166,14 +167,14 @@ def small(tmp_path):
     return tmp_path
 
 
-def test_load_hands_on_root_and_options(small, monkeypatch):
+def test_load_dataset_passes_root_and_options_to_loader(small, monkeypatch):
     data = datasets.load_dataset("ucihar", small, sensors=("gyro",), standardize=None)
     np.testing.assert_array_equal(data.x, np.load(small / "inertial.npz")["X"][:, 3:6])
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(small))
     np.testing.assert_array_equal(datasets.load_dataset("ucihar", sensors=("gyro",), standardize=None).x, data.x)
 
 
-def test_load_refuses_unknown_options(small):
+def test_load_dataset_unknown_option_raises(small):
     with raises(UnknownNameError, "ucihar"):
         datasets.load_dataset("ucihar", small, sensor="gyro")
     with raises(UnknownNameError, "digits"):
@@ -181,7 +182,7 @@ def test_load_refuses_unknown_options(small):
 
 
 @pytest.mark.parametrize("call", [datasets.load_dataset, datasets.verify, datasets.download])
-def test_unknown_names(call):
+def test_unknown_dataset_name_raises_with_suggestion(call):
     known = f"Expected a dataset name, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean ucihar?")):
         call("UCI-HAR")
@@ -191,12 +192,12 @@ def test_unknown_names(call):
         call("zzz")
 
 
-def test_check_says_what_was_found(small):
+def test_verify_returns_summary(small):
     found = datasets.verify("ucihar", small)
     assert found == f"ucihar: npz file {small / 'inertial.npz'}; 10 samples of shape 6 x 128, 6 classes, 3 clients"
 
 
-def test_every_data_set_is_described():
+def test_list_datasets_describes_every_dataset():
     described = datasets.list_datasets()
     assert [entry.name for entry in described] == NAMES
     for entry in described:
@@ -214,8 +215,8 @@ def test_every_data_set_is_described():
     assert all(entry.url.startswith(homes) for entry in described if entry.name != "digits")
 
 
-def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pillow():
-    # The package's own __init__ may import torch, so this module is imported without it.
+def test_import_of_datasets_loads_no_optional_package():
+    # The `__init__` of the package may import torch, so the module is imported without it.
     code = (
         "import sys, types, pathlib\n"
         "package = types.ModuleType('lightning_fcl')\n"
@@ -233,7 +234,7 @@ def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pi
     ("package", "module", "name"),
     [("sklearn", "sklearn", "digits"), ("PIL", "PIL.Image", "orl"), ("pandas", "pandas", "hhar")],
 )
-def test_what_reads_a_data_set_is_named_where_it_is_missing(tmp_path, monkeypatch, package, module, name):
+def test_load_dataset_missing_package_raises_with_name(tmp_path, monkeypatch, package, module, name):
     for path in ("orl/s1/1.pgm", "hhar/Phones_accelerometer.csv"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).touch()

@@ -1,20 +1,20 @@
-"""FC100 is CIFAR-100 with its classes in the order of TADAM's split."""
+"""FC100 is CIFAR-100 with the classes in the order of TADAM's split."""
 
 import numpy as np
 
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
-# The split of the authors' code, by number of the superclass.
+# Split of the authors' code, by number of the superclass.
 SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
 
 
-def test_the_split_is_that_of_the_authors_code(cifar):
+def test_fc100_superclasses_equal_authors_split(cifar):
     names = list(cifar.superclasses)
     assert tuple(names.index(name) for name in photographs.SUPERCLASSES) == SPLIT
 
 
-def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
+def test_load_fc100_orders_classes_by_superclass(tmp_path, cifar, put):
     cifar.put(tmp_path / "cifar100" / "cifar-100-python", cifar.contents)
     data, original = photographs.load_fc100(tmp_path), photographs.load_cifar100(tmp_path)
     order = [label for number in SPLIT for label in list(cifar.superclasses.values())[number]]
@@ -25,7 +25,7 @@ def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
     np.testing.assert_array_equal(data.samples(), original.samples())
 
 
-def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):
+def test_fc100_source_finds_and_downloads_cifar100(tmp_path, cifar, put):
     folder = cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     assert (
         SOURCES["fc100"].find(tmp_path) == SOURCES["cifar100"].find(tmp_path)

@@ -1,4 +1,4 @@
-"""The HHAR loader aligns two sensors of each device on one grid, and names what is wrong with a copy."""
+"""The HHAR loader aligns the two sensors of each device on one grid and names damaged files."""
 
 import re
 
@@ -11,19 +11,20 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import MissingFileError
 
 HEADER = "Index,Arrival_Time,Creation_Time,x,y,z,User,Model,Device,gt"
-START = 1424696631913248572  # ns since 1970: more digits than a float holds
+# Nanoseconds since 1970, which exceed the precision of a float.
+START = 1424696631913248572
 FILES = [f"{kind}_{sensor}" for kind in ("Phones", "Watch") for sensor in ("accelerometer", "gyroscope")]
 
 
 def row(seconds, xyz, user="a", model="nexus4", device=None, gt="sit"):
-    # The clocks of the device and of the application differ, and only the latter is in ms.
+    # Arrival_Time is in ms and from another clock than Creation_Time.
     time = START + round(seconds * 1e9)
     numbers = ",".join(repr(float(v)) for v in xyz)
     return f"0,{time // 1_000_000 + 1995},{time},{numbers},{user},{model},{device or model + '_1'},{gt}"
 
 
 def line_signal(t, sensor):
-    """A signal that linear interpolation gives back exactly."""
+    """Return a signal that linear interpolation reproduces exactly."""
     return np.array([1 + 2 * t, -3 * t, 0.5 * t]) * (10 if sensor == "gyroscope" else 1)
 
 
@@ -50,7 +51,7 @@ def both(**owner):
 @pytest.mark.parametrize(
     "place", ["hhar/Activity recognition exp", "Activity recognition exp", "hhar", ""], ids=["a", "b", "c", "root"]
 )
-def test_the_grid_gives_the_interpolated_line(tmp_path, place):
+def test_load_hhar_interpolates_to_regular_grid(tmp_path, place):
     acc = recording("accelerometer", step=0.005)
     gyro = recording("gyroscope", begin=0.1234, end=4.9, step=0.0071)
     folder = put(tmp_path, place, Phones_accelerometer=acc[::-1] + acc[:50], Phones_gyroscope=gyro)
@@ -63,12 +64,14 @@ def test_the_grid_gives_the_interpolated_line(tmp_path, place):
     assert SOURCES["hhar"].download(tmp_path) == folder
 
 
-def test_no_chunk_goes_across_a_gap_or_another_activity(tmp_path):
+def test_load_hhar_chunks_stay_within_gaps_and_activities(tmp_path):
     files = {}
     for sensor in ("accelerometer", "gyroscope"):
         rows = recording(sensor, 0, 2)  # sit, 2 s
-        rows += recording(sensor, 2.4, 4)  # still sit after 0.4 s without samples: no gap
-        rows += recording(sensor, 4.6, 7.2)  # after 0.6 s: a gap
+        # A pause of 0.4 s is not a gap.
+        rows += recording(sensor, 2.4, 4)
+        # A pause of 0.6 s is a gap.
+        rows += recording(sensor, 4.6, 7.2)
         rows += recording(sensor, 7.205, 8.2, gt="null")
         rows += recording(sensor, 8.205, 9.205, gt="walk")
         rows += recording(sensor, 9.21, 10.21, gt="bike")
@@ -80,14 +83,14 @@ def test_no_chunk_goes_across_a_gap_or_another_activity(tmp_path):
     assert data.y.tolist() == [1] * 6 + [5, 0]
 
 
-def test_sensors_that_disagree_on_the_activity_give_nothing(tmp_path):
+def test_load_hhar_sensors_with_unequal_labels_are_dropped(tmp_path):
     files = both()
     files["Phones_gyroscope"] = recording("gyroscope", 0, 2) + recording("gyroscope", 2.005, 5, gt="stand")
     put(tmp_path, **files)
     assert hhar.load_hhar(tmp_path, chunk=100).y.tolist() == [1, 1]
 
 
-def test_users_devices_and_groups(tmp_path):
+def test_load_hhar_orders_users_devices_and_groups(tmp_path):
     owners = [("b", "s3", "s3_1"), ("a", "s3", "s3_2"), ("a", "nexus4", "nexus4_1"), ("a", "s3", "s3_1")]
     files = {
         f"Phones_{s}": [
@@ -109,7 +112,7 @@ def test_users_devices_and_groups(tmp_path):
     np.testing.assert_allclose((data.x[:, 0, 0] - 1) / 2, [2, 3, 1, 9, 0], atol=1e-4)
     data = hhar.load_hhar(tmp_path, devices=["gear", "s3"], normalize="none")
     assert (data.client_ids.tolist(), data.group.tolist()) == (["a", "a", "b", "i"], [1, 1, 1, 0])
-    # One scale for each device of a user, not one for each user.
+    # Each device of a user has its own scale.
     scaled = hhar.load_hhar(tmp_path)
     np.testing.assert_allclose(scaled.x.mean(axis=1), 0, atol=1e-4)
     np.testing.assert_allclose(scaled.x.std(axis=1), 1, atol=1e-3)
@@ -118,14 +121,14 @@ def test_users_devices_and_groups(tmp_path):
         assert len(hhar.load_hhar(tmp_path, devices=["s3"]).y) == 3
 
 
-def test_phones_alone_need_no_watch_files(tmp_path):
+def test_load_hhar_phones_only_needs_no_watch_files(tmp_path):
     folder = put(tmp_path, Watch_accelerometer=None, Watch_gyroscope=None, **both())
     assert len(hhar.load_hhar(tmp_path, devices=["nexus4"]).y) == 2
     with raises(MissingFileError, value=folder / "Watch_accelerometer.csv"):
         hhar.load_hhar(tmp_path)
 
 
-def test_statistics_are_those_of_the_newest_complete_window():
+def test_window_statistics_use_newest_complete_window():
     x = np.random.default_rng(0).normal(size=(437, 6)).astype(np.float32)
     found = hhar.window_statistics(x)
     assert found.shape == (238, 32)
@@ -142,10 +145,11 @@ def test_statistics_are_those_of_the_newest_complete_window():
     np.testing.assert_array_equal(hhar.window_statistics(changed)[: 300 - 199], found[: 300 - 199])
 
 
-def test_statistics_of_files(tmp_path):
+def test_load_hhar_statistics_equal_window_statistics(tmp_path):
     put(tmp_path, **both())
     data = hhar.load_hhar(tmp_path, chunk=100, features="statistics", normalize="none")
-    assert data.x.shape == (3, 100, 32)  # 501 steps, of which 302 have a complete window
+    # 302 of 501 steps have a complete window.
+    assert data.x.shape == (3, 100, 32)
     raw = hhar.load_hhar(tmp_path, chunk=1, normalize="none").x[:, 0]
     np.testing.assert_array_equal(data.x.reshape(-1, 32), hhar.window_statistics(raw)[:300])
     assert np.isfinite(hhar.load_hhar(tmp_path, chunk=100, features="statistics").x).all()
@@ -159,7 +163,10 @@ def rows_with(change):
 
 DAMAGES = {
     "no columns": ({"Phones_gyroscope": "a,b\n1,2\n"}, "Phones_gyroscope.csv to contain whole rows of"),
-    "a word": (rows_with(lambda r: ",".join([*r[:3], "abc", *r[4:]])), "Phones_accelerometer.csv to contain whole rows"),
+    "a word": (
+        rows_with(lambda r: ",".join([*r[:3], "abc", *r[4:]])),
+        "Phones_accelerometer.csv to contain whole rows",
+    ),
     "infinite": (rows_with(lambda r: ",".join([*r[:4], "inf", *r[5:]])), "as x, y, z of user a with device nexus4_1"),
     "a cut row": (rows_with(lambda r: ",".join(r[:5])), "Phones_accelerometer.csv to contain whole rows of"),
     "a cut label": (rows_with(lambda r: ",".join([*r[:9], "si"])), "'si' as `gt`, which is none of null, bike"),
@@ -171,7 +178,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(tmp_path, damage):
+def test_load_hhar_damaged_file_raises_with_path(tmp_path, damage):
     files, message = DAMAGES[damage]
     put(tmp_path, **{**both(), **files})
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -192,7 +199,7 @@ def put_windows(root, **changes):
     return path, arrays["X"]
 
 
-def test_windows_are_cut(tmp_path):
+def test_load_hhar_windows_are_cut_into_chunks(tmp_path):
     path, x = put_windows(tmp_path)
     assert SOURCES["hhar"].find(tmp_path) == ("phone windows", path)
     data = hhar.load_hhar(tmp_path, chunk=32)
@@ -213,7 +220,11 @@ REFUSED = {
     "label 6": ({"y": np.array([0, 6, 1])}, {"chunk": 128}, "Expected `y` to be between 0 and 5"),
     "not finite": ({"X": np.full((3, 3, 128), np.nan)}, {"chunk": 128}, "Expected `x` to be finite"),
     "chunk 0": (None, {"chunk": 0}, "Expected `chunk` to be at least 1 but got 0."),
-    "unknown devices": (None, {"devices": ["s4"]}, "Expected `devices` to be a list of different names from nexus4, s3,"),
+    "unknown devices": (
+        None,
+        {"devices": ["s4"]},
+        "Expected `devices` to be a list of different names from nexus4, s3,",
+    ),
     "chunk long": (None, {"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
     "none there": (None, {"devices": ["s3"]}, "check that the files contain s3."),
 }
@@ -221,7 +232,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:Left out")
 @pytest.mark.parametrize("case", REFUSED)
-def test_wrong_windows_and_options_are_named(tmp_path, case):
+def test_load_hhar_invalid_windows_or_options_raise(tmp_path, case):
     changes, options, message = REFUSED[case]
     put(tmp_path, **both()) if changes is None else put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""The LFW loader cuts and scales faces as documented, in both layouts, and names what is wrong with a damaged copy."""
+"""The LFW loader crops and scales faces as documented, in both layouts, and names damaged files."""
 
 import io
 
@@ -12,13 +12,13 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import InvalidValueError
 
 NPZ = "min35_gray_64x48.npz"
-# Not in alphabetical order, one of them without a family name.
+# Names in another order than the alphabetical one, one of them without a family name.
 PEOPLE = {"Zoe_Ray": 3, "Abdullah": 1, "Bob_de_la_Cruz": 2}
 REMEDY = "Delete this copy and get the file again."
 
 
 def photograph(seed: int) -> bytes:
-    """A JPEG file of 250 x 250 pixels in colour, smooth but for one sharp edge."""
+    """Return a JPEG file of 250 x 250 pixels in color, smooth except for one sharp edge."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(256, size=(9, 9, 3), dtype=np.uint8)
     pixels = np.array(Image.fromarray(coarse).resize((250, 250), Image.Resampling.BILINEAR))
@@ -29,7 +29,7 @@ def photograph(seed: int) -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """The people's images by their names in the original folder, in alphabetical order of the people."""
+    """Return the images by their paths in the original folder, in alphabetical order of the people."""
     names = [f"{name}/{name}_{n:04d}.jpg" for name in sorted(PEOPLE) for n in range(1, PEOPLE[name] + 1)]
     return {name: photograph(seed) for seed, name in enumerate(names)}
 
@@ -38,14 +38,14 @@ FILES = files()
 
 
 def faces() -> np.ndarray:
-    """Rows 70 to 194 and columns 78 to 171 in ITU-R 601-2 luma, by the formula."""
+    """Return rows 70 to 194 and columns 78 to 171 in ITU-R 601-2 luma, computed with the formula."""
     colours = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in FILES.values()]).astype(np.float64)
     assert colours.shape == (6, 250, 250, 3)
     return (colours @ [0.299, 0.587, 0.114])[:, 70:195, 78:172]
 
 
 def npz(**changes) -> dict[str, np.ndarray]:
-    """Three people of 36, 35 and 40 images."""
+    """Return arrays of three people with 36, 35 and 40 images."""
     return {
         "X": np.random.default_rng(0).integers(256, size=(111, 64, 48), dtype=np.uint8),
         "y": np.repeat(np.arange(3, dtype=np.uint8), [36, 35, 40]),
@@ -54,12 +54,12 @@ def npz(**changes) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("place", ["lfw", "lfw/lfw", "lfw/lfw_funneled", "lfw_funneled", "."])
-def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place, put):
+def test_load_lfw_original_folders_are_cropped_and_gray(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert SOURCES["lfw"].find(tmp_path) == ("folders of images", folder)
     data = load_lfw(tmp_path, min_faces=1, size=(125, 94), normalize="none")
     assert data.x.shape == (6, 1, 125, 94)
-    # Pillow's luma is rounded to whole numbers.
+    # Pillow rounds the luma to integers.
     np.testing.assert_allclose(data.x[:, 0] * 255, faces(), atol=0.51)
     assert data.y.tolist() == [0, 1, 1, 2, 2, 2]
     assert data.classes == ("Abdullah", "Bob_de_la_Cruz", "Zoe_Ray")
@@ -67,7 +67,7 @@ def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place, put):
 
 
 @pytest.mark.parametrize(("min_faces", "classes"), [(2, ("Bob_de_la_Cruz", "Zoe_Ray")), (3, ("Zoe_Ray",))])
-def test_people_with_few_images_are_left_out(tmp_path, min_faces, classes, put):
+def test_load_lfw_min_faces_excludes_people_with_fewer_images(tmp_path, min_faces, classes, put):
     put(tmp_path / "lfw", FILES)
     everybody = load_lfw(tmp_path, min_faces=1)
     data = load_lfw(tmp_path, min_faces=min_faces)
@@ -77,7 +77,7 @@ def test_people_with_few_images_are_left_out(tmp_path, min_faces, classes, put):
     assert [data.classes[label] for label in data.y] == [everybody.classes[label] for label in everybody.y[kept]]
 
 
-def test_what_is_no_image_of_a_person_is_skipped(tmp_path, put):
+def test_load_lfw_other_files_are_skipped(tmp_path, put):
     folder = put(tmp_path / "lfw", FILES)
     (folder / "Nobody").mkdir()
     put(folder / "pairs.txt", b"10 300")
@@ -88,7 +88,7 @@ def test_what_is_no_image_of_a_person_is_skipped(tmp_path, put):
 
 
 @pytest.mark.parametrize("place", ["lfw", "."])
-def test_the_npz_file_is_read_as_it_is(tmp_path, place, put):
+def test_load_lfw_npz_file_reads_pixels_and_labels(tmp_path, place, put):
     path = put(tmp_path / place / NPZ, npz())
     assert SOURCES["lfw"].find(tmp_path) == ("npz file", path)
     data = load_lfw(tmp_path, normalize="none")
@@ -99,7 +99,7 @@ def test_the_npz_file_is_read_as_it_is(tmp_path, place, put):
     assert load_lfw(tmp_path, size=(32, 24)).x.shape == (111, 1, 32, 24)
 
 
-def test_the_people_of_an_npz_file_are_chosen_and_sorted_by_name(tmp_path, put):
+def test_load_lfw_npz_file_people_are_filtered_and_sorted(tmp_path, put):
     path = put(tmp_path / NPZ, npz(names=np.array(["Cy_Orr", "Bob_Ray", "Ann_Lee"])))
     data = load_lfw(tmp_path, min_faces=36, normalize="none")
     with np.load(path) as archive:
@@ -110,7 +110,7 @@ def test_the_people_of_an_npz_file_are_chosen_and_sorted_by_name(tmp_path, put):
 
 
 @pytest.mark.parametrize("normalize", ["none", "image"])
-def test_both_layouts_give_the_same_for_the_same_pixels(tmp_path, normalize, put):
+def test_load_lfw_layouts_with_same_pixels_are_equal(tmp_path, normalize, put):
     content = {f"Ann_Lee/Ann_Lee_{n:04d}.jpg": photograph(n) for n in range(1, 36)}
     put(tmp_path / "a" / "lfw", content)
     pixels = load_lfw(tmp_path / "a", normalize="none").x[:, 0] * 255
@@ -122,7 +122,7 @@ def test_both_layouts_give_the_same_for_the_same_pixels(tmp_path, normalize, put
     assert one.classes == other.classes
 
 
-def test_original_images_go_before_the_npz_file(tmp_path, put):
+def test_lfw_source_prefers_original_images(tmp_path, put):
     put(tmp_path / "lfw" / NPZ, npz())
     for place in ("lfw_funneled", "lfw", "lfw/lfw_funneled", "lfw/lfw"):
         folder = put(tmp_path / place, FILES)
@@ -144,7 +144,7 @@ DAMAGES = {
     "cut short": (IMAGE, WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
     "a PNG": (IMAGE, encoded(Image.new("RGB", (250, 250)), "PNG"), "but got: cannot identify"),
     "another size": (IMAGE, NARROW, "but got: an image of 250 x 200 in Pillow's mode 'RGB'."),
-    "printing colours": (IMAGE, CMYK, "but got: an image of 250 x 250 in Pillow's mode 'CMYK'."),
+    "printing colors": (IMAGE, CMYK, "but got: an image of 250 x 250 in Pillow's mode 'CMYK'."),
     "no names": (NPZ, npz(names=None), "to contain an array 'names', but it does not."),
     "another shape": (NPZ, npz(X=np.zeros((111, 62, 47), np.uint8)), "(111, 64, 48), but got uint8 of shape (111, 62"),
     "16 bits": (NPZ, npz(X=np.zeros((111, 64, 48), np.uint16)), "to contain uint8 images, but got 111 of uint16."),
@@ -154,7 +154,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(tmp_path, damage, put, damaged):
+def test_load_lfw_damaged_file_raises_with_path(tmp_path, damage, put, damaged):
     name, content, message = DAMAGES[damage]
     if name == IMAGE:
         put(tmp_path / "lfw", FILES)
@@ -162,25 +162,25 @@ def test_damaged_files_are_named(tmp_path, damage, put, damaged):
     assert message in said and REMEDY in said
 
 
-def test_people_left_out_are_not_read(tmp_path, put):
+def test_load_lfw_excluded_people_are_not_read(tmp_path, put):
     put(tmp_path / "lfw", FILES | {"Abdullah/Abdullah_0001.jpg": b""})
     assert len(load_lfw(tmp_path, min_faces=2).x) == 5
 
 
-def test_a_grey_jpeg_is_taken(tmp_path, put):
+def test_load_lfw_gray_jpeg_is_read(tmp_path, put):
     put(tmp_path / "lfw", FILES | {"Zoe_Ray/Zoe_Ray_0002.jpg": encoded(Image.new("L", (250, 250), 51))})
     x = load_lfw(tmp_path, min_faces=1, normalize="none").x
     np.testing.assert_allclose(x[4], 0.2, atol=1e-6)
 
 
-def test_who_has_few_images_is_left_out_by_a_number_that_can_be(tmp_path, put):
+def test_load_lfw_min_faces_too_small_raises(tmp_path, put):
     put(tmp_path / NPZ, npz())
     for number in (34, 0):
         with raises(InvalidValueError, "min_faces", value=number):
             load_lfw(tmp_path, min_faces=number)
 
 
-def test_nobody_with_so_many_images(tmp_path, put):
+def test_load_lfw_min_faces_too_large_raises(tmp_path, put):
     put(tmp_path / "a" / "lfw", FILES)
     put(tmp_path / "b" / NPZ, npz())
     for root, wanted in ((tmp_path / "a", 4), (tmp_path / "b", 41)):
@@ -188,12 +188,12 @@ def test_nobody_with_so_many_images(tmp_path, put):
             load_lfw(root, min_faces=wanted)
 
 
-def test_place_and_digest_are_those_of_scikit_learn():
+def test_lfw_url_and_digest_equal_scikit_learn():
     published = pytest.importorskip("sklearn.datasets._lfw").FUNNELED_ARCHIVE
     assert (published.url, published.checksum) == (SOURCES["lfw"].url, SOURCES["lfw"].digest)
 
 
-def test_fetch_downloads_what_load_reads(tmp_path, publish, put):
+def test_download_lfw_creates_loadable_folder(tmp_path, publish, put):
     publish("lfw", "small.tgz", {f"lfw_funneled/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put(root / "lfw" / NPZ, npz())
@@ -202,7 +202,7 @@ def test_fetch_downloads_what_load_reads(tmp_path, publish, put):
 
 
 @pytest.mark.data
-def test_the_real_faces(real):
+def test_load_lfw_real_data_has_known_counts(real):
     data = load_lfw(real("lfw"))
     assert data.x.shape == (2053, 1, 64, 48) and data.x.dtype == np.float32
     counts = dict(zip(data.classes, np.bincount(data.y).tolist(), strict=True))
@@ -211,7 +211,7 @@ def test_the_real_faces(real):
     assert data.classes == tuple(sorted(data.classes))
     np.testing.assert_allclose(data.x.mean(axis=(1, 2, 3), dtype=np.float64), 0, atol=1e-5)
     np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
-    # Eyes and mouth are darker than the cheeks below the eyes: the rows of the mean face say that it is upright.
+    # Eyes and mouth are darker than the cheeks below the eyes, so the rows of the mean face show that it is upright.
     rows = data.x[:, 0, :, 8:40].mean(axis=(0, 2))
     assert rows[18:23].mean() < rows[28:33].mean() > rows[44:49].mean()
     famous = ("Colin_Powell", "Donald_Rumsfeld", "George_W_Bush", "Gerhard_Schroeder", "Tony_Blair")

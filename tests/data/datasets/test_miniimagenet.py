@@ -1,4 +1,4 @@
-"""The MiniImageNet loader reads each public layout and the npz file, and names what is wrong with a copy."""
+"""The MiniImageNet loader reads each public layout and the npz file, and names damaged files."""
 
 import io
 from pathlib import Path
@@ -11,9 +11,10 @@ from lightning_fcl.data.datasets import images, photographs
 from lightning_fcl.data.datasets.readers import SOURCES
 
 REMEDY = "Delete this copy and get the files again."
-# Classes of each list, not in order.
+# Classes of each list, in no particular order.
 PARTS = {"train": ("n02110341", "n01532829"), "val": ("n01855672",), "test": ("n02129165",)}
-SIZES = {0: (84, 84), 1: (50, 70), 2: (33, 20)}  # width and height
+# Width and height of the images.
+SIZES = {0: (84, 84), 1: (50, 70), 2: (33, 20)}
 
 
 def jpeg(seed: int, size: tuple[int, int] = (84, 84), mode: str = "RGB") -> bytes:
@@ -34,7 +35,8 @@ FILES = {
     for part, rows in LISTS.items()
 } | {f"images/{name}": content for name, content in IMAGES.items()}
 WNIDS = sorted({wnid for _, wnid in ROWS})
-CLASSES = ("house finch", "goose", "dalmatian", "lion")  # of these
+# Names of the classes in `WNIDS`.
+CLASSES = ("house finch", "goose", "dalmatian", "lion")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def pixels(names, size=32):
-    """Of images that `IMAGES` has, resized by hand."""
+    """Return images of `IMAGES`, resized with Pillow."""
     resized = (
         Image.open(io.BytesIO(IMAGES[name])).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
         for name in names
@@ -54,7 +56,7 @@ def pixels(names, size=32):
 
 
 @pytest.mark.parametrize("place", ["miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."])
-def test_the_lists_and_images(tmp_path, place, put):
+def test_load_miniimagenet_lists_and_images_are_read(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert (
         SOURCES["miniimagenet"].find(tmp_path) == ("lists and images", folder)
@@ -69,7 +71,7 @@ def test_the_lists_and_images(tmp_path, place, put):
 
 
 def as_new_lists(put, root):
-    """The first image of each class is a test."""
+    """Write the new lists, with the first image of each class as test image, and return the expected rows."""
     parts = {"new_train.csv": [r for n, r in enumerate(ROWS) if n % 3], "new_val.csv": ROWS[::3]}
     lists = {
         name: ("filename,label\n" + "".join(f"{image},{wnid}\n" for image, wnid in rows)).encode()
@@ -93,7 +95,7 @@ def as_folders_of_parts(put, root):
 
 
 def npz(root, **other):
-    """Lossless, so that pixels can be compared."""
+    """Write an npz file with lossless images, so that pixels can be compared, and return its arrays."""
     packed = []
     for name, _ in ROWS:
         Image.fromarray(pixels([name], 64)[0].transpose(1, 2, 0)).save(buffer := io.BytesIO(), "WEBP", lossless=True)
@@ -112,7 +114,7 @@ def npz(root, **other):
 
 
 @pytest.mark.parametrize("layout", [as_new_lists, as_folders, as_folders_of_parts])
-def test_other_layouts_of_files(tmp_path, layout, put):
+def test_load_miniimagenet_other_layouts_are_read(tmp_path, layout, put):
     rows = layout(put, tmp_path)
     data = photographs.load_miniimagenet(tmp_path, size=20)
     np.testing.assert_array_equal(data.x, pixels((name for name, _ in rows), 20))
@@ -121,7 +123,7 @@ def test_other_layouts_of_files(tmp_path, layout, put):
     assert (None if data.official_test is None else data.official_test.tolist()) == official
 
 
-def test_the_npz_file(tmp_path):
+def test_load_miniimagenet_npz_file_is_read(tmp_path):
     npz(tmp_path)
     data = photographs.load_miniimagenet(tmp_path, size=64)
     np.testing.assert_array_equal(data.x, pixels((name for name, _ in ROWS), 64))
@@ -129,7 +131,7 @@ def test_the_npz_file(tmp_path):
     assert data.official_test.tolist() == [n % 3 == 0 for n in range(len(ROWS))]
 
 
-def test_a_wrong_npz_file_is_named(tmp_path, refused):
+def test_load_miniimagenet_invalid_npz_file_raises(tmp_path, refused):
     offsets = npz(tmp_path)["offsets"]
     bounds = f"to cut the {offsets[-1]} bytes of `webp` into {len(ROWS)} images, but got"
     for wrong in (offsets[:-1], offsets + 1, offsets[[0, 2, 1, *range(3, len(offsets))]]):
@@ -143,7 +145,7 @@ def test_a_wrong_npz_file_is_named(tmp_path, refused):
     assert "Expected `y` of " in refused(photographs.load_miniimagenet, tmp_path)
 
 
-def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
+def test_load_miniimagenet_caches_resized_images(tmp_path, cache, put, monkeypatch):
     folder, read = put(tmp_path, FILES), []
     monkeypatch.setattr(
         images, "_resized", lambda image, size, plain=images._resized: read.append(0) or plain(image, size)
@@ -169,7 +171,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_lists_are_named(tmp_path, case, put, refused):
+def test_load_miniimagenet_invalid_list_raises_with_path(tmp_path, case, put, refused):
     content, message = WRONG[case]
     path = put(put(tmp_path, FILES) / "val.csv", content.encode())
     said = refused(photographs.load_miniimagenet, tmp_path)
@@ -177,15 +179,15 @@ def test_wrong_lists_are_named(tmp_path, case, put, refused):
 
 
 @pytest.mark.parametrize("content", [jpeg(0)[:400], None])
-def test_damaged_and_missing_images_are_named(tmp_path, content, put, refused):
+def test_load_miniimagenet_damaged_or_missing_image_raises(tmp_path, content, put, refused):
     path = put(tmp_path, FILES) / "images" / ROWS[-1][0]
     put(path, content) if content is not None else path.unlink()
     said = refused(photographs.load_miniimagenet, tmp_path, error=FileNotFoundError if content is None else ValueError)
     assert f"Expected the file {path} but" in said or f"Expected {path} to be a complete JPEG image but got: " in said
 
 
-def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):
-    """As Avalanche carries them."""
+def test_listed_reads_lists_of_ravi_and_larochelle(tmp_path):
+    """The CSV lists in the package of Avalanche are read."""
     package = pytest.importorskip("avalanche.benchmarks.datasets.mini_imagenet.mini_imagenet")
     folder = Path(package.__file__).parent / "csv_files"
     rows = {part: photographs._listed(folder / f"{part}.csv") for part in PARTS}

@@ -1,4 +1,4 @@
-"""The real data sets of movements and signals have the counts that are known of them."""
+"""The real sensor datasets have the published numbers of samples, labels and clients."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ KNOWN = {
 @pytest.mark.seconds
 @pytest.mark.data
 @pytest.mark.parametrize("name", KNOWN)
-def test_shape_labels_and_clients(real, name):
+def test_load_dataset_real_data_has_known_counts(real, name):
     layout, shape, labels, clients = KNOWN[name]
     data = load_dataset(name, real(name, layout))
     assert data.x.shape == shape

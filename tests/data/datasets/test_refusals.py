@@ -1,4 +1,4 @@
-"""What every data set refuses alike: options that cannot be, and a folder in which there is nothing of it."""
+"""Errors that all datasets have in common: invalid options, and folders that do not contain the dataset."""
 
 import re
 
@@ -58,7 +58,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_nothing_there_says_what_to_do(tmp_path, name):
+def test_missing_dataset_raises_with_instructions(tmp_path, name):
     title, advice, holds = NOTHING[name]
     (tmp_path / "miniimagenet" / "images").mkdir(parents=True)
     (tmp_path / "people" / "IMG").mkdir(parents=True)
@@ -93,7 +93,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "options", "argument"), OPTIONS)
-def test_options_are_checked_before_files_are_looked_for(tmp_path, name, options, argument):
+def test_load_dataset_invalid_option_raises_before_file_search(tmp_path, name, options, argument):
     (value,) = options.values()
     with raises(InvalidValueError, argument, value=value):
         datasets.load_dataset(name, tmp_path, **options)

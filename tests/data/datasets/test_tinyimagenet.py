@@ -1,4 +1,4 @@
-"""The TinyImageNet loader gives the pixels of both layouts, normalises them, and names what is wrong with a copy."""
+"""The TinyImageNet loader reads the pixels of both layouts, normalizes them, and names damaged files."""
 
 import io
 import re
@@ -14,18 +14,19 @@ from lightning_fcl.data.datasets.readers import SOURCES
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 
 REMEDY = "Delete this copy and run `lightning-fcl data download tinyimagenet`."
-# In the order of the original's wnids.txt, which is not sorted; two cranes, and one class without a name.
+# In the order of the original wnids.txt, which is not sorted. Two classes have the name "crane", one has no name.
 WNIDS = ("n03126707", "n01443537", "n02012849", "n99999999")
 WORDS = (
     "n00001740\tentity\nn01443537\tgoldfish, Carassius auratus\nn02012849\tcrane\nn03126707\tcrane\nn03976657\tpole\n"
 )
 CLASSES = ("goldfish", "crane (n02012849)", "crane (n03126707)", "n99999999")
-TRAIN = 12  # of each class: numbers that sort otherwise as text
+# Images per class. Their numbers have another order as text.
+TRAIN = 12
 VAL = ("n02012849", "n99999999", "n01443537", "n02012849")
 
 
 def photograph(seed: int, mode: str = "RGB", size: int = 64) -> bytes:
-    """A JPEG file, smooth but for one sharp edge."""
+    """Return a JPEG file, smooth except for one sharp edge."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(256, size=(5, 5, 3), dtype=np.uint8)
     pixels = np.array(Image.fromarray(coarse).resize((size, size), Image.Resampling.BILINEAR))
@@ -36,7 +37,7 @@ def photograph(seed: int, mode: str = "RGB", size: int = 64) -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """The original folder's files, the unlabelled test images among them."""
+    """Return the files of the original folder, including an unlabeled test image."""
     content = {
         f"train/{wnid}/images/{wnid}_{n}.JPEG": photograph(100 * c + n, "L" if n == 3 else "RGB")
         for c, wnid in enumerate(WNIDS)
@@ -72,7 +73,7 @@ PLACES = ["tinyimagenet/tiny-imagenet-200", "tiny-imagenet-200", "tinyimagenet",
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_original_folder(tmp_path, place, put):
+def test_load_tinyimagenet_original_folder_is_read(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert SOURCES["tinyimagenet"].find(tmp_path) == ("folder of images", folder)
     data = photographs.load_tinyimagenet(tmp_path, size=64, normalize="none")
@@ -86,7 +87,7 @@ def test_the_original_folder(tmp_path, place, put):
 
 
 @pytest.mark.parametrize("place", ["tinyimagenet32", "tinyimagenet", "."])
-def test_the_npz_file(tmp_path, place, put):
+def test_load_tinyimagenet_npz_file_is_read(tmp_path, place, put):
     path = put(tmp_path / place / "100classes.npz", npz())
     assert SOURCES["tinyimagenet"].find(tmp_path) == ("npz file", path)
     data = photographs.load_tinyimagenet(tmp_path)
@@ -97,19 +98,19 @@ def test_the_npz_file(tmp_path, place, put):
 
 
 @pytest.mark.parametrize("size", [32, 48, 80])
-def test_resizing_is_antialiased(tmp_path, size, put):
+def test_load_tinyimagenet_resizing_is_antialiased(tmp_path, size, put):
     put(tmp_path, FILES)
     pixels = photographs.load_tinyimagenet(tmp_path, size=size).x
     wanted = torch.nn.functional.interpolate(
         torch.from_numpy(PIXELS.astype(np.float64)).permute(0, 3, 1, 2), (size, size), mode="bicubic", antialias=True
     ).clamp(0, 255)
     assert pixels.shape == (52, 3, size, size)
-    # Rounded to whole numbers, and clipped, after each direction of the filter.
+    # Pillow rounds to integers and clips after each direction of the filter.
     np.testing.assert_allclose(pixels, wanted.numpy(), atol=4)
     assert np.abs(pixels - wanted.numpy()).mean() < 0.5
 
 
-def test_normalize_channel_is_the_z_score_of_the_training_images(tmp_path, put):
+def test_load_tinyimagenet_normalize_channel_uses_training_images(tmp_path, put):
     put(tmp_path, FILES)
     data = photographs.load_tinyimagenet(tmp_path, normalize="channel")
     training = data.x[~data.official_test].astype(np.float64)
@@ -117,7 +118,7 @@ def test_normalize_channel_is_the_z_score_of_the_training_images(tmp_path, put):
     np.testing.assert_allclose(data.samples(), (data.x - mean) / std, atol=1e-5)
 
 
-def test_normalize_imagenet_is_that_of_torchvision(tmp_path, put):
+def test_load_tinyimagenet_normalize_imagenet_equals_torchvision(tmp_path, put):
     put(tmp_path, FILES)
     transforms = pytest.importorskip("torchvision.transforms.functional")
     data = photographs.load_tinyimagenet(tmp_path)
@@ -127,13 +128,13 @@ def test_normalize_imagenet_is_that_of_torchvision(tmp_path, put):
     np.testing.assert_allclose(data.samples(), wanted.numpy(), atol=1e-5)
 
 
-def test_a_constant_channel_is_only_centred(tmp_path, put):
+def test_load_tinyimagenet_constant_channel_is_only_centered(tmp_path, put):
     put(tmp_path / "100classes.npz", npz(X_train=np.full((6, 32, 32, 3), 7, np.uint8)))
     data = photographs.load_tinyimagenet(tmp_path, normalize="channel")
     assert not data.samples(~data.official_test).any() and np.isfinite(data.samples()).all()
 
 
-def test_a_missing_image_of_the_validation_set(tmp_path, put):
+def test_load_tinyimagenet_missing_validation_image_raises(tmp_path, put):
     path = put(tmp_path, FILES) / "val/images/val_2.JPEG"
     path.unlink()
     with raises(MissingFileError, value=path):
@@ -141,7 +142,7 @@ def test_a_missing_image_of_the_validation_set(tmp_path, put):
 
 
 @pytest.mark.parametrize("removed", [range(8, 12), range(12)])
-def test_half_an_unpacked_archive(tmp_path, removed, put):
+def test_load_tinyimagenet_missing_training_images_raise(tmp_path, removed, put):
     folder = put(tmp_path, FILES) / "train" / "n02012849" / "images"
     for n in removed:
         (folder / f"n02012849_{n}.JPEG").unlink()
@@ -150,7 +151,7 @@ def test_half_an_unpacked_archive(tmp_path, removed, put):
 
 
 @pytest.mark.parametrize("name", ["words.txt", "val/val_annotations.txt"])
-def test_texts_that_are_missing_empty_or_no_text(tmp_path, name, put):
+def test_load_tinyimagenet_invalid_text_file_raises(tmp_path, name, put):
     path = put(tmp_path, FILES) / name
     for content, kind, message in (
         (b"\n \n", ValueError, f"Expected {path} to have lines, but it is empty. {REMEDY}"),
@@ -163,7 +164,7 @@ def test_texts_that_are_missing_empty_or_no_text(tmp_path, name, put):
 
 
 @pytest.mark.parametrize("line", ["val_1.JPEG\tn00000001\t0\t0\t1\t1", "../val_1.JPEG\tn01443537\t0", "val_1.JPEG"])
-def test_wrong_annotations_are_named(tmp_path, line, put):
+def test_load_tinyimagenet_invalid_annotations_raise(tmp_path, line, put):
     path = put(tmp_path, FILES) / "val" / "val_annotations.txt"
     put(path, f"val_0.JPEG\tn01443537\t0\t0\t1\t1\n{line}\n".encode())
     with raises(DamagedFileError, value=path):
@@ -182,14 +183,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(tmp_path, damage, put, damaged):
+def test_load_tinyimagenet_damaged_file_raises_with_path(tmp_path, damage, put, damaged):
     name, content, message = DAMAGES[damage]
     if not name.endswith(".npz"):
         put(tmp_path, FILES)
     assert message in damaged("tinyimagenet", name, content)
 
 
-def test_fetch_downloads_what_load_reads_before_the_npz_file(tmp_path, publish, put):
+def test_download_tinyimagenet_folder_is_read_before_npz_file(tmp_path, publish, put):
     publish("tinyimagenet", "small.zip", {f"tiny-imagenet-200/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put(root / "tinyimagenet32" / "100classes.npz", npz())
@@ -199,13 +200,13 @@ def test_fetch_downloads_what_load_reads_before_the_npz_file(tmp_path, publish, 
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_the_real_photographs(real):
+def test_load_tinyimagenet_real_data_has_known_statistics(real):
     data = photographs.load_tinyimagenet(real("tinyimagenet", "npz file"), normalize="channel")
     assert data.x.shape == (17000, 3, 32, 32) and len(set(data.classes)) == 100
     assert np.bincount(data.y[~data.official_test]).tolist() == [120] * 100
     assert np.bincount(data.y[data.official_test]).tolist() == [50] * 100
-    # Near the statistics of all 100,000 training images at 64 x 64 that are widely used.
+    # Close to the widely used statistics of all 100,000 training images at 64 x 64.
     np.testing.assert_allclose(data.mean.ravel() / 255, [0.480, 0.448, 0.398], atol=0.01)
-    # Goldfish are orange: red, then green, then blue.
+    # Goldfish are orange: most red, then green, then blue.
     fish = data.x[data.y == data.classes.index("goldfish")].mean(axis=(0, 2, 3))
     assert fish[0] - fish[2] > 30 > (data.mean[0] - data.mean[2]).item() and fish[0] > fish[1] > fish[2]

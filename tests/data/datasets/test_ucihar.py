@@ -1,4 +1,4 @@
-"""The UCI HAR loader reads its three layouts alike, and names what is wrong with a damaged copy."""
+"""The UCI HAR loader reads the same data from its three layouts and names damaged files."""
 
 import functools
 import io
@@ -22,7 +22,7 @@ REMEDY = "Delete this copy and run `lightning-fcl data download ucihar`"
 
 
 def tokens(part: str) -> dict[str, list[list[str]]]:
-    """Numbers as the publishers print them, with three digits in the exponent."""
+    """Return numbers as text in the publishers' format, with three digits in the exponent."""
     values = np.random.default_rng(len(part)).normal(size=(9, len(Y[part]), 128)) * 0.3
     shown = [
         [[f"{v:.7e}".replace("e-0", "e-00").replace("e+0", "e+00") for v in row] for row in file] for file in values
@@ -35,7 +35,7 @@ TOKENS = {part: tokens(part) for part in Y}
 
 @functools.cache
 def original() -> dict[str, bytes]:
-    """The files of the original folder, by their names in it."""
+    """Return the files of the original folder by their paths in it."""
     files = {
         "activity_labels.txt": "".join(f"{i} {name}\n" for i, name in enumerate(NAMES, 1)),
         "README.txt": "Hello\n",
@@ -50,7 +50,7 @@ def original() -> dict[str, bytes]:
 
 
 def expected(sensors: list[str]) -> np.ndarray:
-    """The raw windows, straight from the printed numbers."""
+    """Return the raw windows, parsed from the printed numbers."""
     parts = [
         [
             [[float(t) for t in TOKENS[part][f"{s}_{axis}"][i]] for s in sensors for axis in "xyz"]
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
+def test_load_ucihar_every_layout_reads_printed_numbers(tmp_path, layout, put):
     LAYOUTS[layout](put, tmp_path)
     data = load_ucihar(tmp_path, standardize=None)
     np.testing.assert_array_equal(data.x, expected(["total_acc", "body_gyro"]))
@@ -105,13 +105,13 @@ def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
 
 
 @pytest.mark.parametrize("layout", ["npz", "folder", "zip"])
-def test_sensors_come_in_the_order_asked_for(tmp_path, layout, put):
+def test_load_ucihar_keeps_requested_order_of_sensors(tmp_path, layout, put):
     LAYOUTS[layout](put, tmp_path)
     data = load_ucihar(tmp_path, sensors=("gyro", "body_acc", "total_acc"), standardize=None)
     np.testing.assert_array_equal(data.x, expected(["body_gyro", "body_acc", "total_acc"]))
 
 
-def test_layouts_are_found_in_the_documented_order(tmp_path, put):
+def test_ucihar_source_finds_layouts_in_documented_order(tmp_path, put):
     put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, ""))
     assert SOURCES["ucihar"].find(tmp_path) == ("zip file", tmp_path / OUTER)
     put(tmp_path / f"{FOLDER}.zip", zipped(original()))
@@ -124,7 +124,7 @@ def test_layouts_are_found_in_the_documented_order(tmp_path, put):
     assert SOURCES["ucihar"].find(tmp_path) == ("npz file", tmp_path / "ucihar" / "inertial.npz")
 
 
-def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path, put):
+def test_load_ucihar_standardize_sensor_shares_scale_over_axes(tmp_path, put):
     put(tmp_path / "inertial.npz", npz(X=expected(["body_acc", "body_gyro", "total_acc"]) * 3 + 1))
     raw = load_ucihar(tmp_path, standardize=None).x.astype(np.float64)
     scaled = load_ucihar(tmp_path).x
@@ -132,18 +132,18 @@ def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path,
         flat = raw[:, sensor].ravel()
         wanted = (raw[:, sensor] - flat.sum() / flat.size) / np.sqrt(((flat - flat.sum() / flat.size) ** 2).mean())
         np.testing.assert_allclose(scaled[:, sensor], wanted, rtol=1e-5, atol=1e-6)
-    # Not each axis by itself: that is the other option.
+    # Each axis separately would have mean 0. That is `standardize="channel"`.
     assert abs(scaled[:, 0].mean()) > 1e-3
 
 
-def test_standardize_channel_scales_each_axis(tmp_path, put):
+def test_load_ucihar_standardize_channel_scales_each_axis(tmp_path, put):
     put(tmp_path / "inertial.npz", npz())
     scaled = load_ucihar(tmp_path, standardize="channel").x.astype(np.float64)
     np.testing.assert_allclose(scaled.mean(axis=(0, 2)), np.zeros(6), atol=1e-6)
     np.testing.assert_allclose(scaled.std(axis=(0, 2)), np.ones(6), atol=1e-6)
 
 
-def test_a_constant_sensor_becomes_zero(tmp_path, put):
+def test_load_ucihar_constant_sensor_becomes_zero(tmp_path, put):
     windows = expected(["body_acc", "body_gyro", "total_acc"])
     windows[:, 6:] = 0.1
     put(tmp_path / "inertial.npz", npz(X=windows))
@@ -153,7 +153,7 @@ def test_a_constant_sensor_becomes_zero(tmp_path, put):
 
 
 def edited(name: str, edit) -> dict[str, bytes]:
-    """The original files with the lines of one of them edited."""
+    """Return the original files after a change of the lines of one file."""
     files = dict(original())
     files[name] = b"".join(edit(files[name].splitlines(keepends=True)))
     return files
@@ -182,14 +182,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(tmp_path, damage, put, refused):
+def test_load_ucihar_damaged_file_raises_with_path(tmp_path, damage, put, refused):
     name, edit, message = DAMAGES[damage]
     put(tmp_path / FOLDER, edited(name, edit))
     said = refused(load_ucihar, tmp_path)
     assert said.startswith(f"Expected {tmp_path / FOLDER / name} to ") and message in said and REMEDY in said
 
 
-def test_what_is_not_finite_is_refused(tmp_path, put, refused):
+def test_load_ucihar_non_finite_values_raise(tmp_path, put, refused):
     put(tmp_path / FOLDER, edited(SIGNAL, lambda lines: [b" nan" * 128 + b"\n", *lines[1:]]))
     assert "Expected `x` to be finite, but got 128 NaN or infinite values of 768 in sample 0" in refused(
         load_ucihar, tmp_path
@@ -197,7 +197,7 @@ def test_what_is_not_finite_is_refused(tmp_path, put, refused):
 
 
 @pytest.mark.parametrize("name", ["activity_labels.txt", "test/y_test.txt", "train/subject_train.txt", SIGNAL])
-def test_missing_files_are_named(tmp_path, name, put):
+def test_load_ucihar_missing_file_raises_with_path(tmp_path, name, put):
     files = {key: content for key, content in original().items() if key != name}
     put(tmp_path / "a" / FOLDER, files)
     path = put(tmp_path / "b" / f"{FOLDER}.zip", zipped(files))
@@ -207,21 +207,21 @@ def test_missing_files_are_named(tmp_path, name, put):
         assert str(caught.value.value) == str(place / name)
 
 
-def test_sensors_not_asked_for_need_no_files(tmp_path, put):
+def test_load_ucihar_needs_files_of_requested_sensors_only(tmp_path, put):
     put(tmp_path / FOLDER, {name: content for name, content in original().items() if "body_acc" not in name})
     assert load_ucihar(tmp_path).x.shape == (8, 6, 128)
     with pytest.raises(FileNotFoundError, match="body_acc_x_train"):
         load_ucihar(tmp_path, sensors=["body_acc"])
 
 
-def test_a_truncated_zip_is_named(tmp_path, put):
+def test_load_ucihar_truncated_zip_raises_with_path(tmp_path, put):
     whole = zipped({f"{FOLDER}.zip": zipped(original())}, "")
     path = put(tmp_path / OUTER, whole[: len(whole) // 2])
     with raises(DamagedFileError, value=path):
         load_ucihar(tmp_path)
 
 
-def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
+def test_load_ucihar_zip_with_flipped_byte_raises_with_path(tmp_path, put, refused):
     content = bytearray(zipped(original()))
     with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
         content[archive.getinfo(f"{FOLDER}/{SIGNAL}").header_offset + 2000] ^= 0xFF
@@ -244,19 +244,19 @@ NPZ_DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
-def test_damaged_npz_is_named(damage, damaged):
+def test_load_ucihar_damaged_npz_raises_with_path(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
     said = damaged("ucihar", "inertial.npz", npz(**changes))
     assert message in said and REMEDY in said
 
 
 @pytest.mark.parametrize("sensors", ["gyro", (), ("gyro", "gyro"), ("gyro", "body_gyro")])
-def test_wrong_sensors(tmp_path, sensors):
+def test_load_ucihar_invalid_sensors_raise(tmp_path, sensors):
     with raises(InvalidValueError, "sensors"):
         load_ucihar(tmp_path, sensors=sensors)
 
 
-def test_fetch_downloads_what_load_reads(tmp_path, publish):
+def test_download_ucihar_creates_loadable_file(tmp_path, publish):
     publish("ucihar", "small.zip", {f"{FOLDER}.zip": zipped(original())})
     root = tmp_path / "data"
     assert SOURCES["ucihar"].download(root) == root / "ucihar" / OUTER
@@ -265,14 +265,14 @@ def test_fetch_downloads_what_load_reads(tmp_path, publish):
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_the_real_data_have_the_published_split_and_scale(real):
+def test_load_ucihar_real_data_has_published_split_and_scale(real):
     data = load_ucihar(real("ucihar"))
     assert int(data.official_test.sum()) == 2947
     assert not set(data.client_ids[data.official_test]) & set(data.client_ids[~data.official_test])
     for sensor in (data.x[:, :3], data.x[:, 3:]):
         assert sensor.mean(dtype=np.float64) == pytest.approx(0, abs=1e-6)
         assert sensor.std(dtype=np.float64) == pytest.approx(1, abs=1e-6)
-    # Gravity is in total_acc and not in body_acc: lying and walking people differ in the mean of the x axis.
+    # Gravity is in total_acc and not in body_acc. The mean of the x axis differs between lying and walking people.
     raw = load_ucihar(sensors=("total_acc", "body_acc"), standardize=None)
     assert raw.x[raw.y == 0, 0].mean() > 0.8 > 0.3 > raw.x[raw.y == 5, 0].mean()
     assert abs(raw.x[:, 3:].mean()) < 0.05

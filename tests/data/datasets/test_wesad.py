@@ -1,4 +1,4 @@
-"""The WESAD loader reads its three layouts, calls nothing a pickle asks for, and names what is wrong with a copy."""
+"""The WESAD loader reads its three layouts, runs no code from pickles, and names damaged files."""
 
 import builtins
 import os
@@ -21,7 +21,7 @@ WIDTHS = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
 
 
 def signals(seed=0, seconds=SECONDS):
-    """Chest and wrist as the publishers pickle them."""
+    """Return chest and wrist signals as in the publishers' pickles."""
     rng = np.random.default_rng(seed)
     wrist = {n: rng.normal(size=(seconds * r, 3 if n == "ACC" else 1)) for n, r in RATES.items()}
     wrist["ACC"] = np.clip(np.round(wrist["ACC"] * 40), -128, 127)
@@ -29,7 +29,7 @@ def signals(seed=0, seconds=SECONDS):
 
 
 def labels(seconds=SECONDS):
-    """Ten seconds of each label 0..5."""
+    """Return ten seconds of each label from 0 to 5."""
     return np.repeat(np.arange(6, dtype=np.int32), seconds * 700 // 6)
 
 
@@ -52,7 +52,7 @@ def put_stream(root, subject=2, **changes):
 
 
 def at_32(wrist):
-    """The wrist at 32 Hz, sample by sample."""
+    """Return the wrist signals at 32 Hz, computed sample by sample."""
     rows = []
     for i in range(len(wrist["ACC"])):
         pulse = (wrist["BVP"][2 * i, 0] + wrist["BVP"][2 * i + 1, 0]) / 2
@@ -61,7 +61,7 @@ def at_32(wrist):
 
 
 @pytest.mark.parametrize("layout", ["pickle", "python 3 pickle", "stream"])
-def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
+def test_load_wesad_wrist_of_pickles_and_streams_is_read(tmp_path, layout):
     for subject in (10, 2):
         put_stream(tmp_path, subject) if layout == "stream" else put_pickle(
             tmp_path, subject, protocol=2 if layout == "pickle" else 4
@@ -75,7 +75,7 @@ def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_the_chest_in_the_papers_order(tmp_path, protocol):
+def test_load_wesad_chest_features_have_order_of_papers(tmp_path, protocol):
     put_pickle(tmp_path, protocol=protocol)
     data = sensors.load_wesad(tmp_path, device="chest", chunk=700, normalize="none")
     chest = np.concatenate([signals(2)["chest"][name] for name in WIDTHS], axis=1)
@@ -83,7 +83,7 @@ def test_the_chest_in_the_papers_order(tmp_path, protocol):
     assert np.bincount(data.y).tolist() == [10] * 4
 
 
-def test_rests_are_dropped_at_the_end_of_each_stretch(tmp_path):
+def test_load_wesad_incomplete_chunks_are_dropped(tmp_path):
     put_stream(tmp_path)
     data = sensors.load_wesad(tmp_path, chunk=100, normalize="none")
     wanted = at_32(signals(2)["wrist"])
@@ -91,7 +91,7 @@ def test_rests_are_dropped_at_the_end_of_each_stretch(tmp_path):
     np.testing.assert_allclose(data.x, np.stack([wanted[s : s + 100] for s in starts]), atol=1e-6)
 
 
-def test_windows_are_cut_in_time_order(tmp_path):
+def test_load_wesad_windows_are_cut_in_time_order(tmp_path):
     windows = np.random.default_rng(0).normal(size=(3, 6, 320)).astype(np.float32)
     np.savez(tmp_path / "windows_10s.npz", X=windows, y=[1, 0, 3], subject=[2, 2, 17], start=[50.0, 10.0, 3.0])
     data = sensors.load_wesad(tmp_path, chunk=160, normalize="none")
@@ -101,7 +101,7 @@ def test_windows_are_cut_in_time_order(tmp_path):
         sensors.load_wesad(tmp_path, chunk=33)
 
 
-def test_layouts_are_found_in_the_documented_order(tmp_path):
+def test_wesad_source_finds_layouts_in_documented_order(tmp_path):
     np.savez(tmp_path / "windows_10s.npz", X=0)
     assert SOURCES["wesad"].find(tmp_path) == ("wrist windows", tmp_path / "windows_10s.npz")
     put_stream(tmp_path)
@@ -111,7 +111,7 @@ def test_layouts_are_found_in_the_documented_order(tmp_path):
     assert SOURCES["wesad"].download(tmp_path) == tmp_path / "WESAD"
 
 
-def test_a_subject_without_a_chunk_is_told(tmp_path):
+def test_load_wesad_subject_without_chunk_warns(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
     with pytest.warns(UserWarning, match="Left out subject 3 of .*streams: no stretch of one label has 32 time steps"):
@@ -120,7 +120,7 @@ def test_a_subject_without_a_chunk_is_told(tmp_path):
     np.testing.assert_array_equal(data.x, sensors.load_wesad(put_stream(tmp_path / "alone", 2).parents[1]).x)
 
 
-def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
+def test_load_wesad_normalize_user_is_z_score_of_kept_samples(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, temp=np.full(240, 33.3, np.float32))
     data, raw = sensors.load_wesad(tmp_path), sensors.load_wesad(tmp_path, normalize="none")
@@ -135,7 +135,7 @@ def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
 
 
 class Evil:
-    """Pickles as a call."""
+    """An object whose pickle requests a function call."""
 
     def __init__(self, function, *args):
         self.call = function, args
@@ -145,7 +145,7 @@ class Evil:
 
 
 def mark(path):
-    """Runs if a pickle may call what it likes."""
+    """Create a file, which shows that a pickle has called this function."""
     path.write_text("here")
 
 
@@ -167,10 +167,11 @@ ATTACKS = {
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
+def test_load_wesad_malicious_pickle_runs_no_code(tmp_path, attack, protocol):
     place = tmp_path / "was here"
     evil = ATTACKS[attack](place)
-    if attack in ("os.system", "eval"):  # the attack would work
+    # Check that the attack works with the standard unpickler.
+    if attack in ("os.system", "eval"):
         pickle.loads(pickle.dumps(evil, protocol))
         assert place.exists()
         place.unlink()
@@ -180,27 +181,28 @@ def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
     assert not place.exists()
 
 
-def test_arrays_of_objects_are_refused_even_when_harmless(tmp_path):
+def test_load_wesad_object_array_raises(tmp_path):
     path = put_pickle(tmp_path, label=np.array([None, "a"], dtype=object))
     with raises(DamagedFileError, value=path):
         sensors.load_wesad(tmp_path)
 
 
-def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
+def test_read_restricted_pickle_allocates_no_array(tmp_path):
     path = tmp_path / "a.pkl"
-    path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
+    # The standard unpickler would allocate 800 TB for this array.
+    path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")
     with pytest.raises(ValueError, match="instead of an array"):
         readers.array_from_pickle(readers.read_restricted_pickle(path))
 
 
-def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
+def test_array_from_pickle_too_few_bytes_raises(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(pickle.dumps(np.arange(7, dtype=np.uint8), 2).replace(b"K\x07\x85", b"K\x08\x85"))
     with pytest.raises(ValueError, match="7 bytes for uint8 of shape"):
         readers.array_from_pickle(readers.read_restricted_pickle(path))
 
 
-def test_numbers_survive_the_careful_reader(tmp_path):
+def test_read_restricted_pickle_reads_all_number_types(tmp_path):
     path = tmp_path / "a.pkl"
     for dtype in ("f4", ">f8", "i1", "u2", "?", "i8"):
         array = np.asfortranarray(np.arange(6).reshape(2, 3)).astype(dtype)
@@ -213,7 +215,7 @@ def test_numbers_survive_the_careful_reader(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["empty", "half"])
-def test_a_damaged_pickle_is_named(tmp_path, content):
+def test_load_wesad_damaged_pickle_raises_with_path(tmp_path, content):
     path = put_pickle(tmp_path)
     whole = path.read_bytes()
     path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2]}[content])
@@ -253,12 +255,20 @@ BAD = {
     ),
     "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "but got: signals and labels of unequal length"),
     "short label": ({"label": labels()[:700]}, "wrist", "60.0 s of `TEMP`, 1.0 s of `label`, as if truncated"),
-    "one axis": ({"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}}, "wrist", "3 numbers per sample"),
-    "text": ({"signal": "hello"}, "wrist", "Expected {path} to contain the wrist's signals with their labels but got: "),
+    "one axis": (
+        {"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}},
+        "wrist",
+        "3 numbers per sample",
+    ),
+    "text": (
+        {"signal": "hello"},
+        "wrist",
+        "Expected {path} to contain the wrist's signals with their labels but got: ",
+    ),
 }
 
 
-def test_a_subject_without_its_pickle(tmp_path):
+def test_load_wesad_missing_pickle_raises_with_path(tmp_path):
     path = put_pickle(tmp_path, 3)
     put_pickle(tmp_path, 2)
     path.unlink()
@@ -282,7 +292,7 @@ STREAMS = {
 
 @pytest.mark.filterwarnings("ignore:Left out")
 @pytest.mark.parametrize("case", [*BAD, *STREAMS])
-def test_what_is_wrong_is_named(tmp_path, case):
+def test_load_wesad_invalid_content_or_option_raises(tmp_path, case):
     if case in BAD:
         changes, device, message = BAD[case]
         path, options = put_pickle(tmp_path, **changes), {"device": device}
@@ -295,15 +305,15 @@ def test_what_is_wrong_is_named(tmp_path, case):
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
+def test_load_wesad_real_windows_are_parts_of_streams(real, tmp_path):
     folder = real("wesad", "wrist streams")
     windows = Path(folder) / "wesad_wrist" / "windows_10s.npz"
     if not windows.is_file():
-        pytest.skip("not both layouts of the wrist are there")
+        pytest.skip("the layouts of windows and streams are not both present")
     shutil.copy(windows, tmp_path)
     cut, whole = (sensors.load_wesad(root, chunk=320, normalize="none") for root in (tmp_path, folder))
     assert len(cut.x) == 4449
-    # Acceleration is not resampled, so it finds its window again, and with it the label and the person.
+    # Acceleration is not resampled, so it identifies the stream position of each window, with its label and person.
     place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}
     found = [place[own.tobytes()] for own in np.ascontiguousarray(cut.x[..., :3])]
     np.testing.assert_array_equal(whole.y[found], cut.y)
