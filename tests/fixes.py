@@ -1963,7 +1963,7 @@ ROWS |= {
         lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),
         {"early": False},
         {"early": True},
-        "Make it in `__init__`",
+        "Create it in `__init__`",
     ),
     "FedDyn with Delayed": Row(
         fit_staggered,

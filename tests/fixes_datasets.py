@@ -123,7 +123,10 @@ ROWS |= {
         read_wesad, {"device": "chest"}, {"device": "wrist"}, 'Download the pickles, or pass `device="wrist"`.'
     ),
     "chunk that does not divide a window": Row(
-        read_wesad, {"chunk": 33}, {"chunk": 32}, "Pass a divisor, for example 32, or use a layout with whole recordings."
+        read_wesad,
+        {"chunk": 33},
+        {"chunk": 32},
+        "Pass a divisor, for example 32, or use a layout with whole recordings.",
     ),
     "statistics of windows of HHAR": Row(
         read_hhar, {"features": "statistics"}, None, "Remove `features`, or use the publishers' CSV files."

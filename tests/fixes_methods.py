@@ -293,7 +293,7 @@ ROWS |= {
         ask_steps,
         {"hook": "on_train_epoch_start"},
         {"hook": "on_train_batch_start"},
-        "Ask within a step, or in a batch's hooks.",
+        "Call it in a training step, or in the hooks of a batch.",
     ),
 }
 

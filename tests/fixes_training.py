@@ -178,7 +178,7 @@ ROWS |= {
         fit_samples,
         {"accumulate_grad_batches": 2},
         {"accumulate_grad_batches": 1, "batch_size": 16},
-        "Leave `accumulate_grad_batches` out, and use a larger `batch_size`.",
+        "Remove `accumulate_grad_batches`, and use a larger `batch_size`.",
     ),
     "step without a loss for some clients": Row(
         lambda lab, size: fit_one_round(lab, uneven_stream(), NoLoss(), max_vectorized_clients=size),

@@ -1,4 +1,4 @@
-"""Local training: what trains one client, or several side by side, and what leaves each as if it were alone.
+"""Local training of one client, or of several clients in vectorized steps, without effects between clients.
 
-What never belongs here: rounds, the strategy, and what a server does.
+Rounds, the strategy and the server are not part of this package.
 """

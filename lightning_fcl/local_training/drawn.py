@@ -1,4 +1,4 @@
-"""Drawn targets and outputs, on which a trial finds out whether a row depends on the other rows of its batch."""
+"""Random targets and outputs, with which a trial checks that a row does not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from lightning_fcl.data.stream import FederatedStream
 
 ROWS = 16
 """Number of samples that a trial reads."""
-_SEED = 5923  # The stream's seed must not change the result of a trial.
-_NUMBERS = 2**17  # A loss of many classes sees each class once, if the drawn outputs have at most so many numbers.
+# Fixed, because the stream's seed must not change the result of a trial.
+_SEED = 5923
+# Limit for the count of random output values. If all classes fit below the limit, a batch contains each class.
+_NUMBERS = 2**17
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]
@@ -25,25 +27,25 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]
 class Composition(Enum):
     """A composition of the targets of a batch. The value is the share of the first class, if there is one."""
 
-    EACH = None  # each class once, and again from the first
+    EACH = None  # each class once, then again from the first class
     DRAWN = 0.0
-    UNEQUAL = 0.75  # the others are drawn
+    UNEQUAL = 0.75  # the remaining targets are random
     SINGLE = 1.0
 
 
 class Drawer:
-    """Draws batches of targets and outputs by a seed of its own.
+    """Draws random batches of targets and outputs with a fixed seed.
 
     Args:
         y: Targets of some samples, shape (samples, ...).
-        output: Outputs for them, shape (samples, ...).
+        output: The module's outputs for these samples, shape (samples, ...).
         num_classes: Number of classes if the targets are classes, otherwise 0.
     """
 
     def __init__(self, y: Tensor, output: Tensor, num_classes: int) -> None:
         is_class = num_classes > 0 and y.dim() == 1 and not y.is_floating_point()
         outputs = output.shape[-1] if output.dim() > 1 and output.shape[-1] > 1 else num_classes
-        # A stream may name more classes than the module has outputs.
+        # The stream may have more classes than the module has outputs.
         self._pool = torch.arange(min(num_classes, outputs)).to(y) if is_class else torch.unique(y)
         self._output, self._shape = output.detach(), y.shape[1:]
         row = max(1, output[0].numel())
@@ -62,7 +64,7 @@ class Drawer:
         return self._pool[indices.to(self._pool.device)]
 
     def outputs(self, scale: float = 1.0, rows: int | None = None) -> Tensor:
-        """Return outputs, shape (rows, ...): normal, or uniform in the range of the module's own outputs."""
+        """Return outputs, shape (rows, ...): normal, or uniform in the range of the module's outputs."""
         shape = (rows or self.rows, *self._output.shape[1:])
         if self._in_range:
             low, high = self._output.min(), self._output.max()
@@ -70,14 +72,14 @@ class Drawer:
         return scale * torch.randn(shape, generator=self._generator).to(self._output)
 
     def fit_range_of(self, function: RowFunction) -> None:
-        """Draw in the range of the module's own outputs if the function rejects other outputs, as BCE does."""
+        """Draw from the range of the module's outputs if the function rejects outputs outside it, as BCE does."""
         try:
             function(self.outputs(), self.targets(Composition.EACH))
         except (ValueError, RuntimeError):
             self._in_range = True
 
     def has_independent_rows(self, function: RowFunction) -> bool:
-        """Return whether no row changes if other rows are replaced, removed, appended or prepended."""
+        """Return whether no row changes if other rows are replaced or removed, or if rows are added."""
         even_rows = torch.arange(0, self.rows, 2)
         for composition in Composition:
             output, y = self.outputs(), self.targets(composition)
@@ -97,10 +99,14 @@ class Drawer:
 
 
 def trial_rows(stream: FederatedStream) -> IntArray | None:
-    """Return `ROWS` samples spread over the training data, which the stream's seed does not change; None: no data."""
+    """Return the indices of `ROWS` samples spread over the training data, or None if there are no data.
+
+    The samples do not depend on the stream's seed.
+    """
     plan, rounds = stream.plan, stream.plan.num_rounds
     if stream.trainer is not None and stream.trainer.max_epochs is not None and stream.trainer.max_epochs >= 0:
-        rounds = min(rounds, stream.trainer.max_epochs)  # later classes may have no output yet
+        # Classes of rounds after the last epoch may have no output.
+        rounds = min(rounds, stream.trainer.max_epochs)
     parts = [rows for current in plan.train[:rounds] for rows in current.values() if len(rows)]
     if not parts:
         return None
@@ -110,9 +116,9 @@ def trial_rows(stream: FederatedStream) -> IntArray | None:
 
 
 def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return whether an output keeps its value if other inputs are replaced, or removed or appended behind it.
+    """Return whether an output stays equal if other inputs are replaced or removed, or if inputs are appended.
 
-    Padding and the batches of other clients never change the place of a sample in its batch.
+    Prepended inputs are not tested, because padding and the batches of other clients do not move a sample.
     """
     whole = forward(x)
     if not isinstance(whole, Tensor) or len(whole) != len(x):
@@ -128,7 +134,7 @@ def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> b
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding, by the norm of their difference."""
+    """Return whether two tensors are equal up to rounding, by the norm of their difference."""
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.detach(), expected.detach()

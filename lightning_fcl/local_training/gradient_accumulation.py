@@ -1,4 +1,4 @@
-"""From a client's gradients to its optimizer's steps: batches counted, accumulated, and schedules of single steps."""
+"""Optimizer steps of a client: accumulation of gradients over batches, and schedulers that step within a round."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ Groups = list[dict[str, Any]]
 
 
 class GradientAccumulation:
-    """The optimizer's steps within the local training of a client, or of several side by side.
+    """Gradient accumulation and schedulers in the local training of one client, or of the clients of a vectorized step.
 
-    A step is taken after every so many batches of a client in a round, and after its last one, with the sum of their
-    gradients divided by that number, as Lightning's ``accumulate_grad_batches`` has it within an epoch. Schedulers step
-    with it, and are back at their start, as is all that is in the optimizer's groups, when the next clients begin.
-    Clients side by side step together: who ends within a group of batches steps with that group's last one, which is
-    the same step, since nothing is added for it in between.
+    The optimizer steps after every `accumulate_grad_batches` batches of a client in a round, and after its last batch.
+    The gradient is the sum over these batches divided by `accumulate_grad_batches`, as in Lightning's
+    ``accumulate_grad_batches`` within an epoch. Schedulers step with the optimizer. When the next clients start, the
+    schedulers and the optimizer's groups are restored to their state at the start of the round.
+
+    Clients of a vectorized step share each optimizer step. A client whose batches end within a group of batches steps
+    after the last batch of the group. The result is the same, because the client adds no gradient in between.
 
     Args:
-        accumulate_grad_batches: Batches per step.
-        configs: The schedulers by step.
-        step: Steps a scheduler.
-        is_manual: The schedulers of a module that optimizes by hand, and steps them itself; None for all other modules.
-            If clients step them with their last batch only, such as by `trainer.is_last_batch`, they are schedules by
-            round, which stay. Otherwise they start anew with each client.
+        accumulate_grad_batches: Number of batches per optimizer step.
+        configs: Schedulers that step after optimizer steps.
+        step: Function that steps a scheduler.
+        is_manual: Schedulers of a module with manual optimization, which steps them itself. None for other modules. If
+            the clients step them only with their last batch (for example with `trainer.is_last_batch`), they are
+            schedules over rounds and keep their state. Otherwise, they are restored for each client.
     """
 
     def __init__(
@@ -48,20 +50,26 @@ class GradientAccumulation:
         is_manual: Sequence[LRSchedulerConfig] | None = None,
     ) -> None:
         self.accumulate_grad_batches = accumulate_grad_batches
-        self.is_complete = True  # whether the batch at hand is the last of its group
-        self.is_active = 1  # clients, from the front, that have a batch in the group at hand
+        # Whether the current batch is the last of its group.
+        self.is_complete = True
+        # Number of clients, in the first rows of a stack, that have a batch in the current group.
+        self.is_active = 1
         self.is_manual = is_manual
-        self.scheduled = bool(configs)  # whether rates change within a client's round
+        # Whether learning rates change within a client's round.
+        self.scheduled = bool(configs)
         self._configs = configs
         self._step = step
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the round's clients
-        self._before_hooks: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the last batch
-        self._steps_within = False  # whether clients have stepped schedulers by hand before their last batch
+        # Optimizer groups and scheduler states at the start of the round.
+        self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None
+        # Optimizer groups and scheduler states after the last batch, before the hooks of that batch run.
+        self._before_hooks: tuple[list[Groups], list[dict[str, Any]]] | None = None
+        # Whether clients have stepped schedulers manually before their last batch.
+        self._steps_within = False
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Clients begin: note where schedules and optimizers stand when a round's first ones do, and go back to it."""
+        """Start some clients: save groups and schedules if they are the first of the round, restore them otherwise."""
         self._batches = self._steps = 0
         self._before_hooks = None
         self._sums.clear()
@@ -73,22 +81,28 @@ class GradientAccumulation:
             self._go_back(optimizers, _copied(groups), copy.deepcopy(schedules))
 
     def begin_last_batch(self) -> None:
-        """Note whether these clients have stepped schedulers by hand before their last batch."""
+        """Record whether the current clients have stepped schedulers manually before their last batch."""
         if self.is_manual and self._start is not None:
             self._steps_within |= self._schedules() != self._start[1]
 
     def end_batches(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note the rates after the last batch: its hooks may change them, which no other client must see."""
+        """Save rates and schedules after the last batch. Its hooks may change them, which is undone later."""
         self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
-        """These clients' last step is done: back to the start of the schedules, before those by round step."""
+        """Restore the schedules and rates from the start of the round, before schedules over rounds step."""
         if self._start is not None:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = SINGLE_RANK) -> None:
-        """A round is done, or was cut short: of what is in the optimizers, nothing but schedules by round stays."""
+        """Restore the optimizers after a round. Schedules over rounds keep their state unless the round was cut short.
+
+        Args:
+            optimizers: The module's optimizers.
+            whole: Whether the round is complete.
+            ranks: Processes that train clients of the round.
+        """
         start, self._start = self._start, None
         by_round = whole and not (
             self.is_manual and True in ranks.all_gather_object(start is not None and self._steps_within)
@@ -99,7 +113,8 @@ class GradientAccumulation:
         if by_round:
             rates, snapshot = [*map(group_values, optimizers)], self._before_hooks
             schedules = self._schedules()
-            if snapshot is not None and snapshot[1] == schedules:  # otherwise a hook has stepped a schedule by round
+            # If the schedules differ, a hook has stepped a schedule over rounds, and its rates are kept.
+            if snapshot is not None and snapshot[1] == schedules:
                 rates = snapshot[0]
             groups = [_with_rates(*pair) for pair in zip(groups, rates, strict=True)]
         self._go_back(optimizers, groups, schedules)
@@ -111,26 +126,27 @@ class GradientAccumulation:
         self, optimizers: Sequence[Optimizer], groups: Sequence[Groups], schedules: Sequence[dict[str, Any]]
     ) -> None:
         for optimizer, optimizer_groups in zip(optimizers, groups, strict=True):
-            del optimizer.param_groups[len(optimizer_groups) :]  # what clients have added
+            # Delete the groups that clients have added.
+            del optimizer.param_groups[len(optimizer_groups) :]
             set_group_values(optimizer, optimizer_groups)
         for config, state in zip((*self._configs, *(self.is_manual or ())), schedules, strict=True):
             config.scheduler.load_state_dict(state)
 
     @property
     def is_first_batch(self) -> bool:
-        """Whether the batch to come is the first of its group, before which Lightning zeroes the gradients."""
+        """Whether the next batch is the first of its group, before which Lightning zeroes the gradients."""
         return self._batches % self.accumulate_grad_batches == 0
 
     def accumulate(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """Return a closure of the next batch that accumulates gradients. After the last batch of a step they are means.
+        """Return a closure for the next batch that accumulates gradients. After the last batch, gradients are means.
 
         Args:
             optimizer: The optimizer in use.
-            closure: Computes loss and gradients of the batch.
-            active: Clients, from the front, that have this batch; the first of a stack's rows.
-            last: Whether it is the last batch of these clients.
+            closure: Function that computes loss and gradients of the batch.
+            active: Number of clients, in the first rows of a stack, that have this batch.
+            last: Whether the batch is the last one of the current clients.
         """
         if self.is_first_batch:
             self.is_active = active
@@ -148,14 +164,16 @@ class GradientAccumulation:
                 continue
             if hasattr(p, "grad_sample"):
                 raise InvalidValueError(
-                    "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
-                    f"the optimizer would see the last batch's alone, but got {self.accumulate_grad_batches}.",
-                    hint="Leave `accumulate_grad_batches` out, and use a larger `batch_size`.",
+                    "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), because the "
+                    "optimizer would see `grad_sample` of the last batch only, but got "
+                    f"{self.accumulate_grad_batches}.",
+                    hint="Remove `accumulate_grad_batches`, and use a larger `batch_size`.",
                     argument="accumulate_grad_batches",
                     value=self.accumulate_grad_batches,
                 )
             gradient = p.grad.detach().clone()
-            if active < self.is_active:  # the others have no such batch
+            # Clients after the first `active` rows have no such batch.
+            if active < self.is_active:
                 gradient[active:] = 0
             self._sums[p] = self._sums[p].add_(gradient) if p in self._sums else gradient
         if self.is_complete:
@@ -166,17 +184,17 @@ class GradientAccumulation:
 
     @torch.no_grad()
     def record_step(self, optimizer: Optimizer, in_use: Optimizer) -> None:
-        """The optimizer has stepped: so do the schedulers, which are the module's optimizer's.
+        """Step the schedulers after an optimizer step.
 
         Args:
-            optimizer: The module's optimizer.
-            in_use: The one that has stepped, of the same groups: that, or that of clients side by side.
+            optimizer: The module's optimizer, which the schedulers refer to.
+            in_use: The optimizer that has stepped: the module's optimizer, or the stacked one of a vectorized step.
         """
         self._steps += 1
         if not self._configs:
             return
         with warnings.catch_warnings():
-            # Clients side by side step another optimizer.
+            # In vectorized training, the stacked optimizer steps, and torch would warn that the module's did not.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for config in self._configs:
                 if self._steps % config.frequency == 0:
@@ -186,7 +204,7 @@ class GradientAccumulation:
 
 
 def _copied(groups: Sequence[Groups]) -> list[Groups]:
-    """Copies of optimizers' groups, most of whose values are numbers."""
+    """Return copies of the groups of some optimizers. Numbers, the most frequent values, need no deep copy."""
     return [
         [{n: v if isinstance(v, float | int | None) else copy.deepcopy(v) for n, v in group.items()} for group in own]
         for own in groups
@@ -194,22 +212,22 @@ def _copied(groups: Sequence[Groups]) -> list[Groups]:
 
 
 def _with_rates(groups: Sequence[dict[str, Any]], rate_groups: Sequence[dict[str, Any]]) -> Groups:
-    """Groups with what schedules set in others."""
+    """Return groups with the scheduled values (such as the learning rate) of other groups."""
     rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in rate_groups]
     return [group | own for group, own in zip(groups, rates, strict=False)]
 
 
 def count_client_batches(trainer: L.Trainer) -> int | float:
-    """The batches, over its local epochs, of the client that trains now: what its `batch_idx` counts up to.
+    """Return the number of batches of the client that trains, over its local epochs: the upper limit of `batch_idx`.
 
-    In the module's hooks and in users' callbacks it equals `trainer.num_training_batches`. For clients of one
-    vectorized step it is the largest of their numbers. In a plain Trainer it is `trainer.num_training_batches`.
+    In the module's hooks and in users' callbacks, this number equals `trainer.num_training_batches`. For the clients of
+    one vectorized step, it is the largest of their numbers. In a plain Trainer, it is `trainer.num_training_batches`.
 
     Args:
         trainer: The Trainer.
 
     Raises:
-        ValueError: If no client trains, as between rounds.
+        ValueError: If no client trains, for example between rounds.
 
     Example:
         >>> class Scaled(L.Callback):
@@ -221,8 +239,8 @@ def count_client_batches(trainer: L.Trainer) -> int | float:
         return trainer.num_training_batches
     if not federation.batches:
         raise InvalidValueError(
-            "Expected a client that trains for `count_client_batches` but none does.",
-            hint="Ask within a step, or in a batch's hooks.",
+            "Expected a client to train when `count_client_batches` is called, but no client trains.",
+            hint="Call it in a training step, or in the hooks of a batch.",
             argument="count_client_batches",
         )
     return federation.batches

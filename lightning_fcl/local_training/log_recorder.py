@@ -1,4 +1,4 @@
-"""What a step logs while clients train side by side: recorded for each, and logged once for all."""
+"""Recording of the values that a vectorized step logs for each client, so that they are logged once for all clients."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _REDUCTIONS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class LogEntry:
-    """Something that a step logs: all but its value.
+    """A logged value of a step, without the value.
 
     Args:
-        name: Its name.
-        log_options: The other arguments of `log`.
-        reduction: How the values of an epoch come together: ``mean``, ``sum``, ``max`` or ``min``.
-        size: What a client's value weighs in a mean.
+        name: Name of the value.
+        log_options: Other arguments of `log`.
+        reduction: Reduction of the values of an epoch: ``mean``, ``sum``, ``max`` or ``min``.
+        size: Weight of a client's value in a mean.
     """
 
     name: str
@@ -48,12 +48,12 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class MetricUpdate:
-    """That a step updates a metric: all but the tensors that it gives it.
+    """An update of a metric in a step, without the tensors.
 
     Args:
-        metric: The metric's name in the module.
-        is_called: Whether it is called, and not its `update`.
-        arguments_spec: The nest of arguments.
+        metric: Name of the metric in the module.
+        is_called: Whether the step calls the metric, instead of its `update`.
+        arguments_spec: Structure of the nested arguments.
     """
 
     metric: str
@@ -62,21 +62,21 @@ class MetricUpdate:
 
 
 class _BatchValue:
-    """What a metric that is called gives a step: of several clients at once, nothing to compute with."""
+    """Result of a metric's call in a vectorized step, which has no value. Each use raises ObstacleError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ObstacleError(Reason.METRIC)
 
 
 class LogRecorder:
-    """Stands in the place of a module's `log`, its metrics and its `update_train_loss`, if there, while a step runs.
+    """Replaces a module's `log`, its metrics and its `update_train_loss` (if it exists) while a step runs.
 
     Args:
         module: The module.
 
     Attributes:
-        lines: What the step has logged and measured, in order.
-        values: Their values: a tensor, of what was measured a list of all that the metric was given.
+        lines: Logged values and metric updates of the step, in order.
+        values: The tensors: one value for each `LogEntry`, a list of the arguments for each `MetricUpdate`.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -102,7 +102,7 @@ class LogRecorder:
 
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
-        """Record what a step on a batch logs, and forget what others have."""
+        """Record the values that a step on a batch logs. Earlier records are deleted."""
         self.lines, self.values, self._batch = [], [], batch
         previous_functions = [own.get(function) for own, function, _ in self._stand_ins]
         for attributes, function, stand_in in self._stand_ins:
@@ -148,17 +148,18 @@ class LogRecorder:
 
     def _keep(self, line: LogEntry, value: Tensor | float) -> None:
         if isinstance(value, Tensor):
-            value = value.detach().clone()  # which a step may go on to change
+            # The step may change the tensor after it logs it.
+            value = value.detach().clone()
         else:
             value = torch.tensor(value, dtype=torch.get_default_dtype(), device=self._module.device)
         self.lines.append(line)
         self.values.append(value.reshape(()))
 
     def replay(self, groups: Sequence[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]]) -> None:
-        """Log once what several groups of clients have logged, and update metrics by what each has given them.
+        """Log the recorded values of several groups of clients once, and update the metrics with their arguments.
 
         Args:
-            groups: For each the lines, and of every line the clients' values, shape (clients, ...).
+            groups: For each group, the recorded lines, and for each line the clients' values, shape (clients, ...).
         """
         metric_entries: dict[str, LogEntry] = {}
         values_by_entry: dict[tuple[str, int], tuple[LogEntry, list[Tensor], list[int]]] = {}
@@ -184,11 +185,12 @@ class LogRecorder:
                 self._module.log(line.name, value, **line.log_options, batch_size=sum(sizes))
         for name, line in metric_entries.items():
             metric = self._metrics[line.log_options["metric_attribute"]]
-            if isinstance(metric, Metric):  # none else is logged
+            # Only a `Metric` is logged as an object, never a `MetricCollection`.
+            if isinstance(metric, Metric):
                 self._module.log(name, metric, **line.log_options)
 
     def _update(self, line: MetricUpdate, values: Sequence[Tensor]) -> None:
-        """Update a metric by each client's batch: it may be of any shape."""
+        """Update a metric once per client. The arguments may have any shape, so clients are not concatenated."""
         metric = self._metrics[line.metric]
         for client_values in zip(*values, strict=True):
             args, kwargs = tree_unflatten(list(client_values), line.arguments_spec)

@@ -1,4 +1,4 @@
-"""Surroundings of a step in a trial: Lightning's counters of batches and steps, logs, and printed output."""
+"""Setting of a step in a trial: Lightning's counters of batches and steps, suppressed logs and printed output."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import CombinedLoader
 
 Count = dict[str, int]
-"""The attributes of one of Lightning's counters, such as ``ready`` and ``completed``, which can be written."""
+"""Attributes of one of Lightning's counters, such as ``ready`` and ``completed``. They can be written."""
 
 _LOGS = ("log", "log_dict")
 
 
 def batch_counts(trainer: L.Trainer) -> list[Count]:
-    """Return the counters of batches: of all epochs, and of the current one."""
+    """Return the counters of batches: over all epochs, and in the current epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return [vars(progress.total), vars(progress.current)]
 
 
 def step_counts(trainer: L.Trainer) -> list[Count]:
-    """Return the counters of optimizer steps, as `batch_counts` does; they differ under manual optimization."""
+    """Return the counters of optimizer steps, over all epochs and in the current epoch.
+
+    Manual and automatic optimization have different counters.
+    """
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         progress = loop.automatic_optimization.optim_progress.optimizer.step
@@ -36,7 +39,7 @@ def step_counts(trainer: L.Trainer) -> list[Count]:
 
 @contextmanager
 def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
-    """Temporarily set the counters to those of a step in a client's round, under automatic optimization.
+    """Temporarily set the counters to a step in a client's round, under automatic optimization.
 
     Args:
         trainer: The Trainer.
@@ -50,7 +53,8 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
         count.update({name: step + (name in ("ready", "started")) for name in count})
     loop.batch_progress.is_last_batch = step == batches - 1
     trainer.fit_loop.max_batches = loop.max_steps = batches
-    trainer.fit_loop._combined_loader = CombinedLoader(range(batches))  # `trainer.train_dataloader`, which has a length
+    # `trainer.train_dataloader`, which needs a length.
+    trainer.fit_loop._combined_loader = CombinedLoader(range(batches))
     try:
         yield
     finally:
@@ -63,7 +67,7 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
 
 @contextmanager
 def silent(objects: Sequence[object]) -> Iterator[None]:
-    """Temporarily let some objects log nothing, and let nothing print or warn."""
+    """Temporarily suppress the logs of some objects, and all printed output, log messages and warnings."""
     attributes, level = [vars(one) for one in objects], logging.root.manager.disable
     previous_functions = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
     for object_attributes in attributes:
@@ -82,4 +86,4 @@ def silent(objects: Sequence[object]) -> Iterator[None]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `log` and `log_dict`."""
+    """Replace `log` and `log_dict`."""

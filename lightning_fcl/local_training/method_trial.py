@@ -1,4 +1,4 @@
-"""A trial of methods: vectorized and with padding, a penalty has the gradient that it has for one client alone."""
+"""Trial of methods: whether the gradient of a penalty in a vectorized, padded step equals that of one client alone."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.validation import format_code_names
 
 _SEED = 5923
-_NAMES = ("a", "b")  # The clients of a vectorized step.
+_NAMES = ("a", "b")  # clients of the vectorized step in the trial
 _NEW = object()
 _PADDING = 5
-_SCALE = 3.0  # Standard deviation of drawn outputs.
+_SCALE = 3.0  # standard deviation of random outputs
 _COMPOSITIONS = (Composition.EACH, Composition.UNEQUAL)
 
 
 class _Shaped(NamedTuple):
-    """The result of a method for one client: the factor of the task loss, the penalty, and its gradient."""
+    """The result of a method for one client: factor of the task loss, penalty, and gradients of the penalty."""
 
     factor: Tensor
     penalty: Tensor
@@ -59,16 +59,16 @@ class _Shaped(NamedTuple):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The input of a vectorized step of two clients.
+    """Inputs of a vectorized step of two clients.
 
     Args:
         parts: The clients' parts in the round.
-        states: Their states.
-        memories: Their method state.
-        server: The state that they have received, with what the server keeps for the method.
-        batches: Their batches.
-        outputs: The outputs for these.
-        weight: Weight of each row in the mean of the first client and of the second; None: equal weights.
+        states: The clients' states.
+        memories: The clients' method states.
+        server: The state that the clients have received, with the server state of the method.
+        batches: The clients' batches.
+        outputs: The module's outputs for the batches.
+        weight: Weight of each row in the mean, shape (clients, rows). None: equal weights.
     """
 
     parts: Sequence[ClientRound]
@@ -83,16 +83,16 @@ class _Inputs:
 def method_obstacle(
     module: L.LightningModule, methods: Sequence[MethodBase], optimizer: Optimizer, batch: Batch, padded: bool
 ) -> Obstacle | None:
-    """Return which method cannot be vectorized, or None.
+    """Return the first method that cannot be vectorized as an obstacle, or None.
 
-    The trial compares each method that changes the loss with the same method for one client alone: the factor of the
-    task loss, the penalty, and the gradient of the penalty. If batches are padded, a row's gradient divided by its
-    weight in `Step.mean` must not depend on the padding, and padding must have no gradient.
+    The trial compares each method that changes the loss with the same method for one client alone. The factor of the
+    task loss, the penalty and the gradient of the penalty must be equal. If batches are padded, padding must have a
+    zero gradient, and must not change the gradients of other rows.
 
     Args:
         module: A copy of the module, with its Trainer.
         methods: The methods of the Trainer.
-        optimizer: The optimizer of the copy.
+        optimizer: The optimizer of the module.
         batch: A batch of training samples.
         padded: Whether batches are padded.
     """
@@ -108,7 +108,7 @@ def method_obstacle(
 
 @contextmanager
 def _first_round(trainer: L.Trainer) -> Iterator[None]:
-    """Temporarily let the Trainer be in its first round, so that a resumed fit makes the same choice."""
+    """Temporarily set the Trainer to its first round, so that a resumed fit makes the same choice."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     processed, progress.processed = progress.processed, 0
     try:
@@ -118,7 +118,7 @@ def _first_round(trainer: L.Trainer) -> Iterator[None]:
 
 
 class _MethodTrial:
-    """A trial of methods with a copy of a module. See `method_obstacle`."""
+    """A trial of methods on a copy of a module. See `method_obstacle`."""
 
     def __init__(self, module: L.LightningModule, optimizer: Optimizer, batch: Batch, padded: bool) -> None:
         self._module, self._optimizer, self._batch, self._padded = module, optimizer, batch, padded
@@ -139,20 +139,20 @@ class _MethodTrial:
         try:
             with KeyedRandomness(self._keys[0]).recomputable():
                 output = self._module(self._batch[0])
-        except Exception:  # The training step may never call `forward`.
+        except Exception:  # The module may not define `forward`, and its training step may not need it.
             return None
         finally:
             load_state_tensors(self._module, self._begun)
         return output if isinstance(output, Tensor) and output.shape[:1] == self._batch[1].shape[:1] else None
 
     def find_obstacle(self, method: MethodBase) -> Obstacle | None:
-        """Return the obstacle that a method is, or None."""
+        """Return the obstacle of a method, or None."""
         contents = _contents(method)
         try:
             for inputs in self._inputs(method):
                 try:
                     expected, changed_names = self._alone(_copied(method), inputs)
-                except Exception:  # Training itself meets the error, unless only the trial lacks something.
+                except Exception:  # If the method itself is wrong, the error occurs again in training.
                     return None
                 if changed_names:
                     return Obstacle(Reason.METHOD_STATE, (type(method).__name__, format_code_names(changed_names)))
@@ -163,16 +163,17 @@ class _MethodTrial:
             contents.restore()
 
     def _compared(self, method: MethodBase, inputs: _Inputs, expected: _Shaped) -> Obstacle | None:
-        """Return how a method's vectorized result differs from that of the client alone, or None."""
+        """Return the difference between the vectorized result and the result of the client alone, or None."""
         name = type(method).__name__
         for padding in (0, _PADDING) if self._padded else (0,):
             trial_inputs = self._with_padding(inputs, padding) if padding else inputs
             try:
                 actual = self._vectorized(_copied(method), trial_inputs)
-            except Exception as error:  # Code of a user may raise anything. Such a method cannot be vectorized.
+            except Exception as error:  # User code may raise any exception. Such a method cannot be vectorized.
                 obstacle = obstacle_of(error)
                 return Obstacle(Reason.METHOD_FAILS, (name, *obstacle.details)) if obstacle.details else obstacle
-            num_padding_rows = len(actual.of_output) - len(expected.of_output)  # The gradient of padding must be 0.
+            # The gradient of padding must be 0.
+            num_padding_rows = len(actual.of_output) - len(expected.of_output)
             if not all(
                 map(is_close, actual, expected._replace(of_output=F.pad(expected.of_output, (0, num_padding_rows))))
             ):
@@ -182,7 +183,7 @@ class _MethodTrial:
     # The input of the trial.
 
     def _inputs(self, method: MethodBase) -> Iterator[_Inputs]:
-        """Yield drawn targets and outputs, with method state of a first round, of a later one, and drawn."""
+        """Yield inputs with random batches, and with method states of a first round, of a later round, and random."""
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]
@@ -194,7 +195,7 @@ class _MethodTrial:
             memories: Sequence[StateSection]
             try:
                 memories = [_copied(method).prepare_client_state(client) for client in clients]
-            except Exception:  # The method needs more of a client than the trial has.
+            except Exception:  # The method needs more client data than the trial has.
                 memories = [{} for _ in clients]
             learning = {name: self._begun[name] for name in trainable_parameters(self._module)}
             states = [{**self._begun, **self._drawn(learning)} for _ in _NAMES]
@@ -207,7 +208,7 @@ class _MethodTrial:
             yield replace(inputs, memories=random_memories, server={**server, **self._drawn(server_entries)})
 
     def _later(self, method: MethodBase, inputs: _Inputs) -> _Inputs | None:
-        """Return the same input in a later experience; None if the method computes nothing at the end of a round."""
+        """Return the inputs in a later experience, or None if the method computes nothing at the end of a round."""
         if not (overrides_hook(method, "update_client_state") or overrides_hook(method, "end_experience")):
             return None
         parts = [
@@ -224,14 +225,14 @@ class _MethodTrial:
                     client.method_state = _copied(method).end_experience(client, client_state, data)
                     client = make_client(method, self._module, client.method_state, inputs.server, later_round)
                     memories.append(_copied(method).prepare_client_state(client))
-        except Exception:  # The method needs more of a client than the trial has.
+        except Exception:  # The method needs more client data than the trial has.
             return None
         finally:
             load_state_tensors(self._module, self._begun)
         return replace(inputs, parts=parts, memories=memories)
 
     def _batches(self, composition: Composition) -> tuple[list[Batch], list[Tensor]]:
-        """Return two clients' batches with drawn targets, and drawn outputs."""
+        """Return two clients' batches with random targets, and random outputs."""
         if not is_labelled(self._batch):
             return [self._batch] * len(_NAMES), [torch.zeros((), device=self._device)] * len(_NAMES)
         x, y = self._batch
@@ -242,7 +243,7 @@ class _MethodTrial:
         return batches, [drawer.outputs(_SCALE, len(y)) for _ in _NAMES]
 
     def _part(self, client: str, batch: Batch) -> ClientRound:
-        """Return a client's part in a round of a second experience, to which the upper half of the classes belongs."""
+        """Return a client's part in a round of the second experience. Its new classes are the upper half."""
         half, classes, samples = self._num_classes // 2, range(self._num_classes), 0
         labels = torch.empty(0, dtype=torch.long)
         if is_labelled(batch):
@@ -253,7 +254,7 @@ class _MethodTrial:
         return ClientRound(client, 1, 1, labels, len(classes), False, samples, new_classes=new, old_classes=old)
 
     def _drawn(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return other numbers under the same names: some more, and masks of which half is true."""
+        """Return the state with noise added to floats, and with random masks of which half of the values are True."""
         random_values = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)
@@ -264,7 +265,7 @@ class _MethodTrial:
         return random_values
 
     def _with_padding(self, inputs: _Inputs, padding: int) -> _Inputs:
-        """Return the same input with more rows, which are padding for the first client and samples for the second."""
+        """Return the inputs with more rows, which are padding for the first client and samples for the second."""
         batches = [[torch.cat([part, part[:padding]]) for part in batch] for batch in inputs.batches]
         outputs = []
         for output in inputs.outputs:
@@ -275,10 +276,10 @@ class _MethodTrial:
         weight[0] = (torch.arange(rows, device=self._device) < num_samples) / num_samples
         return replace(inputs, batches=batches, outputs=outputs, weight=weight)
 
-    # The result of the method.
+    # The result of a method.
 
     def _alone(self, method: MethodBase, inputs: _Inputs) -> tuple[_Shaped, list[str]]:
-        """Return the first client's result in sequential training, and the method's attributes that change."""
+        """Return the first client's result in sequential training, and the names of the attributes that change."""
         module, client_round, batch = self._module, inputs.parts[0], inputs.batches[0]
         load_state_tensors(module, inputs.states[0])
         client = make_client(method, module, inputs.memories[0], inputs.server, client_round)
@@ -300,7 +301,7 @@ class _MethodTrial:
         return shaped, sorted({*new, *contents.changes()})
 
     def _vectorized(self, method: MethodBase, inputs: _Inputs) -> _Shaped:
-        """Return the first client's result of a vectorized step."""
+        """Return the first client's result in a vectorized step."""
         module, number = self._module, len(_NAMES)
         load_state_tensors(module, self._begun)
         kind = VectorizedTrainer if self._padded else StepTrainer
@@ -342,7 +343,7 @@ class _MethodTrial:
 def _shaped(
     factor: Tensor, penalty: Tensor, params: Mapping[str, Tensor], output: Tensor, first: bool = False
 ) -> _Shaped:
-    """Return a method's result with the penalty's gradient; ``first``: of stacked clients, that of the first."""
+    """Return a method's result with the penalty's gradient. If ``first`` is True, only the first stacked client's."""
     leaves = [*params.values(), output]
     gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
     if penalty.requires_grad:
@@ -352,14 +353,14 @@ def _shaped(
 
 
 def _copied(method: MethodBase) -> MethodBase:
-    """Return a copy of a method that all clients use."""
+    """Return a copy of a method that applies to all clients."""
     method = copy.copy(method)
     method.clients = "all"
     return method
 
 
 def _contents(method: MethodBase) -> ModuleSnapshot:
-    """Return a snapshot of what a method's attributes contain."""
+    """Return a snapshot of a method's attributes and their contents."""
     holder = nn.Module()
     vars(holder).update(vars(method))
     return ModuleSnapshot(holder)

@@ -1,4 +1,4 @@
-"""What a module and its optimizer hold beside their state: for each client as it was at the start of the round."""
+"""Snapshots of attributes of a module and its optimizers, which are restored for each client of a round."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from lightning_fcl.local_training.outside import Carried, ClientMetric
 from lightning_fcl.local_training.search import Search
 from lightning_fcl.snapshot_values import Change, ContainerValue
 
-_BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere
+# Attributes of an optimizer that other code resets for each client.
+_BY_CLIENT = frozenset({"state", "param_groups", "defaults"})
 
 
 class ModuleSnapshot:
-    """What a module and its optimizer hold beside their state when this is made: attributes, and buffers not kept.
+    """A snapshot of attributes and non-persistent buffers of a module and its optimizers.
 
-    Attributes are looked into as far as they are containers, tensors, arrays, generators of random numbers, networks or
-    objects of a user's own. Metrics of torchmetrics, parts of this library and of Lightning, and data sets are left
-    alone. A list to which clients append is a record: none finds what others have appended, but after the round, and
-    after later ones, all of it is there.
+    The snapshot covers containers, tensors, arrays, random generators, networks, and objects of user classes. It does
+    not cover metrics of torchmetrics, datasets, and objects of this library and of Lightning. A list that clients
+    append to is a record: clients do not see the items of other clients, but the list contains all items after the
+    round and after later rounds.
 
     Args:
-        module: The module. Its `state_tensors` are no part of it.
-        optimizers: Its optimizers, whose state and groups are no part of it.
-        extra_objects: What is left alone, too, such as schedulers.
-        previous_snapshot: That of the round before.
-        carried: State outside the module that starts anew, too.
+        module: The module. Its `state_tensors` are not part of the snapshot.
+        optimizers: The module's optimizers. Their states and groups are not part of the snapshot.
+        extra_objects: Other objects that are not part of the snapshot, such as schedulers.
+        previous_snapshot: The snapshot of the previous round, which contains the records.
+        carried: State outside the module that is also restored for each client.
 
     Example:
         >>> module = nn.Linear(1, 1)
@@ -58,7 +59,8 @@ class ModuleSnapshot:
             search.look_below(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT)
         search.look([("", module)])
         self.search = search
-        self.unknown_attributes = search.unknown  # names of what cannot be looked into
+        # Names of attributes that cannot be inspected.
+        self.unknown_attributes = search.unknown
         self._parts, self._modes, self._learn, self._leaves = search.parts, search.modes, search.learn, search.leaves
         self._metrics: list[ClientMetric] = []
         if carried is not None:
@@ -68,13 +70,13 @@ class ModuleSnapshot:
         self._settled = self._shown = False
 
     def changes(self) -> list[str]:
-        """Names of what has changed since."""
+        """Return the names of the attributes that have changed since the snapshot."""
         modes = [f"{name}training" for name, module, training in self._modes if module.training is not training]
         learn = [f"{name}.requires_grad" for name, value, learns in self._learn if value.requires_grad is not learns]
         return sorted({*modes, *learn, *(change.name for change in self._changes())})
 
     def restore(self) -> None:
-        """Let all be as it was, for another client, without gradients."""
+        """Restore the snapshot for the next client, and clear gradients."""
         _undo(self._changes())
         for metric in self._metrics:
             metric.begin()
@@ -82,32 +84,32 @@ class ModuleSnapshot:
         self._clear_gradients()
 
     def finish_clients(self) -> None:
-        """Let all be as it was, but remember what the last client has left, and show records."""
+        """Restore the snapshot after the last client, save the last client's changes, and show the records."""
         self._leave()
         self._put_back_flags()
 
     def commit(self) -> None:
-        """What hooks have changed since then is the server's; those to come see what the last client has left."""
+        """Add the changes that hooks have made to the snapshot, then show the last client's changes again."""
         for snapshot_value in self._parts:
             snapshot_value.commit()
         self._learn = [(name, parameter, parameter.requires_grad) for name, parameter, _ in self._learn]
         self.expose_last_client()
 
     def finalize(self) -> None:
-        """After the last hook of the last client: let all be as it was, once, but remember what is left."""
+        """Restore the snapshot once, after the last hook of the last client, and save the last client's changes."""
         if not self._settled:
             self._leave()
             self._clear_gradients()
             self._settled, self._shown = True, False
 
     def expose_last_client(self) -> None:
-        """Show hooks what the last client has left in attributes, as a plain Trainer's see it."""
+        """Show hooks the attributes that the last client has left, as in a plain Trainer."""
         for change in self._left:
             change.redo()
         self._shown = True
 
     def hide_last_client(self) -> None:
-        """Put back what they have seen, if they have, but for what they have changed: that is the server's."""
+        """Undo `expose_last_client`, except attributes that hooks have changed since. The server keeps these."""
         if self._shown:
             _undo([change for change in self._left if change.is_shown()])
             self._shown = False

@@ -1,4 +1,4 @@
-"""State outside a module that its training can read: of callbacks, metrics, classes and global variables."""
+"""State outside a module that its training can read: in callbacks, metrics, classes and global variables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from lightning_fcl.local_training.user_code import (
 )
 from lightning_fcl.snapshot_values import ContainerValue, NamedValues, find_kind
 
-_LARGEST = 1_000_000  # numbers or items of a global variable: larger ones are taken for data
-# Attributes that Lightning gives callbacks, and this library its methods.
+# Largest number of elements or items of a global variable. A larger variable is assumed to be data.
+_LARGEST = 1_000_000
+# Attributes that Lightning sets on callbacks, and this library on methods.
 _NO_STATE = frozenset({"log", "log_dict", "local", "_client"})
 
 
 class _Scope(MutableMapping[str, Any]):
-    """Some of the names of a mapping: those that code uses."""
+    """A mapping restricted to the names that code uses."""
 
     def __init__(self, values: MutableMapping[str, Any], names: Collection[str]) -> None:
         self._values, self._names = values, sorted(names)
@@ -50,7 +51,7 @@ class _Scope(MutableMapping[str, Any]):
 
 
 class _ClassAttributes(MutableMapping[str, Any]):
-    """The attributes of a class."""
+    """The attributes of a class as a mapping."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -72,7 +73,7 @@ class _ClassAttributes(MutableMapping[str, Any]):
 
 
 class _Cells(MutableMapping[str, Any]):
-    """The variables of a function that enclosing functions have made."""
+    """The closure variables of a function as a mapping."""
 
     def __init__(self, function: FunctionType) -> None:
         self._function = function
@@ -95,17 +96,17 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class Outside:
-    """The state outside a module that its training can read, as far as code and attributes of users lead to it.
+    """State outside a module that its training can read, found through user code and its attributes.
 
     Args:
         module: The module.
-        holders: Users' callbacks and data modules, whose hooks run in training.
-        ignored: Ids of objects that are no such state, such as the Trainer.
+        holders: User callbacks and data modules, whose hooks run in training.
+        ignored: Ids of objects that are not inspected, such as the Trainer.
 
     Attributes:
         names: Each holder by the prefix of its attributes' names.
-        shared: The prefixes of the names of classes' attributes and of variables.
-        functions: The users' functions that training can call.
+        shared: Prefixes of the names of class attributes, function attributes and variables.
+        functions: User functions that training can call, by id.
     """
 
     def __init__(self, module: nn.Module, holders: Sequence[object] = (), ignored: Iterable[int] = ()) -> None:
@@ -134,7 +135,7 @@ class Outside:
         self.shared = [prefix for prefix, _ in self._roots]
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
-        """Add the attributes, default values and variables of the functions."""
+        """Add attributes, closure variables and global variables of the functions, and attributes of used classes."""
         scopes: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
             prefix = _prefix(function)
@@ -155,7 +156,7 @@ class Outside:
         ]
 
     def search(self, records: Mapping[int, ContainerValue] | None = None) -> Search:
-        """Find the state as it is now."""
+        """Return a search with the current state."""
         state_search = Search(self._ignored, records=records, metrics=True)
         for path, submodule in self._module.named_modules():
             state_search.look(_metrics_in(path, submodule))
@@ -172,12 +173,12 @@ class Outside:
 
 
 def _prefix(owner: type | FunctionType) -> str:
-    """Return the prefix of the names of a class's or a function's attributes: its file and its own name."""
+    """Return the prefix of attribute names of a class or function: the last part of its module, and its name."""
     return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__.replace('<locals>.', '')}."
 
 
 def _metrics_in(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a part of a module if it is a metric, and the metrics in its attributes."""
+    """Yield a module if it is a metric, and the metrics in its attributes."""
     prefix = f"{path}." if path else ""
     if isinstance(module, Metric):
         yield path, module
@@ -200,7 +201,7 @@ def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _is_state(value: object) -> bool:
-    """Return whether a class attribute or a global variable may be state and not data or another package's object."""
+    """Return whether a class attribute or global variable may be state, and not data or another package's object."""
     if isinstance(value, Tensor):
         return value.numel() <= _LARGEST
     if isinstance(value, np.ndarray):
@@ -213,13 +214,13 @@ def _is_state(value: object) -> bool:
 
 
 class Carried:
-    """State outside a module that starts anew with each client, because training reads it.
+    """State outside a module that is restored for each client, because training reads it.
 
     Args:
         outside_state: All state outside the module.
-        names: The names of the state that starts anew.
-        metrics: The names of the metrics that start anew, and accumulate over a round.
-        whole: Prefixes of names of which all state starts anew, but for metrics.
+        names: Names of the state that is restored.
+        metrics: Names of the metrics that are reset for each client, and that accumulate over a round.
+        whole: Prefixes of names. All state below a prefix is restored, except metrics.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class Carried:
     def search(
         self, records: Mapping[int, ContainerValue]
     ) -> tuple[list[NamedValues | ContainerValue], list[ClientMetric]]:
-        """Find the state that starts anew as it is now."""
+        """Return the current state that is restored for each client, and the metrics that are reset for each client."""
         state_search = self._outside.search(records)
         parts: list[NamedValues | ContainerValue] = []
         for snapshot_value in state_search.parts:
@@ -257,7 +258,7 @@ class Carried:
 
 
 class ClientMetric:
-    """A metric that training reads: it starts anew with each client, and accumulates over the clients of a round.
+    """A metric that training reads. It is reset for each client, and accumulates over the clients of a round.
 
     Args:
         metric: The metric.
@@ -265,19 +266,19 @@ class ClientMetric:
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
-        self._earlier: dict[str, Any] | None = None  # the state before the current client
+        self._earlier: dict[str, Any] | None = None  # metric state before the current client
         self._updates = 0
-        self._open = False  # whether a client trains
+        self._open = False  # whether a client is training
 
     def begin(self) -> None:
-        """Start anew for a client."""
+        """Reset the metric for a client."""
         self._close()
         self._earlier = _copied(self._metric) if self._updates else None
         self._metric.reset()
         self._open = True
 
     def show(self) -> None:
-        """Let the metric contain the updates of all clients."""
+        """Merge the updates of all clients into the metric."""
         if self._open:
             self._close()
             self._open = False

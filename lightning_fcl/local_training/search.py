@@ -1,4 +1,4 @@
-"""Search for state: the attributes, containers, tensors and generators that an object reaches."""
+"""Search for state: attributes, containers, tensors and random generators that are reachable from an object."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from lightning_fcl.snapshot_values import (
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""
 NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
-NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and datasets
+# In addition, parts of this library, and datasets.
+NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")
 
 
 class Search:
-    """The state that some objects reach, as it is when it is found.
+    """The state that is reachable from some objects, with its values at the time of the search.
 
     Args:
-        ignored_ids: Ids of objects to leave alone.
+        ignored_ids: Ids of objects that are not inspected.
         state: Ids of the tensors of the module's state.
-        records: The lists to which earlier rounds have appended, by their ids.
-        metrics: Whether to look into metrics of torchmetrics.
+        records: Lists that clients of earlier rounds have appended to, by id.
+        metrics: Whether to inspect metrics of torchmetrics.
 
     Attributes:
-        parts: The attributes and contents.
-        modes: Each network with its name and its training mode.
-        learn: Each parameter with its name and its `requires_grad`.
+        parts: Attributes and contents of containers.
+        modes: Prefix, network and training mode of each network.
+        learn: Name, parameter and `requires_grad` of each parameter.
         leaves: Other tensors that require gradients.
-        metrics: The metrics that are looked into, by name.
-        unknown: Names of objects that cannot be snapshotted, such as iterators.
-        others: Names of objects of other packages that are left alone, such as loggers and data sets.
+        metrics: Inspected metrics, by name.
+        unknown: Names of objects that cannot be inspected, such as iterators.
+        others: Names of objects of other packages that are not inspected, such as loggers and datasets.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Search:
         self._records = records or {}
 
     def look(self, named_values: Iterable[tuple[str, Any]]) -> None:
-        """Find the state of some values, each with its name."""
+        """Add the state of some values, each with its name."""
         todo = list(named_values)
         while todo:
             name, value = todo.pop()
@@ -87,18 +88,18 @@ class Search:
         ignored: Set[str] = frozenset(),
         follow: Callable[[object], bool] = lambda value: True,
     ) -> None:
-        """Find the values that have names in a mapping, and the state of those to follow."""
+        """Add the values of a mapping, and the state of the values for which ``follow`` returns True."""
         self.look((name, value) for name, value in self._names(prefix, values, ignored) if follow(value))
 
     def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
-        """The changes since the search, or those of some names and of all below them."""
+        """Yield the changes since the search. If ``names`` are given, only changes of these names and below them."""
         for snapshot_value in self.parts:
             for change in snapshot_value.changes():
                 if names is None or is_below(change.name, names):
                     yield change
 
     def restore(self, names: Collection[str] | None = None) -> None:
-        """Undo the changes since the search, or those of some names."""
+        """Undo the changes since the search. If ``names`` are given, only changes of these names and below them."""
         for change in [*self.changes(names)]:
             change.undo()
 
@@ -128,7 +129,7 @@ class Search:
             container.load_history(self._records.get(id(value)))
             self.parts.append(container)
         inner: list[tuple[str, Any]] = []
-        # Immutable, like a date or a path, if equality is by value and the object is hashable.
+        # A hashable object with equality by value is assumed to be immutable, such as a date or a path.
         immutable = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
         if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             self.leaves.append(value)
@@ -150,7 +151,7 @@ class Search:
 
 
 def is_below(name: str, names: Collection[str]) -> bool:
-    """Return whether a name is one of some names, or of an attribute of theirs.
+    """Return whether a name is one of ``names``, or the name of an attribute below one of ``names``.
 
     Example:
         >>> is_below("EMA.mean.count", ["EMA.mean"]), is_below("EMA.means", ["EMA.mean"])

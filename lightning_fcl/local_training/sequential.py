@@ -1,4 +1,4 @@
-"""Local training of one client at a time, in the module that Lightning trains."""
+"""Sequential local training: one client at a time, in the module that Lightning trains."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from lightning_fcl.validation import format_code_names
 
 
 class SequentialTrainer:
-    """Trains one client after the other: any LightningModule, with all that Lightning does around a step.
+    """Trains one client at a time, with any LightningModule and all hooks that Lightning calls around a step.
 
     Args:
         module: The module.
-        methods: The methods of its Trainer.
-        optimizers: Its optimizers.
-        keep_optimizer_state: Whether a client's optimizer state lasts from round to round.
+        methods: Methods of the module's Trainer.
+        optimizers: Optimizers of the module.
+        keep_optimizer_state: Whether a client keeps its optimizer state between rounds.
         seed: Seed of clients' random layers and replay samples.
-        step: Lightning's own training step.
+        step: Lightning's training step.
     """
 
     num_vectorized_clients = 1
@@ -59,13 +59,17 @@ class SequentialTrainer:
     ) -> None:
         self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
         self._keep_optimizer, self._seed = keep_optimizer_state, seed
-        self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
-        self._losses: list[Tensor] = []  # of the client's steps
-        self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
-        self._draws = True  # whether steps of the client may draw: its first step tells
+        # Groups of the optimizers before a client's optimizer state is loaded.
+        self._begun: list[list[dict[str, Any]]] = []
+        # Losses of the client's steps.
+        self._losses: list[Tensor] = []
+        # Context of the random numbers of a step and its backward pass.
+        self._random = KeyedRandomness(torch.empty(0))
+        # Whether steps of the client may draw random numbers, known after the first step.
+        self._draws = True
 
     def with_methods(self, methods: Sequence[MethodBase]) -> SequentialTrainer:
-        """Return such a trainer with other methods, which keeps no optimizer."""
+        """Return a trainer with other methods that keeps no optimizer state."""
         return SequentialTrainer(self._module, methods, self._optimizers, False, self._seed, self._step)
 
     def start(
@@ -103,32 +107,33 @@ class SequentialTrainer:
         return loss
 
     def _key(self, step: int) -> Tensor:
-        """What random layers draw by in a step."""
+        """Return the key of the random layers in a step."""
         keys = client_round_keys(self._seed, self._client_rounds, "layers")
         return step_keys(keys, step)[0].to(self._module.device)
 
     def keyed_rng(self) -> AbstractContextManager[None]:
-        """What draws in a step, and in its backward pass, draws by its key."""
+        """Return a context in which a step and its backward pass draw random numbers from the step's key."""
         return self._random.recomputable() if self._draws else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()
 
     def finish(self) -> LocalResult:
-        """Take the client's state from the module."""
+        """Return the client's result, with the state of the module."""
         trained_state = {name: plain_tensor(value) for name, value in state_tensors(self._module).items()}
         if new := [name for name in trained_state if name not in self._received]:
             raise InvalidValueError(
-                "Expected a module whose state is there before it trains but a step of client "
-                f"{self._client_rounds[0].client_id} has made {format_code_names(new)}.",
-                hint="Make it in `__init__` or in `configure_model`.",
+                "Expected a module whose state exists before training, but a training step of client "
+                f"{self._client_rounds[0].client_id} has created {format_code_names(new)}.",
+                hint="Create it in `__init__` or in `configure_model`.",
                 argument=new[0],
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
         driver = get_driver(self._module.trainer) if self._methods else None
         finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.has_finite_loss))
         client_optimizer_state: StateSection | None = None
-        if self._keep_optimizer:  # what the optimizers know, each below its number
+        # The optimizers' states, each below the number of its optimizer.
+        if self._keep_optimizer:
             of_each = (optimizer_state(*each) for each in zip(self._optimizers, self._begun, strict=True))
             client_optimizer_state = {
                 f"{number}.{name}": value for number, memory in enumerate(of_each) for name, value in memory.items()
@@ -143,32 +148,32 @@ class SequentialTrainer:
 
 
 def reraise_batchnorm_error(error: ValueError, client_round: ClientRound) -> None:
-    """Raise an error that names the client if batch normalization fails on a batch of one sample.
+    """Raise an InvalidValueError that names the client if batch normalization fails on a batch of one sample.
 
-    A trial before the first round finds such modules, except those whose step fails in the trial.
+    A trial before the first round finds such modules, except modules whose step fails in the trial.
     """
     if match_error(error, LibraryError.ONE_SAMPLE):
         raise InvalidValueError(
             f"Expected batches of at least two samples for batch normalization, but client {client_round.client_id} "
-            "has a batch "
-            f"of one sample in round {client_round.round_idx}, of {client_round.num_samples} samples.",
+            f"has a batch of one sample in round {client_round.round_idx}, of {client_round.num_samples} samples.",
             hint="Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two "
             "samples.",
         ) from error
 
 
 def client_round_keys(seed: int, client_rounds: Sequence[ClientRound], *purpose: str) -> Keys:
-    """Return the keys of some clients in a round, for the draws that ``purpose`` names."""
+    """Return the random keys of some clients in a round. Each ``purpose`` has its own keys."""
     if isinstance(client_rounds, ClientRounds):
         return make_client_keys(seed, client_rounds.client_ids, client_rounds.round_idx, *purpose)
     return make_client_keys(seed, [part.client_id for part in client_rounds], client_rounds[0].round_idx, *purpose)
 
 
 def replay_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Callable[[str], Keys]:
-    """Return a function from a method's name to the keys by which its clients' replay samples are drawn."""
-    return partial(client_round_keys, seed, client_rounds, "recall")  # the word is part of the seed of existing runs
+    """Return a function that maps a method's name to the random keys of its clients' replay samples."""
+    # The word "recall" is part of the seed and must not change, because results of existing runs depend on it.
+    return partial(client_round_keys, seed, client_rounds, "recall")
 
 
 def step_keys(keys: Keys, step: int) -> Tensor:
-    """What the draws of random layers depend on in a step, shape (clients,)."""
+    """Return the keys of the random layers in a step, shape (clients,)."""
     return torch.from_numpy(random_uint64(keys, 1, start=step)[:, 0].view(np.int64))

@@ -1,4 +1,4 @@
-"""A trial of a module on a batch of one sample: batch normalization, for example, cannot train on it."""
+"""Trial of a module on a batch of one sample, on which modules with batch normalization, for example, cannot train."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from lightning_fcl.methods.frozen_layers import frozen_layers
 from lightning_fcl.methods.functional import trainable_parameters
 
 _Step = Callable[[L.LightningModule, Batch], Iterable[Tensor]]
-"""Trains a copy of a module on a batch. The tensors must be finite."""
+"""Function that trains a copy of a module on a batch. The returned tensors must be finite."""
 
 
 def why_not_single_sample(
     module: L.LightningModule, optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> str | None:
-    """Return the reason why a module cannot train on a batch of one sample; None if it can, or if nothing is known.
+    """Return the reason why a module cannot train on a batch of one sample, or None if it can or if that is unknown.
 
-    A copy of the module takes one training step on two samples, and another copy takes one on the first of the two. If
-    the step fails on two samples, for example because it needs attributes that hooks set, `forward` takes its place.
+    A copy of the module takes one training step on two samples, and another copy takes one step on the first of them.
+    If the step fails on two samples (for example, because it needs attributes that hooks set), `forward` is called
+    instead of the step.
 
     Args:
         module: The module, with its Trainer.
-        optimizers: Its optimizers; empty if they are not made yet.
-        stream: The stream. Its first client with samples lends two of them.
+        optimizers: Optimizers of the module. Empty if they do not exist yet.
+        stream: The stream. Two samples of its first client with samples are used.
     """
     if (rows := first_indices(stream)) is None:
         return None
@@ -68,7 +69,7 @@ def _why_not(
     stream: FederatedStream,
     rows: IntArray,
 ) -> str | None:
-    """Return why a copy of a module cannot take a step on some samples, or None. Nothing else is changed."""
+    """Return why a step on some samples fails on a copy of a module, or None. Other state is restored."""
     trainer = module.trainer
     with isolate_rng(), torch.enable_grad():
         torch.manual_seed(0)
@@ -82,10 +83,10 @@ def _why_not(
                         results = [value.detach() for value in step(module_copy, batch)]
             finally:
                 outside_search.restore()
-        except Exception as error:  # Code of a user may raise anything.
+        except Exception as error:  # User code may raise any exception.
             return f"`{type(error).__name__}: {first_line(error)}`"
     finite = all(bool(torch.isfinite(value).all()) for value in results if value.is_floating_point())
-    return None if finite else "its loss or its gradient is not finite"
+    return None if finite else "its loss or its gradient is non-finite"
 
 
 def _train(module: L.LightningModule, batch: Batch) -> list[Tensor]:
@@ -109,7 +110,7 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
-    """Return a copy of a module whose layers are in the modes of local training. Manual optimization steps the copy."""
+    """Return a copy of a module in the modes of local training. Manual optimization steps copied optimizers."""
     module_copy = copy_module(module)
     if any(method.needs.features for method in get_methods(module.trainer)):
         for _, layer in frozen_layers(module_copy):
@@ -136,4 +137,4 @@ def _constant(epoch: int) -> float:
 
 
 def _ignore(optimizer: Optimizer) -> None:
-    """Stand in for `toggle_optimizer`: gradients of other parameters do not matter in one step."""
+    """Replace `toggle_optimizer`, which is not needed in a single step."""

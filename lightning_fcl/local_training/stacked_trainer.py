@@ -1,4 +1,4 @@
-"""Clients that train side by side: their parameters and buffers, stacked, and what their methods remember."""
+"""Base class of vectorized training: stacked parameters, buffers and method states of several clients."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from lightning_fcl.methods.replay_samples import DrawnSamples
 
 
 class StackedTrainer(ABC):
-    """Trains several clients' copies of one module, every entry of shape (clients, ...): but for what a step is.
+    """Trains several clients' copies of one module. Each tensor has shape (clients, ...). Subclasses define a step.
 
     Args:
-        module: The module; its own parameters are not touched.
-        methods: The methods of its Trainer.
-        optimizer: The module's optimizer: its class and options are those of the stacked one.
-        num_vectorized_clients: How many clients train side by side.
+        module: The module. Its parameters are not changed.
+        methods: Methods of the module's Trainer.
+        optimizer: Optimizer of the module. The stacked optimizer has the same class and options.
+        num_vectorized_clients: Number of clients in a vectorized step.
         seed: Seed of random layers and replay samples.
 
     Attributes:
-        params: What learns.
-        untrained_state: The other entries.
-        methods: Those that change the loss of any of the clients at hand.
-        has_finite_loss: Whether each client's every loss was finite.
+        params: Stacked trainable parameters.
+        untrained_state: Other stacked tensors of the state.
+        methods: Methods that change the loss of a current client.
+        has_finite_loss: Whether all losses of each client were finite, shape (clients,).
     """
 
     is_stacked = True
@@ -72,7 +72,7 @@ class StackedTrainer(ABC):
         self._template = optimizer
         self._seed = seed
         self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
-        # Under vmap the gradients of linear layers lie in memory by columns: steps are faster where all else does.
+        # Under vmap, gradients of linear layers are in column-major order. Steps are faster if the weights are, too.
         layers = (part for part in module.modules() if isinstance(part, nn.Linear))
         weights = {id(layer.weight) for layer in layers}
         self._by_columns = {name for name, value in state_tensors(module).items() if id(value) in weights}
@@ -99,7 +99,7 @@ class StackedTrainer(ABC):
         self._begin_methods(clients)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
-        """So many clients' parameters, as they have received them, and their optimizer: both are used again."""
+        """Return stacked parameters with the received values, and their optimizer. Both are reused if possible."""
         learning = trainable_parameters(self._module)
         values = {name: value for name, value in self._received.items() if name in learning}
         params, optimizer = self._made.get(clients, ({}, self._template))
@@ -107,15 +107,16 @@ class StackedTrainer(ABC):
             with torch.no_grad():
                 torch._foreach_copy_(list(params.values()), list(values.values()))
             optimizer.state.clear()
-            set_group_values(optimizer, group_values(self._template))  # a rate may change
+            set_group_values(optimizer, group_values(self._template))  # for example, a changed learning rate
             return params, optimizer
-        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}  # which lie as the values do
+        # A clone keeps the memory order of the value.
+        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
         self._made[clients] = params, with_parameters(self._template, twins)
         return self._made[clients]
 
     def _begin_methods(self, clients: Sequence[ClientRound]) -> None:
-        """Stack what the methods remember that any of the clients uses."""
+        """Stack the states of the methods that any of the clients uses."""
         device = next(iter(self.params.values())).device
         applies = [[method.applies_to(part) for part in clients] for method in self._all_methods]
         shaping = [
@@ -133,19 +134,19 @@ class StackedTrainer(ABC):
 
     @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """The sum of the clients' losses."""
+        """Return the sum of the clients' losses."""
 
     @abstractmethod
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The clients' gradients of the step whose loss is given, stacked, in the optimizer's order."""
+        """Return the clients' gradients of a step's loss, stacked, in the order of the optimizer's parameters."""
 
     def next_keys(self, device: torch.device) -> Tensor:
-        """What each client's random layers draw by in another step, shape (clients,)."""
+        """Return the keys of the clients' random layers in the next step, shape (clients,)."""
         self._steps += 1
         return step_keys(self._keys, self._steps - 1).to(device)
 
     def method_inputs(self, device: torch.device) -> dict[str, Any]:
-        """Return what the methods know of the clients in the next step, with the drawn replay samples, stacked."""
+        """Return the stacked inputs of the methods in the next step, including the replay samples that are drawn."""
         replayed: list[Mapping[str, Tensor]] = []
         replay_weights: list[Tensor] = []
         for method in self.methods:
@@ -177,17 +178,17 @@ class StackedTrainer(ABC):
         weight: Tensor | None = None,
         reason: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Within vmap, the factor of one client's task loss, and what its methods add.
+        """Return the factor of one client's task loss and the penalty of its methods. Called within vmap.
 
         Args:
             params: The client's parameters.
-            untrained_state: Its other entries.
-            method_inputs: What its methods know, as `method_inputs` has it of all clients.
-            x: Inputs of its batch.
-            output: What the module made of them.
+            untrained_state: The client's other tensors.
+            method_inputs: The client's part of the result of `method_inputs`.
+            x: Inputs of the client's batch.
+            output: Output of the module for ``x``.
             y: Targets.
-            weight: Share of every sample in the mean; None: equal shares.
-            reason: Why there are no ``x`` and ``output``, with a place for a method's name; None: there are.
+            weight: Weight of each sample in the mean. None: equal weights.
+            reason: Reason why there are no ``x`` and ``output``, with a place for a method's name. None: both exist.
         """
 
         def state() -> State:
@@ -235,22 +236,22 @@ class StackedTrainer(ABC):
         return unit * scale, extra
 
     def update_finite(self, losses: Tensor) -> None:
-        """Note whether the losses of a step are finite, shape (clients,) or of fewer, which come first."""
+        """Update `has_finite_loss` with the losses of a step, shape (clients,). Only the first clients may have one."""
         self.has_finite_loss = self.has_finite_loss.to(losses.device)
         self.has_finite_loss[: len(losses)] &= losses.detach().isfinite()
 
     def reorder_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of `params`, in the optimizer's order, which need not be the module's."""
-        # Each lies in memory as its parameter does: torch's fused optimizers take it for granted.
+        """Return the gradients of `params` in the order of the optimizer's parameters, which may differ."""
+        # The fused optimizers of torch require that a gradient has the same strides as its parameter.
         gradient_by_id = {
             id(p): g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
             for p, g in zip(self.params.values(), gradients, strict=True)
         }
-        assert self.optimizer is not None  # clients have begun
+        assert self.optimizer is not None  # `start` was called
         return [gradient_by_id[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Step, and undo the step for the clients that were done before it."""
+        """Step the optimizer, and undo the step for the clients after the first ``active`` ones, which are finished."""
         finished_params = {name: p.detach()[active:].clone() for name, p in self.params.items() if active < len(p)}
         result = step()
         for name, value in finished_params.items():
@@ -258,7 +259,7 @@ class StackedTrainer(ABC):
         return result
 
     def finish(self) -> LocalResult:
-        """The clients' states, and their memories as they were."""
+        """Return the clients' states, and their unchanged method states."""
         states = {**self.params, **self.untrained_state}
         uploads = {name: states[name].detach() for name in self._received if name in states}
         self.optimizer, self.params = None, {}
@@ -266,29 +267,33 @@ class StackedTrainer(ABC):
 
 
 def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
-    """Several clients' states as one, every entry of shape (clients, ...)."""
+    """Return the states of several clients as one state. Each tensor has shape (clients, ...)."""
     if all(row is rows[0] for row in rows):
         return {name: value.expand(len(rows), *value.shape) for name, value in rows[0].items()}
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def by_columns(matrices: Tensor) -> Tensor:
-    """The same matrices, shape (clients, rows, columns), each of which lies in memory column by column."""
+    """Return matrices of shape (clients, rows, columns) with each matrix in column-major memory order."""
     distinct_matrices = matrices[0] if matrices.stride(0) == 0 else matrices
     return distinct_matrices.mT.contiguous().mT.expand(matrices.shape)
 
 
 def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: Sequence[StateSection]) -> None:
-    """Refuse memories of which a step would see what all clients have, and not what some have."""
+    """Raise InvalidValueError if the clients' states of a method differ in names or shapes.
+
+    A vectorized step would ignore tensors that only some clients have.
+    """
+    # Each client may have a different number of replay samples.
     if overrides_hook(method, "replay_samples"):
-        return  # each client may have another number of replay samples
+        return
     shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
     for client_round, other in zip(clients, shapes, strict=True):
         for name in sorted({*shapes[0], *other}):
             if shapes[0].get(name) != other.get(name):
                 raise InvalidValueError(
-                    f"Expected `{type(method).__name__}` to remember the same entries of each client, as several "
-                    f"train side by side, but `{name}` differs between client {clients[0].client_id} and client "
+                    f"Expected the client states of `{type(method).__name__}` to have the same entries for all clients "
+                    f"of a vectorized step, but `{name}` differs between client {clients[0].client_id} and client "
                     f"{client_round.client_id}.",
                     hint="Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
                     argument=f"{type(method).__name__}",
@@ -296,9 +301,9 @@ def _check_alike(method: MethodBase, clients: Sequence[ClientRound], memories: S
 
 
 def stack_common(rows: Sequence[StateSection]) -> StateSection:
-    """Several clients' memories as one: the entries that all have, of equal shapes, every one of shape (clients, ...).
+    """Return method states of several clients as one: the tensors that all clients have in equal shapes, stacked.
 
-    `DrawnSamples` and `JoiningSamples` bring replay samples to a step. Each client may have another number of them.
+    Replay samples are added to a step by `DrawnSamples` and `JoiningSamples`, because their number differs by client.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

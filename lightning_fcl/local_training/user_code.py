@@ -1,4 +1,4 @@
-"""User code that runs in a training step: its functions, the names that it uses, and whether it can run in a trial."""
+"""Analysis of user code in a training step: its functions, its names, and whether it can run in a trial."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from collections.abc import Iterable, Iterator, Set
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-_MOST = 2_000  # functions that are looked at
+# Largest number of functions that are inspected.
+_MOST = 2_000
 _PACKAGES = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fcl", "lightning_utilities", "torch", "torchvision"),
         *("torchaudio", "torchmetrics", "numpy", "scipy", "sklearn", "pandas", "builtins", "einops"),
-        # pytest rewrites `assert` into calls of its own functions, which lead to all collected tests.
+        # pytest replaces `assert` with calls of its functions, through which all collected tests are reachable.
         *("typing_extensions", "pytest", "_pytest", "pluggy"),
         *sys.stdlib_module_names,
     }
 )
-# Functions and packages that write files or talk to other processes.
+# Functions and packages that write files or communicate with other processes.
 _OUTWARD = frozenset(
     {
         *("open", "save", "savez", "savez_compressed", "savetxt", "savefig", "save_image", "save_checkpoint"),
@@ -33,7 +34,7 @@ _OUTWARD = frozenset(
         *("sqlite3", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "aim", "boto3", "smtplib", "redis"),
     }
 )
-# Hooks that run before the step is done: they can change its batch, loss, gradients or weights.
+# Hooks that run before the step is complete. They can change its batch, loss, gradients or weights.
 _EARLY = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step",),
@@ -43,18 +44,18 @@ STEP_HOOKS = (*_EARLY, "on_train_batch_end", "on_client_end")
 
 
 def is_users(kind: type | ModuleType | FunctionType) -> bool:
-    """Return whether a class, a module or a function is neither Python's, torch's, Lightning's nor this library's."""
+    """Return whether a class, module or function is user code: not Python's, this library's or a known package's."""
     name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
     return str(name).split(".")[0] not in _PACKAGES
 
 
 def user_classes(kind: type) -> list[type]:
-    """Return the users' classes among a class and its parents."""
+    """Return the user classes among a class and its parents."""
     return [one for one in kind.__mro__ if is_users(one)]
 
 
 def functions_in(kind: type) -> dict[str, FunctionType]:
-    """Return the functions of a class and its parents by name, as far as they are users' code."""
+    """Return the functions of a class and its parents by name, if they are user code."""
     functions: dict[str, FunctionType] = {}
     for user_class in reversed(user_classes(kind)):
         for name, value in vars(user_class).items():
@@ -73,7 +74,7 @@ def _function(value: object) -> FunctionType | None:
         value = value.__func__
     try:
         value = inspect.unwrap(value) if callable(value) else value
-    except Exception:  # a placeholder of a package that is not installed raises for each attribute
+    except Exception:  # A placeholder for a missing package raises for each attribute.
         return None
     return value if isinstance(value, FunctionType) and is_users(value) else None
 
@@ -87,18 +88,18 @@ def names_in(code: CodeType) -> Set[str]:
 
 @functools.lru_cache(10_000)
 def globals_in(code: CodeType) -> Set[str]:
-    """Return the names of global variables that some code reads or sets."""
+    """Return the names of global variables that some code reads or assigns."""
     global_names = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*global_names, *(name for one in inner for name in globals_in(one))}
 
 
 def reached(functions: Iterable[FunctionType], class_functions: dict[str, FunctionType]) -> list[FunctionType]:
-    """Return the users' functions that some functions can call.
+    """Return the user functions that some functions can call, including these functions.
 
     Args:
         functions: The functions.
-        class_functions: The functions of their class by name.
+        class_functions: Functions of their class by name.
     """
     todo, visited_ids, reached_functions = [*functions], set[int](), list[FunctionType]()
     while todo and len(reached_functions) < _MOST:
@@ -125,37 +126,37 @@ def _globals_of(function: FunctionType) -> Iterator[Any]:
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """Return the values of a function's variables from enclosing functions."""
+    """Return the values of a function's closure variables by name."""
     values_by_name = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             values_by_name[name] = cell.cell_contents
-        except ValueError:  # the variable is not set yet
+        except ValueError:  # The variable has no value yet.
             continue
     return values_by_name
 
 
 def outward(functions: Iterable[FunctionType]) -> str | None:
-    """Return a name by which some functions write files or talk to other processes; None if there is none."""
+    """Return a name in some functions that writes files or communicates with other processes, or None."""
     used_names = {name for function in functions for name in names_in(function.__code__)}
     return min(used_names & _OUTWARD, default=None)
 
 
 def can_change_steps(kind: type) -> bool:
-    """Return whether hooks of a callback may change a step: one runs before its end, or writes to other objects."""
+    """Return whether hooks of a callback may change a step: a hook runs before its end, or writes to other objects."""
     class_functions = functions_in(kind)
     hooks = [class_functions[name] for name in STEP_HOOKS if name in class_functions]
     return any(name in class_functions for name in _EARLY) or any(map(_writes, reached(hooks, class_functions)))
 
 
 def _writes(function: FunctionType) -> bool:
-    """Return whether a function may write to other objects than its first argument, or change tensors in place."""
+    """Return whether a function may write to objects other than its first argument, or change tensors in place."""
     names = names_in(function.__code__)
     if any(name.endswith("_") and not name.endswith("__") for name in names) or names & {"setattr", "load_state_dict"}:
         return True
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # there is no source
+    except (OSError, TypeError, SyntaxError):  # Without source code, the function may write.
         return True
     first_argument, *other_names = [*function.__code__.co_varnames[: function.__code__.co_argcount], ""]
     for node in ast.walk(tree):

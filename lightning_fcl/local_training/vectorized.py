@@ -1,4 +1,4 @@
-"""Local training of many clients at once: parameters are stacked, a step is one for all, traced once and replayed."""
+"""Vectorized local training on padded batches: stacked parameters, one step for all clients, traced and replayed."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 log = logging.getLogger(__name__)
 
 AFTER = 1000
-"""Steps of one shape before it is traced, which takes as long as some hundreds; the first time a second more."""
+"""Number of steps of one shape before the step is traced. Tracing takes as long as some hundred steps, and at first a
+second more."""
 
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
-"""``step(params, rest, batch)``: a list of tensors, in which None stands for a gradient that is not there."""
+"""``step(params, rest, batch)``: a list of tensors. None is a missing gradient."""
 
 
 class TracedStep:
-    """Replays a step from its `AFTER`-th on, where that gives the step's own bits; all others run as they are.
+    """Traces a step after a number of calls and replays it, if the replay is bitwise identical to the step.
 
-    What depends on anything but shapes and the tensors that it gets would be frozen as it was when it was traced. See
+    A traced step may depend only on its tensors and their shapes. Other values are fixed at the time of the trace. See
     `is_traceable`.
 
     Args:
-        step: The step. It has no other effect than its result.
-        warmup_steps: Steps of one shape before it is traced; None: `AFTER`.
+        step: The step. Its only effect is its result.
+        warmup_steps: Number of steps of one shape before it is traced. Default: `AFTER`.
 
     Example:
         >>> double = TracedStep(lambda params, rest, batch: [2 * params[0]], warmup_steps=1)
@@ -62,11 +63,11 @@ class TracedStep:
 
     @property
     def traced(self) -> int:
-        """How many shapes are replayed."""
+        """Number of shapes whose step is replayed."""
         return len(self._graphs)
 
     def __call__(self, params: list[Tensor], rest: list[Tensor], batch: list[Tensor]) -> list[Any]:
-        """The step's result."""
+        """Return the step's result."""
         kind = tuple((value.shape, value.dtype, value.device) for part in (params, rest, batch) for value in part)
         if kind in self._graphs:
             with torch.no_grad():
@@ -84,15 +85,15 @@ class TracedStep:
             graph = make_fx(self._step)(*arguments)
             with torch.no_grad():
                 is_equal = all(map(torch.equal, graph(*arguments), expected))
-        except Exception as error:  # whatever it is, this step cannot be traced
-            log.debug("A step is not traced: %s", error)
+        except Exception as error:  # Tracing may raise any exception. The step then runs without a trace.
+            log.debug("Did not trace a step: %s", error)
             return
         if is_equal:
             self._graphs[kind] = graph
 
 
 def is_traceable(module: nn.Module) -> bool:
-    """Whether a module's step depends on its tensors alone: all its parts are torch's layers, or this library's.
+    """Return whether a module's step depends only on tensors: all submodules belong to torch or to this library.
 
     Example:
         >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
@@ -102,14 +103,14 @@ def is_traceable(module: nn.Module) -> bool:
 
 
 class VectorizedTrainer(StackedTrainer):
-    """Trains several clients' copies of one module, stacked.
+    """Trains several clients' copies of one module with `sample_loss` on padded, stacked batches.
 
-    The clients' batches are padded where they are unequal, and nothing is computed for those that are done, which stay
-    as they are. It is the same training as that of one client after the other, up to the rounding of batched products.
+    Batches of unequal size are padded. Clients without a further batch are not computed and do not change. The result
+    equals sequential training up to the rounding of batched matrix products.
 
     Args:
-        module: The module, which states its loss apart.
-        methods: As for `StackedTrainer`, and so are the others.
+        module: The module, which has a `sample_loss`.
+        methods: See `StackedTrainer`, also for the other arguments.
     """
 
     def __init__(
@@ -121,11 +122,13 @@ class VectorizedTrainer(StackedTrainer):
         seed: int,
     ) -> None:
         super().__init__(module, methods, optimizer, num_vectorized_clients, seed)
-        assert isinstance(module, Vectorizable)  # else it would train otherwise
+        assert isinstance(module, Vectorizable)  # otherwise, another trainer is used
         self._loss: Vectorizable = module
         self._traceable = is_traceable(module)
-        self._traced: dict[tuple[str, ...], TracedStep] = {}  # of the parameters that learn
-        self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
+        # One traced step for each set of trainable parameters.
+        self._traced: dict[tuple[str, ...], TracedStep] = {}
+        # Gradients that the step has returned.
+        self._known: Sequence[Tensor | None] | None = None
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         assert weight is not None  # batches are stacked
@@ -148,7 +151,7 @@ class VectorizedTrainer(StackedTrainer):
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         step_gradients = self._known
         if step_gradients is None:
-            # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
+            # `loss.backward()` would copy each gradient whose memory order differs from its parameter's.
             step_gradients = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
         return self.reorder_gradients(step_gradients)
 
@@ -160,7 +163,7 @@ class VectorizedTrainer(StackedTrainer):
         rest: list[Tensor],
         batch: list[Tensor],
     ) -> list[Tensor | None]:
-        """Every client's loss, once more as its task loss, and the gradients: a step without methods."""
+        """Return each client's loss twice (total loss and task loss), and the gradients: a step without methods."""
         keys, x, y, weight = batch
         state = _first(len(weight), dict(zip((*learning, *untrained_names), (*params, *rest), strict=True)))
         losses = self._task_losses(self._outputs(state, keys, x, "different"), y, weight)
@@ -168,26 +171,26 @@ class VectorizedTrainer(StackedTrainer):
         return [losses.detach(), losses.detach(), *gradients]
 
     def _outputs(self, state: State, keys: Tensor, x: Tensor, randomness: str) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+        with sdpa_kernel(SDPBackend.MATH):  # under vmap, fused kernels run in a loop over clients
             outputs: Tensor = vmap(self._output, randomness=randomness)(state, keys, x)
         return outputs
 
     def _task_losses(self, outputs: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Outside of vmap, on the samples of all clients in a row, the loss is a single call."""
+        """Return each client's task loss. One call outside of vmap computes the loss of all clients' samples."""
         samples = self._loss.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
         return (samples * weight).sum(dim=1)
 
     def losses(
         self, x: Tensor, y: Tensor, weight: Tensor, keys: Tensor, randomness: str = "different"
     ) -> tuple[Tensor, Tensor]:
-        """Each client's loss on its own batch, and its task loss alone, of those that have one, shape (clients,).
+        """Return each client's loss and task loss on its batch, for the clients that have one, shape (clients,).
 
         Args:
             x: Inputs, shape (clients, batch, ...).
             y: Targets, shape (clients, batch, ...).
-            weight: Share of each sample in its client's mean, shape (clients, batch).
-            keys: What each client's random layers draw by, shape (clients,).
-            randomness: What other random layers do: see `torch.func.vmap`.
+            weight: Weight of each sample in its client's mean, shape (clients, batch).
+            keys: Keys of the clients' random layers, shape (clients,).
+            randomness: Behavior of random layers that use no key, see `torch.func.vmap`.
         """
         params, rest = _first(len(weight), dict(self.params)), _first(len(weight), self.untrained_state)
         if not self.methods:
@@ -202,7 +205,7 @@ class VectorizedTrainer(StackedTrainer):
         return scale * task + extra, task
 
     def _output(self, state: State, key: Tensor, x: Tensor) -> Tensor:
-        """One client's output."""
+        """Return one client's output."""
         with KeyedRandomness(key):
             output: Tensor = functional_call(self._module, state, (x,))
         return output
@@ -217,7 +220,7 @@ class VectorizedTrainer(StackedTrainer):
         y: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One client's output, the factor of its task loss, and what its methods add."""
+        """Return one client's output, the factor of its task loss, and the penalty of its methods."""
         with KeyedRandomness(key):
             output: Tensor = functional_call(self._module, {**params, **rest}, (x,))
             scale, extra = self.compose_in_vmap(params, rest, method_inputs, x, output, y, weight)
@@ -225,15 +228,15 @@ class VectorizedTrainer(StackedTrainer):
 
 
 def _first(clients: int, values: Any) -> Any:
-    """Of the first so many clients what is stacked in any nest of lists and dicts."""
+    """Return the rows of the first clients of stacked tensors in nested lists and dicts."""
     return tree_map(lambda value: value if len(value) == clients else value[:clients], values)
 
 
 class StackedPrecision(Precision):
-    """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm.
+    """Full precision (``32-true``) in which gradients of stacked clients are computed and clipped per client.
 
     Args:
-        trainer: Tells who trains the clients.
+        trainer: Function that returns the current local trainer.
     """
 
     def __init__(self, trainer: Callable[[], LocalTrainer]) -> None:
@@ -241,7 +244,7 @@ class StackedPrecision(Precision):
         self._trainer = trainer
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Take the gradients: of a single client as always, of several as their trainer tells them."""
+        """Compute the gradients: as Lightning does for a single client, with the stacked trainer for several."""
         trainer = self._trainer()
         if not isinstance(trainer, StackedTrainer):
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -250,24 +253,24 @@ class StackedPrecision(Precision):
             parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip each client's gradient by its own norm."""
+        """Clip each client's gradient by its norm."""
         trainer = self._trainer()
         if not isinstance(trainer, StackedTrainer):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
         norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
-        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # as `torch.nn.utils.clip_grad_norm_` has it
+        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # same formula as `torch.nn.utils.clip_grad_norm_`
         for gradient in gradients:
             gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
 
 
 def flush_denormals() -> bool:
-    """Take numbers below the normal range as 0, if PyTorch has one thread; whether it did not do so before.
+    """Treat subnormal numbers as 0 if PyTorch uses one thread. Return whether this call has changed the setting.
 
-    Gradients of unlikely classes are such numbers, with which a CPU multiplies many times as slowly. Undone by
-    ``torch.set_flush_denormal(False)``. Of several threads those that are there already would stay as they are, so that
-    results would depend on when these began.
+    Gradients of unlikely classes can be subnormal, and a CPU multiplies such numbers many times more slowly. Undo the
+    setting with ``torch.set_flush_denormal(False)``. With several threads, existing threads would keep their setting,
+    and results would depend on the time at which threads start.
     """
     smallest = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
     return torch.get_num_threads() == 1 and bool(smallest / 2 != 0) and torch.set_flush_denormal(True)

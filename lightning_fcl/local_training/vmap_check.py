@@ -1,4 +1,4 @@
-"""Obstacles to vectorized training: settings, hooks, and a trial of a module on a few samples and drawn outputs."""
+"""Search for obstacles to vectorized training: settings, hooks, and a trial of a module with random outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_fcl.methods.base import MethodBase, overrides_hook
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 
-# Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
+# Elementwise optimizers: the update of each number depends only on its own history, so it is the same on stacks.
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -45,7 +45,7 @@ ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
-# Whoever overrides one of these looks at the gradients or the step of one model at a time.
+# A user override of one of these hooks expects the gradients or the step of a single model.
 STEP_HOOKS = (
     "on_before_backward",
     "on_after_backward",
@@ -54,7 +54,7 @@ STEP_HOOKS = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
-# Whoever overrides one of these sees the batch of one client at a time.
+# A user override of one of these hooks expects the batch of a single client.
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
@@ -81,8 +81,8 @@ def find_padding_obstacle(
 ) -> Obstacle | None:
     """Return the obstacle to vectorized training on padded batches, or None.
 
-    There is none if the module states that its training step is the mean of its `sample_loss`, and trials succeed: of
-    the module on a few samples, and of its loss and the methods on drawn outputs.
+    There is no obstacle if the module defines its training step as the mean of its `sample_loss`, and if two trials
+    succeed: of the module on a few samples, and of its loss and the methods on random outputs.
     """
     if not isinstance(module, Vectorizable):
         return Obstacle(Reason.NO_SAMPLE_LOSS, (type(module).__name__,))
@@ -98,12 +98,12 @@ def find_padding_obstacle(
         try:
             x, y = (part.to(module.device) for part in data)
             return _Trial(module, optimizer, x, y, stream.num_classes).find_obstacle(methods)
-        except Exception as error:  # Code of a user may raise anything. Such a module cannot be vectorized.
+        except Exception as error:  # User code may raise any exception. Such a module cannot be vectorized.
             return obstacle_of(error)
 
 
 def is_users(hook: Callable[..., object]) -> bool:
-    """Return whether a hook is a user's code, and not Lightning's or this library's."""
+    """Return whether a hook is user code, and not a hook of Lightning or this library."""
     return not getattr(_function(hook), "__module__", "").startswith(("lightning.", "lightning_fcl."))
 
 
@@ -112,7 +112,7 @@ def _function(hook: object) -> object:
 
 
 def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | None:
-    """Return who overrides a hook that shows one client at a time."""
+    """Return the first override of a hook that expects a single client as an obstacle, or None."""
     callbacks = get_callbacks(module.trainer)
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
@@ -128,7 +128,7 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | 
     ]
     for watcher, plain in watchers:
         for hook in STEP_HOOKS + BATCH_HOOKS:
-            # A `LambdaCallback` has its hooks as attributes.
+            # A `LambdaCallback` stores its hooks as attributes.
             holder = watcher if isinstance(watcher, LambdaCallback) else type(watcher)
             if _function(getattr(holder, hook, None)) is not getattr(plain, hook, None):
                 return Obstacle(Reason.OVERRIDES, (f"`{type(watcher).__name__}` overrides `{hook}`",))
@@ -141,9 +141,9 @@ class _Trial:
 
     Args:
         module: The module, which has a `sample_loss`.
-        optimizer: Its optimizer.
+        optimizer: Optimizer of the module.
         x: Inputs of `ROWS` samples.
-        y: Their targets.
+        y: Targets of these samples.
         num_classes: Number of classes of the stream.
     """
 
@@ -165,14 +165,15 @@ class _Trial:
         )
 
     def _step_obstacle(self) -> Obstacle | None:
-        """Return what a step does that cannot be vectorized, or that padding changes."""
+        """Return an obstacle if the step cannot be vectorized, or if padding changes its result."""
         num_samples, generator_states = len(self._x) - 5, generators()
         x, y = self._x[:num_samples], self._y[:num_samples]
         with counting(self._module.trainer, 0, 1):
             expected_results = self._losses_and_gradients([x], [y])
         if self._is_changed():
             return Obstacle(Reason.FORWARD_STATE)
-        with counting(self._module.trainer, 0, 7):  # clients have different numbers of batches
+        # Clients have different numbers of batches, so the step must not depend on this number.
+        with counting(self._module.trainer, 0, 7):
             repeated_results = self._losses_and_gradients([x], [y])
         if generators() != generator_states:
             return Obstacle(Reason.OTHER_RANDOM)
@@ -187,7 +188,7 @@ class _Trial:
         return None
 
     def _row_obstacle(self) -> Obstacle | None:
-        """Return which function mixes the samples of a batch, or None."""
+        """Return an obstacle if a function of the module mixes the samples of a batch."""
         module, key = self._module, torch.zeros((), dtype=torch.long, device=self._x.device)
         assert isinstance(module, Vectorizable)
 
@@ -210,12 +211,12 @@ class _Trial:
         return Obstacle(Reason.FORWARD_STATE) if self._is_changed() else None
 
     def _is_changed(self) -> bool:
-        """Return whether the module is not as it was."""
+        """Return whether the module has changed since the start of the trial."""
         counts = metric_update_counts(self._module)
         return bool(self._loose.changes() or counts != self._counts or changed_tensors(self._module, self._state))
 
     def _losses_and_gradients(self, x: list[Tensor], y: list[Tensor], real: int | None = None) -> list[Tensor]:
-        """Return the first client's loss and gradient. Its batch has ``real`` samples and padding, or none."""
+        """Return the first client's loss and gradient. ``real`` is the number of samples before padding, if any."""
         module, clients, rows = self._module, len(x), len(y[0])
         state = {name: value.detach().clone() for name, value in state_tensors(module).items()}
         weight = torch.full((clients, rows), 1 / rows, device=module.device)
@@ -230,7 +231,7 @@ class _Trial:
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a module with the same Trainer, which cannot be copied: it may hold processes."""
+    """Return a copy of a module with the original Trainer. A Trainer may own processes and cannot be copied."""
     module_copy = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
     module_copy.trainer = module.trainer
     return module_copy
@@ -241,12 +242,12 @@ def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
 
 
 def changed_tensors(module: nn.Module, initial_state: State) -> list[str]:
-    """Names of a module's entries that are not as they were."""
+    """Return the names of the state tensors that differ from an initial state."""
     return [name for name, value in state_tensors(module).items() if not torch.equal(value, initial_state[name])]
 
 
 def metric_update_counts(module: nn.Module) -> list[int]:
-    """How often each metric of a module has been updated."""
+    """Return the number of updates of each metric in a module."""
     parts = [value for part in module.modules() for value in (part, *vars(part).values())]
     container_items = [
         one
@@ -258,5 +259,5 @@ def metric_update_counts(module: nn.Module) -> list[int]:
 
 
 def generators() -> tuple[object, ...]:
-    """Where NumPy's and Python's generators are."""
+    """Return the states of the random generators of Python and NumPy."""
     return random.getstate(), str(np.random.get_state())

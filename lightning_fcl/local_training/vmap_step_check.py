@@ -1,4 +1,4 @@
-"""A trial of a module's own training step on a few samples of two clients: is it the same if it is vectorized?"""
+"""Trial of a module's own training step on a few samples of two clients: vectorized and sequential must be equal."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 from lightning_fcl.validation import format_code_names
 
 _STEPS = 3
-"""Steps that the trial takes: what a step does every other time is seen."""
+"""Number of steps in the trial. Several steps reveal behavior that differs in every other step."""
 _CLIENTS = [ClientRound("a", 0), ClientRound("b", 0)]
-# Whoever overrides one of these sees the gradients of one model, or one optimizer, at a time.
+# A user override of one of these hooks expects the gradients of a single model, or a single optimizer.
 _HOOKS = ("backward", "optimizer_zero_grad")
 
 
@@ -55,8 +55,9 @@ def find_step_obstacle(
 ) -> Obstacle | None:
     """Return the obstacle to vectorizing a module's own training step, or None.
 
-    There is none if a trial succeeds: two clients take a few steps, vectorized and sequentially, to the same loss,
-    gradients, buffers and logs, the step changes nothing else, and each method has the same penalty.
+    There is no obstacle if a trial succeeds. In the trial, two clients take a few steps, vectorized and sequentially.
+    Loss, gradients, buffers and logs must be equal, the step may change nothing else, and each method must have the
+    same penalty.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -73,7 +74,7 @@ def find_step_obstacle(
         try:
             batches = _batches(module, stream)
             return _unfit(methods, batches) or _Trial(module, optimizer, batches).find_obstacle(methods)
-        except Exception as error:  # Code of a user may raise anything. Such a module cannot be vectorized.
+        except Exception as error:  # User code may raise any exception. Such a module cannot be vectorized.
             return obstacle_of(error)
 
 
@@ -81,7 +82,7 @@ _UNLIKE = {"loss": Reason.STEP_LOSS, "gradients": Reason.STEP_GRADIENTS, "logs":
 
 
 class _StepOutcome(NamedTuple):
-    """A client's step: what it logs, and its loss, gradients and the values that it logs as numbers in a row."""
+    """Result of one client's step: the recorded lines, and the loss, gradients and logged values as vectors."""
 
     lines: Sequence[LogEntry | MetricUpdate]
     loss: Tensor
@@ -89,7 +90,7 @@ class _StepOutcome(NamedTuple):
     values: Tensor
 
     def unlike(self, other: _StepOutcome, tolerance: float) -> str | None:
-        """What is unlike another's, in words; None: nothing."""
+        """Return which part differs from another outcome ("loss", "gradients" or "logs"), or None."""
         if self.lines != other.lines:
             return "logs"
         parts = {"loss": (self.loss, other.loss), "gradients": (self.gradient, other.gradient)}
@@ -100,12 +101,12 @@ class _StepOutcome(NamedTuple):
 
 
 class _Trial:
-    """Two clients take a few steps, one at a time and side by side, in a copy of a module.
+    """A trial in which two clients take a few steps in a copy of a module, sequentially and vectorized.
 
     Args:
         module: The module.
-        optimizer: Its optimizer.
-        batches: A batch of each, of one shape.
+        optimizer: Optimizer of the module.
+        batches: One batch per client, of the same shape.
     """
 
     def __init__(self, module: L.LightningModule, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
@@ -173,7 +174,7 @@ class _Trial:
         return Obstacle(Reason.OUTSIDE, (format_code_names(outside_names),)) if outside_names else None
 
     def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
-        """Return a client's steps, as they are, and its entries afterwards."""
+        """Return the outcomes of a client's sequential steps, and its state after them."""
         load_state_tensors(self._module, self._state)
         keys, recorder, outcomes = client_round_keys(0, [_CLIENTS[row]], "layers"), LogRecorder(self._module), []
         params = [p for p in self._module.parameters() if p.requires_grad]
@@ -191,7 +192,10 @@ class _Trial:
         return outcomes, {name: value.detach().clone() for name, value in state_tensors(self._module).items()}
 
     def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
-        """The same of both side by side: as of one shape, or each on its own."""
+        """Return the outcomes of both clients' vectorized steps, and their stacked state after them.
+
+        If ``side_by_side`` is False, each client is a separate group.
+        """
         load_state_tensors(self._module, self._state)
         number, device = len(_CLIENTS), self._module.device
         trainer = StepTrainer(self._module, [], self._optimizer, number, 0, "error")
@@ -229,7 +233,7 @@ def _step_outcome(
 
 
 class _NoLogger(DummyLogger):
-    """Refuses to log: what a step gives a logger itself would be of several clients at once."""
+    """A logger that raises ObstacleError, because a step would log the values of several clients at once."""
 
     @property
     def experiment(self) -> NoReturn:
@@ -248,7 +252,7 @@ def _refuse_logger() -> NoReturn:
 
 @contextmanager
 def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """What a step does to loggers and the optimizer is refused or undone."""
+    """Temporarily replace the loggers by loggers that raise, and undo changes of the optimizer's groups."""
     trainer, groups = module.trainer, copy.deepcopy(group_values(optimizer))
     loggers = trainer.loggers
     trainer.loggers = [_NoLogger() for _ in loggers]
@@ -260,7 +264,11 @@ def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
 
 
 def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
-    """Return a batch for each of two clients, of one shape."""
+    """Return two batches of the same shape, one for each client.
+
+    Raises:
+        ObstacleError: If there are no samples, if a batch contains other values than tensors, or if shapes differ.
+    """
     if (rows := trial_rows(stream)) is None:
         raise ObstacleError(Reason.NO_SAMPLES)
     for second_rows in (rows[::-1].copy(), rows):
@@ -274,7 +282,7 @@ def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
 
 
 def _unfit(methods: Sequence[MethodBase], batches: Sequence[Batch]) -> Obstacle | None:
-    """Return which method needs pairs, if batches are not pairs."""
+    """Return the first method that needs pairs of inputs and targets as an obstacle if batches are no such pairs."""
     for method in methods:
         if (method.needs.labels or method.needs.logits) and not is_labelled(batches[0]):
             return Obstacle(Reason.METHOD_PAIRS, (type(method).__name__,))
@@ -282,7 +290,7 @@ def _unfit(methods: Sequence[MethodBase], batches: Sequence[Batch]) -> Obstacle 
 
 
 def _hooked(module: nn.Module) -> list[str]:
-    """The parts, and parameters, with hooks."""
+    """Return the names of submodules and parameters that have hooks."""
     parts = module.named_modules()
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     names = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]

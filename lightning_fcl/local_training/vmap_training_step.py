@@ -1,4 +1,4 @@
-"""Local training of many clients at once by the module's own training step, whatever is in it."""
+"""Vectorized local training with the module's own training step under `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from lightning_fcl.validation import format_code_names
 
 
 class StepTrainer(StackedTrainer):
-    """Trains several clients' copies of one module, stacked, by the module's own `training_step` under `vmap`.
+    """Trains several clients' copies of one module with the module's own `training_step` under `vmap`.
 
-    Batches are never padded: in a step, clients whose batches have one shape go together, one such group after the
-    other, all of them to one gradient and one step of the optimizer. What the step logs is logged once for all.
+    Batches are not padded. In a step, clients whose batches have the same shape are vectorized together, one such group
+    after the other. All groups contribute to one gradient and one step of the optimizer. Logged values are logged once
+    for all clients.
 
     Args:
-        module: As for `StackedTrainer`, and so are the others.
-        randomness: What random layers do that draw by no key: see `torch.func.vmap`.
+        module: See `StackedTrainer`, also for the other arguments.
+        randomness: Behavior of random layers that use no key, see `torch.func.vmap`.
     """
 
     def __init__(
@@ -55,13 +56,18 @@ class StepTrainer(StackedTrainer):
     ) -> None:
         super().__init__(module, methods, optimizer, num_vectorized_clients, seed)
         self.recorder = LogRecorder(module)
-        self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
-        self.logged: list[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]] = []  # in it, group by group
+        # Losses of the current step, shape (clients,).
+        self.losses = torch.zeros(0)
+        # Logged values of the current step, by group of clients.
+        self.logged: list[tuple[Sequence[LogEntry | MetricUpdate], Sequence[Any]]] = []
         self._randomness = randomness
         self._step = _OwnStep(module)
-        self._leaves: list[tuple[Tensor, list[Tensor]]] = []  # each group's rows and parameters
+        # Client indices and parameters of each group.
+        self._leaves: list[tuple[Tensor, list[Tensor]]] = []
+        # Input and output of the last call of the module.
         self._called: tuple[Any, Tensor] | None = None
-        self._gives = True  # whether the step returns a loss
+        # Whether the step returns a loss.
+        self._gives = True
 
     def start(
         self,
@@ -82,12 +88,12 @@ class StepTrainer(StackedTrainer):
         return loss
 
     def group_losses(self, groups: Sequence[ShapeGroup], batch_idx: int | None) -> Tensor | None:
-        """The sum of the losses in a step; `losses` and `logged` tell each client's."""
+        """Return the sum of the clients' losses in a step, and store each client's in `losses` and `logged`."""
         device = groups[0].rows.device
         keys, method_inputs = self.next_keys(device), self.method_inputs(device) if self.methods else {}
         self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
         group_sums: list[Tensor] = []
-        with self._watching(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+        with self._watching(), sdpa_kernel(SDPBackend.MATH):  # under vmap, fused kernels run in a loop over clients
             for rows, batch in groups:
                 losses = self._group(rows, batch, batch_idx, keys, method_inputs)
                 if losses is not None:
@@ -95,8 +101,8 @@ class StepTrainer(StackedTrainer):
                     group_sums.append(losses.sum())
         if group_sums and len(group_sums) < len(groups):
             raise InvalidValueError(
-                "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
-                f"none, but it did for {len(group_sums)} of {len(groups)} shapes of batches.",
+                "Expected a `training_step` that returns a loss for the batches of all clients of a vectorized step, "
+                f"or for no batch, but it returned a loss for {len(group_sums)} of {len(groups)} shapes of batches.",
                 hint="Set `max_vectorized_clients=1`.",
             )
         return torch.stack(group_sums).sum() if group_sums else None
@@ -104,8 +110,8 @@ class StepTrainer(StackedTrainer):
     def _group(
         self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, method_inputs: Mapping[str, Any]
     ) -> Tensor | None:
-        """The losses of clients whose batches have one shape."""
-        whole = len(rows) == self.number  # in their order
+        """Return the losses of clients whose batches have the same shape, or None if the step returns no loss."""
+        whole = len(rows) == self.number  # the group contains all clients, in their order
         params: dict[str, Tensor] = dict(self.params)
         rest = self.untrained_state
         if not whole:
@@ -122,13 +128,14 @@ class StepTrainer(StackedTrainer):
             losses, values = vectorized_step(params, rest, keys, method_inputs, batch)
         except Exception as error:
             error.add_note(
-                "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
-                "then, set `max_vectorized_clients=1`."
+                "This step was vectorized over several clients. If it depends on values of tensors, or if it stores "
+                "values or draws random numbers in some steps only, set `max_vectorized_clients=1`."
             )
             if isinstance(error, ValueError):
                 reraise_batchnorm_error(error, self._client_rounds[int(rows[0])])
             raise
-        if not whole:  # what the step has written in place
+        # Copy in-place changes of the step back to the stack.
+        if not whole:
             stacked = {**self.params, **self.untrained_state}
             for name, value in (*params.items(), *rest.items()):
                 stacked[name].data[rows] = value.detach()
@@ -145,7 +152,7 @@ class StepTrainer(StackedTrainer):
         method_inputs: Mapping[str, Any],
         batch: Batch,
     ) -> tuple[Tensor, list[Any]]:
-        """One client's loss, and what it logs."""
+        """Return one client's loss, and the values that it logs."""
         self._called = None
         prefixed_state = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
         with KeyedRandomness(key):
@@ -166,7 +173,7 @@ class StepTrainer(StackedTrainer):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Note what the module is called with, for methods."""
+        """Record the module's input and output in a step, which the methods need."""
         if not self.methods:
             yield
             return
@@ -185,7 +192,7 @@ class StepTrainer(StackedTrainer):
         return self.reorder_gradients([gradient for _, gradient in self.param_gradients(loss)])
 
     def param_gradients(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """The clients' parameters, stacked, each with its gradient."""
+        """Return the clients' stacked parameters, each with its gradient."""
         leaves = [leaf for _, own in self._leaves for leaf in own]
         gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         columns = [[(rows, next(gradients)) for _ in own] for rows, own in self._leaves]
@@ -193,14 +200,14 @@ class StepTrainer(StackedTrainer):
         return list(zip(self.params.values(), stacked_gradients, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """The gradients of one parameter, of all clients: 0 for those that have no batch."""
+        """Return the gradients of one parameter for all clients: 0 for clients without a batch."""
         client_gradients = [(rows, gradient) for rows, gradient in parts if gradient is not None]
         if not client_gradients or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
         if len(client_gradients) < len(parts):
             raise InvalidValueError(
-                "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
-                "train side by side, but some learn for some of them alone.",
+                "Expected a `training_step` that trains the same parameters for batches of all shapes, because the "
+                "step is vectorized over clients, but some parameters have gradients for some shapes only.",
                 hint="Set `max_vectorized_clients=1`.",
             )
         full_gradient = client_gradients[0][1].new_zeros(self.number, *client_gradients[0][1].shape[1:])
@@ -209,15 +216,16 @@ class StepTrainer(StackedTrainer):
         return full_gradient
 
     def finish(self) -> LocalResult:
-        """The clients' states.
+        """Return the clients' states.
 
         Raises:
-            ValueError: If their steps have left something on the module, where the next client would find it.
+            ValueError: If the steps have changed attributes of the module, which the next client would see.
         """
         if changed_names := self._loose.changes():
             raise InvalidValueError(
-                "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
-                f"round {self._client_rounds[0].round_idx} it has changed {format_code_names(changed_names)}.",
+                "Expected a `training_step` that changes no attributes of the module, because the step is vectorized "
+                f"over clients, but in round {self._client_rounds[0].round_idx} it has changed "
+                f"{format_code_names(changed_names)}.",
                 hint="Set `max_vectorized_clients=1`.",
                 argument="max_vectorized_clients",
                 value=changed_names,
@@ -227,7 +235,7 @@ class StepTrainer(StackedTrainer):
 
 
 class _OwnStep(nn.Module):
-    """A module whose output is the training step of another, so that `torch.func.functional_call` can call it."""
+    """A module that calls the training step of another module, for `torch.func.functional_call`."""
 
     prefix = "module."
 
@@ -236,5 +244,5 @@ class _OwnStep(nn.Module):
         self.module = module
 
     def forward(self, batch: Batch, batch_idx: int | None) -> Any:
-        """What the step returns."""
+        """Return the result of the step."""
         return self.module.training_step(*(batch,) if batch_idx is None else (batch, batch_idx))
