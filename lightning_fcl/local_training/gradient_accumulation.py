@@ -86,17 +86,17 @@ class GradientAccumulation:
             self._steps_within |= self._schedules() != self._start[1]
 
     def end_batches(self, optimizers: Sequence[Optimizer]) -> None:
-        """Save rates and schedules after the last batch. Its hooks may change them, which is undone later."""
+        """Save rates and schedules after the last batch, so that changes by the hooks of this batch can be undone."""
         self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
-        """Restore the schedules and rates from the start of the round, before schedules over rounds step."""
+        """Restore schedules and rates from the start of the round. Schedules over rounds step after this call."""
         if self._start is not None:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = SINGLE_RANK) -> None:
-        """Restore the optimizers after a round. Schedules over rounds keep their state unless the round was cut short.
+        """Restore the optimizers after a round. Schedules over rounds keep their state if the round is complete.
 
         Args:
             optimizers: The module's optimizers.
@@ -140,7 +140,7 @@ class GradientAccumulation:
     def accumulate(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """Return a closure for the next batch that accumulates gradients. After the last batch, gradients are means.
+        """Return a closure for the next batch that accumulates gradients, and averages them at the end of a group.
 
         Args:
             optimizer: The optimizer in use.

@@ -1,4 +1,4 @@
-"""Setting of a step in a trial: Lightning's counters of batches and steps, suppressed logs and printed output."""
+"""Lightning's counters of batches and steps during a trial, and suppression of logs and printed output."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ def silent(objects: Sequence[object]) -> Iterator[None]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Replace `log` and `log_dict`."""
+    """Do nothing. Replaces `log` and `log_dict`."""

@@ -146,7 +146,7 @@ class _MethodTrial:
         return output if isinstance(output, Tensor) and output.shape[:1] == self._batch[1].shape[:1] else None
 
     def find_obstacle(self, method: MethodBase) -> Obstacle | None:
-        """Return the obstacle of a method, or None."""
+        """Return the obstacle to vectorizing a method, or None."""
         contents = _contents(method)
         try:
             for inputs in self._inputs(method):

@@ -137,4 +137,4 @@ def _constant(epoch: int) -> float:
 
 
 def _ignore(optimizer: Optimizer) -> None:
-    """Replace `toggle_optimizer`, which is not needed in a single step."""
+    """Do nothing. Replaces `toggle_optimizer`, which is not needed in a single step."""

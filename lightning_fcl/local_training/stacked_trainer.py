@@ -107,7 +107,8 @@ class StackedTrainer(ABC):
             with torch.no_grad():
                 torch._foreach_copy_(list(params.values()), list(values.values()))
             optimizer.state.clear()
-            set_group_values(optimizer, group_values(self._template))  # for example, a changed learning rate
+            # Group values of the module's optimizer, such as the learning rate, may have changed.
+            set_group_values(optimizer, group_values(self._template))
             return params, optimizer
         # A clone keeps the memory order of the value.
         params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
@@ -146,7 +147,7 @@ class StackedTrainer(ABC):
         return step_keys(self._keys, self._steps - 1).to(device)
 
     def method_inputs(self, device: torch.device) -> dict[str, Any]:
-        """Return the stacked inputs of the methods in the next step, including the replay samples that are drawn."""
+        """Return the stacked inputs of the methods in the next step, including sampled replay samples."""
         replayed: list[Mapping[str, Tensor]] = []
         replay_weights: list[Tensor] = []
         for method in self.methods:

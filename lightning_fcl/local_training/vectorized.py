@@ -28,13 +28,13 @@ from lightning_fcl.methods.keyed_dropout import KeyedRandomness
 log = logging.getLogger(__name__)
 
 AFTER = 1000
-"""Number of steps of one shape before the step is traced. Tracing takes as long as some hundred steps, and at first a
-second more."""
+"""Number of steps of one shape before the step is traced. Tracing takes as long as several hundred steps.
+The first trace takes one second more."""
 
 _KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
 
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
-"""``step(params, rest, batch)``: a list of tensors. None is a missing gradient."""
+"""``step(params, rest, batch)``: a function that returns a list of tensors, with None for a missing gradient."""
 
 
 class TracedStep:
@@ -85,7 +85,7 @@ class TracedStep:
             graph = make_fx(self._step)(*arguments)
             with torch.no_grad():
                 is_equal = all(map(torch.equal, graph(*arguments), expected))
-        except Exception as error:  # Tracing may raise any exception. The step then runs without a trace.
+        except Exception as error:  # Tracing may raise any exception. Such a step is not replayed.
             log.debug("Did not trace a step: %s", error)
             return
         if is_equal:
@@ -228,7 +228,7 @@ class VectorizedTrainer(StackedTrainer):
 
 
 def _first(clients: int, values: Any) -> Any:
-    """Return the rows of the first clients of stacked tensors in nested lists and dicts."""
+    """Return the rows of the first ``clients`` clients from stacked tensors in nested lists and dicts."""
     return tree_map(lambda value: value if len(value) == clients else value[:clients], values)
 
 

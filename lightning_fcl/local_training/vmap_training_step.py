@@ -101,8 +101,8 @@ class StepTrainer(StackedTrainer):
                     group_sums.append(losses.sum())
         if group_sums and len(group_sums) < len(groups):
             raise InvalidValueError(
-                "Expected a `training_step` that returns a loss for the batches of all clients of a vectorized step, "
-                f"or for no batch, but it returned a loss for {len(group_sums)} of {len(groups)} shapes of batches.",
+                "Expected a `training_step` that returns a loss for the batches of all clients, or for no batch, but "
+                f"in a vectorized step it returned a loss for {len(group_sums)} of {len(groups)} batch shapes.",
                 hint="Set `max_vectorized_clients=1`.",
             )
         return torch.stack(group_sums).sum() if group_sums else None

@@ -94,7 +94,7 @@ class ArrayDataset:
                 f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
                 f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (invalid labels in "
                 f"total: {wrong.size}).",
-                hint="Number the labels from 0, or add the names of all classes to `classes`.",
+                hint="Number the labels from 0, or name every class.",
                 argument="y",
                 value=self.y[wrong[0]],
             )
@@ -107,7 +107,7 @@ class ArrayDataset:
             raise InvalidValueError(
                 f"Expected `x` to be finite, but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
                 f"in sample {bad[0]} ({bad.size} of {size} samples have non-finite values).",
-                hint="Correct or drop these samples.",
+                hint="Correct or drop these samples first.",
                 argument="x",
                 value=per_sample[bad[0]],
             )
@@ -210,7 +210,7 @@ class Measurement:
     def preprocess(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | None = None
     ) -> NDArray[np.float32]:
-        """Return raw values of a device as model inputs, scaled like the training data.
+        """Return raw values of a device as model inputs, scaled like the training samples.
 
         Args:
             x: One sample of shape `shape`, or several samples, shape ``(n, *shape)``. If `scaled_over` is ``"person"``,

@@ -129,8 +129,8 @@ def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[N
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
         raise InvalidValueError(
-            f"Expected `min_faces` to be at most {counts.max()}, the number of images of {names[counts.argmax()]} and "
-            f"the largest in {path}, but got {min_faces}.",
+            f"Expected `min_faces` to be at most {counts.max()}, the largest number of images per person in {path} "
+            f"({names[counts.argmax()]}), but got {min_faces}.",
             hint="Pass a smaller number.",
             argument="min_faces",
             value=min_faces,

@@ -36,7 +36,7 @@ ArraySpec = Mapping[str, tuple[str, tuple[int | str, ...]]]
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
 _CONTENTS |= {"iuU": "integers or text", "biufU": "numbers or text"}
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-# Limit for the header of an array, in characters. Headers of numbers and text have about 100.
+# Limit for the header of an array, in characters. Headers of arrays of numbers or text have about 100.
 _HEADER = 1000
 
 MAX_TEXT_LENGTH = 40
@@ -166,7 +166,7 @@ def numbered_paths(folder: Path, pattern: str) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for path, match in matches.items() if match)]
 
 
-# Restricted pickles of arrays, which are read without any call.
+# Restricted reading of pickled arrays, without any call.
 
 _ADMITTED = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
 _ADMITTED |= {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
@@ -217,7 +217,7 @@ def read_restricted_pickle(path: Path, remedy: str = REDOWNLOAD_HINT) -> Any:
             for number, (opcode, value, position) in enumerate(pickletools.genops(cast(IO[bytes], content))):
                 if not number % 1000:
                     check_size(size + _OBJECT * number, size)
-                # The unpickler allocates memo entries up to the highest index, so an index may not exceed its position.
+                # The unpickler allocates memo entries up to the highest index, so large indices are rejected.
                 if opcode.name.endswith("PUT") and (value or 0) > (position or 0):
                     raise ValueError(f"memo index {value} at byte {position}")
             content.seek(0)
