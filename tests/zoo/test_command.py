@@ -52,7 +52,7 @@ def test_predict_a_csv_file(small_zoo, digits, capsys):
         ("a,b\n1,x\n", "to hold numbers"),
         (f"1\n{'x' * 131_072}", "Correct this line"),
         (f"1\n{'1' * 131_073}", "64 columns"),
-        (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16 but got 99"),
+        (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16, but got 99"),
     ],
 )
 def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, message, error_of):
