@@ -163,7 +163,7 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
     parts = []
     for protocol, notes in protocols.items():
         if lines := leaderboard_table(table, protocol, notes):
-            image_link = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
+            image_link = f"![Accuracy against communication and time under {protocol}]({slug(protocol)}.png)"
             parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{image_link}')
     return "\n\n".join(parts)
 
@@ -176,7 +176,7 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
         counts = [sum(verdict_counts), *verdict_counts] if verdict_counts and sum(verdict_counts) else ["-"] * 4
         word = verdict_counts.verdict if verdict_counts else "not compared"
         lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), reason])
-    head = ["paper", "verdict", "numbers", f"within {NEAR_TOLERANCE}", "in the spread", "outside", "why"]
+    head = ["paper", "verdict", "numbers", f"within {NEAR_TOLERANCE}", "within 2 standard deviations", "outside", "why"]
     return markdown_table(head, lines)
 
 
@@ -221,7 +221,7 @@ def against_figure(table: Table) -> charts.Spec | None:
     """Each mean against the paper's number: numbers beside the points tell which lie furthest out, with their names."""
     if not (rows := comparison_points(table)):
         return None
-    far = sorted((row for row in rows if row["stands"] != "within .05"), key=lambda row: -row["off"])[:_NAMED]
+    far = sorted((row for row in rows if row["agreement"] != "within 0.05"), key=lambda row: -row["deviation"])[:_NAMED]
     places: dict[tuple[float, float], list[str]] = {}
     names = ["furthest out:"] if far else []
     for number, row in enumerate(far, start=1):

@@ -1,4 +1,4 @@
-"""What a run was worth: metrics of continual learning, bytes and seconds of communication, reports and figures.
+"""Evaluation of runs: metrics of continual learning, communication in bytes and seconds, reports and figures.
 
-What never belongs here: modules and Trainers; it reads the record that a run leaves, as plain numbers.
+The package reads the record of a run, which contains plain numbers. It uses neither modules nor Trainers.
 """

@@ -1,4 +1,4 @@
-"""What pages and charts share: one file that asks no host for anything; axes, colours, lines of several seeds, PNG."""
+"""Shared parts of pages and charts: self-contained HTML, axes, colors, lines over several seeds, PNG files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]
 Chart: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
-# Okabe and Ito's palette: its colours stay apart for colour-blind readers. Yellow is left out, too faint for lines.
+# Six colors of the palette of Okabe and Ito, which color-blind readers can tell apart, and gray. The palette's yellow is
+# too faint for lines.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left", "triangle-right")
 _DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLORS]
@@ -47,41 +48,41 @@ _PNG = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
-"""SHA-256 of the script that each version of vl-convert-python makes. Without one, the script is not cached."""
+"""SHA-256 of the script that each version of vl-convert-python makes. The script of another version is not cached."""
 
 
 def get_chart(name: str) -> alt.Chart:
-    """A chart of the data of this name, which `spec` is given: Altair would check every row of its own."""
+    """Return a chart whose data has a name. `spec` adds the rows, because Altair would validate each row."""
     return alt.Chart(alt.NamedData(name=name))
 
 
 def spec(chart: Chart, **data: Points) -> Spec:
-    """What is drawn, in Vega-Lite, with its data by name."""
+    """Return the Vega-Lite specification of a chart, with its data by name."""
     content: Spec = chart.to_dict()
     plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
     return {**content, "datasets": content.get("datasets", {}) | plain}
 
 
 def responsive_chart(chart: Chart, height: int = 260, **data: Points) -> Spec:
-    """What is drawn in the browser: as wide as its place, so many pixels high."""
+    """Return the specification of a chart that is as wide as its container. ``height`` is in pixels."""
     wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
     return {**spec(chart.properties(height=height), **data), **wide}
 
 
 def write_png(path: Path, chart: Spec) -> Path:
-    """Write a picture of what is drawn: no browser and no host is asked."""
+    """Write a chart as a PNG file, without a browser and without network access."""
     return write_atomic(path, vl_convert.vegalite_to_png(chart, scale=1.5, config=_PNG))
 
 
 def _plain(value: Any) -> Any:
-    """A number to four digits; nothing for one that is not finite."""
+    """Round a float to four significant digits. Return None for a non-finite float."""
     if isinstance(value, float | np.floating):
         return float(f"{value:.4g}") if np.isfinite(value) else None
     return value
 
 
 def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
-    """What each client came to on all that it had learnt, in the rounds in which it was tested."""
+    """Return the values of the clients on all groups learned so far, by round (from 0) and client."""
     values_by_round: dict[int, dict[str, float]] = {}
     for model, curve in curves_by_model.items():
         for number, value in zip(curve.rounds.tolist(), curve.seen_classes.tolist(), strict=True):
@@ -91,7 +92,10 @@ def client_curves(curves_by_model: Mapping[str, Curve]) -> dict[int, dict[str, f
 
 
 def over_seeds(curves: Iterable[FloatArray]) -> Points:
-    """The mean of several seeds' curves in each round, from 1, and one standard deviation; NaN is left out."""
+    """Return the mean and the standard deviation of several seeds' curves in each round, from 1.
+
+    NaN values are left out. With several seeds, ``low`` and ``high`` are one standard deviation from the mean.
+    """
     seeds, points = [*curves], []
     for position in range(max(map(len, seeds), default=0)):
         values = np.array(
@@ -105,23 +109,24 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
 
 
 def quantity_scale(quantity: Quantity, zero: bool = False) -> alt.Scale:
-    """Return the scale of a quantity: between its bounds, or of its values, with or without ``zero``."""
+    """Return the scale of a quantity. Without bounds, the scale spans the values, and also 0 if ``zero`` is true."""
     return alt.Scale(domain=[*quantity.bounds]) if quantity.bounds else alt.Scale(zero=zero)
 
 
 def value_axis(quantity: Quantity, field: str = "value:Q") -> alt.Y:
+    """Return the vertical axis of a quantity."""
     return alt.Y(field, title=quantity.name, scale=quantity_scale(quantity))
 
 
 def round_axis(rounds: int, title: str = "round") -> alt.X:
-    """The axis of so many rounds, which are whole numbers from 1."""
+    """Return the axis of the rounds 1 to ``rounds``, with at most 12 ticks."""
     ticks = [*range(1, rounds + 1, max(1, -(-rounds // 12)))]
     scale = alt.Scale(nice=False, domain=[0.5, rounds + 0.5])
     return alt.X("round:Q", title=title, axis=alt.Axis(values=ticks, format="d", labelOverlap=True), scale=scale)
 
 
 def integer_axis() -> alt.Axis:
-    """The axis of whole numbers in a row, some of them left out where there is no room."""
+    """Return an axis of integers that hides labels if they would overlap."""
     return alt.Axis(labelAngle=0, labelOverlap=True)
 
 
@@ -132,26 +137,29 @@ def heat_scale(quantity: Quantity) -> alt.Color:
 
 
 def cycle_styles(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    """Each name's colour, or shape or dashes, from the first again where there are more names."""
+    """Return an encoding that gives each name a value. Values repeat if there are more names than values."""
     scale = alt.Scale(domain=[*names], range=[values[number % len(values)] for number in range(len(names))])
     return {"sort": [*names], "title": None, "scale": scale}
 
 
 def color_scale(field: str, names: Sequence[str], colours: Sequence[str] = COLORS) -> alt.Color:
+    """Return an encoding that gives each name a color."""
     return alt.Color(f"{field}:N", **cycle_styles(names, colours))
 
 
 def shape(field: str, names: Sequence[str]) -> alt.Shape:
+    """Return an encoding that gives each name a shape."""
     return alt.Shape(f"{field}:N", **cycle_styles(names, _SHAPES))
 
 
 def draw_points(base: alt.Chart) -> alt.Chart:
+    """Return the layer of the points of a line chart."""
     point_chart: alt.Chart = base.mark_point(filled=True, size=36, opacity=1)
     return point_chart
 
 
 def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
-    """The names of points: right of those up to the middle of a field, left of those beyond, where there is room."""
+    """Return the labels of points: right of a point if its ``field`` is at most ``middle``, otherwise left of it."""
     names = base.encode(text=f"{name}:N")
     left_labels = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
     right_labels = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
@@ -159,7 +167,10 @@ def label_points(base: alt.Chart, name: str, field: str, middle: float) -> list[
 
 
 def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
-    """A line for each name in its band: all have a colour, a shape of their points, and beyond the colours dashes."""
+    """Return the layers of a line chart: bands, lines and points.
+
+    Lines differ in color and in the shape of their points. If there are more lines than colors, they also have dashes.
+    """
     base = base.encode(color=color_scale("line", names))
     value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
     band = base.mark_area(opacity=0.16, clip=True).encode(y=low, y2="high:Q")
@@ -168,13 +179,13 @@ def small_multiples(base: alt.Chart, names: Sequence[str], title: str, scale: al
 
 
 def density_points(edges: ArrayLike, density: ArrayLike) -> Points:
-    """A point in the middle of each bin of a density."""
+    """Return a point in the middle of each bin of a density."""
     ends, values = np.asarray(edges), np.asarray(density)
     return [{"activation": x, "value": value} for x, value in zip((ends[:-1] + ends[1:]) / 2, values, strict=True)]
 
 
 def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
-    """The densities of a reservoir's activations, in steps; those of an order go from dark to light."""
+    """Return a chart of densities as step lines. Ordered lines are colored from dark to light."""
     shades = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0, 0.88]))
     look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else color_scale("line", names)
     x = alt.X("activation:Q", scale=alt.Scale(domain=[-1, 1]), axis=alt.Axis(tickCount=4))
@@ -183,7 +194,7 @@ def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
 
 
 def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model ") -> Chart:
-    """The chart of one model, with a list to choose it from where there are several."""
+    """Return the chart of the selected model. If there are several models, the chart has a list to select one."""
     labels = [model_name(model) for model in models]
     bind = alt.binding_select(options=[*models], labels=labels, name=label) if len(models) > 1 else alt.Undefined
     selector = alt.param(name="shown", value=models[0], bind=bind)
@@ -191,12 +202,12 @@ def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:
-    """What shows under the pointer: fields by what they are called; an empty name stands for the field's."""
+    """Return tooltips for fields with their titles. An empty title stands for the name of the field."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
 
 def fill_template(template: str, **values: Any) -> str:
-    """The HTML of a template: whatever the values say is shown as text, and the browser may ask for nothing else."""
+    """Return the HTML of a template. Values are escaped, and the security policy of the page blocks all requests."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -218,12 +229,14 @@ def _library() -> str:
     made_by = version("vl-convert-python")
     path, digest = cache_folder() / "scripts" / f"vega-{made_by}.js", _SCRIPTS.get(made_by)
     content = b""
-    with suppress(OSError, ValueError):  # a missing or unreadable file
+    # A missing or unreadable file is written again below.
+    with suppress(OSError, ValueError):
         content = read_bytes(path)
     if digest is None or hashlib.sha256(content).hexdigest() != digest:
         content = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed").encode()
         if hashlib.sha256(content).hexdigest() == digest:
-            with suppress(OSError):  # without a cache, each process makes the script again
+            # Without a writable cache, each process makes the script again.
+            with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(path, content)
     return re.sub("</(?=script)", r"<\\/", content.decode(), flags=re.IGNORECASE)

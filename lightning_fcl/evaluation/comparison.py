@@ -1,4 +1,4 @@
-"""The page of several runs: side by side, over their seeds, and against the paper, with its charts."""
+"""Report that compares several runs: summary, comparison with a paper, and charts over seeds."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from lightning_fcl.evaluation.table import NEAR_TOLERANCE, Cell, Table, metric_t
 
 __all__ = ["compare_page", "find_runs", "runs_by_name"]
 
-_VIEWS = ("server, whole test set", "clients, on what each has learnt")
-_KINDS = {"near": "within .05", "spread": "inside the spread", "outside": "outside"}
+_VIEWS = ("server, whole test set", "mean over clients, experiences so far")
+_KINDS = {"near": "within 0.05", "spread": "within 2 standard deviations", "outside": "outside"}
 
 RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Contents of ``results.json`` of the seeds of each row, by the name to show."""
+"""Contents of ``results.json`` of the seeds of each row, by the name of the row in reports."""
 
 
 def compare_page(groups: RunsByName, table: Table | None = None) -> str:
-    """The HTML of the page of several runs.
+    """Return the HTML of a report on several runs.
 
     Args:
-        groups: The seeds of each, by the name to show.
-        table: The paper's table that they make, if they do.
+        groups: Results of the seeds of each row, by the name of the row.
+        table: Table of the runs with the values of a paper, if they reproduce one.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If ``groups`` is empty.
     """
     if not groups:
         raise MissingValueError(
-            "Expected at least one run but got none.",
-            hint="Pass the folders of runs, as in `lightning-fcl compare runs/fit`.",
+            "Expected `groups` to contain at least one run, but it is empty.",
+            hint="Pass the folders of runs, as in `lightning-fcl report runs/fit`.",
             argument="groups",
         )
     runs = [run for of in groups.values() for run in of]
@@ -59,7 +59,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
     names = list(dict.fromkeys(name for of in metrics_by_run.values() for run in of for name in run))
     extents = {label: describe_run_size(of[0]) for label, of in groups.items()}
     extents = extents if len({*extents.values()}) > 1 else {}
-    head = ["", *(["extent"] if extents else []), *names]
+    head = ["", *(["size"] if extents else []), *names]
     lines = [
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
         for label, of in metrics_by_run.items()
@@ -75,7 +75,8 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         on_validation=[
             label for label, of in groups.items() if any(run.get("measured_on") == "validation" for run in of)
         ],
-        glance=[head, *lines],
+        summary=[head, *lines],
+        quantity=quantity,
         compared=[metric_title(name) for name in compared_metrics],
         against_paper=[
             [row, *((of[name].text(name), of[name].verdict) if name in of else "-" for name in compared_metrics)]
@@ -85,24 +86,24 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             "against": paper_comparison_chart(table) if table else None,
             "rounds": rounds_chart(groups, quantity),
             "clients": clients_chart(groups, quantity),
-            "kept": final_metrics_chart(metrics_by_run, quantity),
+            "forgetting": final_metrics_chart(metrics_by_run, quantity),
         },
         metrics=_all_metrics(groups),
     )
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The folders of all runs that are given, or lie below one that is given.
+    """Return the folders of all runs in some folders and their subfolders.
 
     Raises:
-        FileNotFoundError: If one holds no run.
+        FileNotFoundError: If a folder contains no run.
     """
     run_folders: dict[Path, None] = {}
     for folder in folders:
         runs = sorted(path.parent for path in folder.rglob("results.json"))
         if not runs:
             raise MissingFileError(
-                f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it.",
+                f"Expected {folder} to contain a run or several runs, but found no results.json in it.",
                 hint="Pass a folder that `lightning-fcl fit` has written.",
                 value=folder,
             )
@@ -111,12 +112,14 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Runs by the name to show: their row's, or that of their folder where two would have the same.
+    """Return the results of the seeds of each row, by the name of the row in reports.
 
-    Folders called ``seed-0``, ``seed-1`` in one folder, as `reproduce` makes them, are the seeds of one row.
+    The name is the row of the recipe. It is the folder if there is no such row, or if several folders have the same row.
+    Folders ``seed-0``, ``seed-1`` and so on in one folder are the seeds of one row, as `lightning-fcl reproduce` writes
+    them.
 
     Raises:
-        ValueError: If the results of one are not understood.
+        ValueError: If a ``results.json`` is invalid.
     """
     by_place: dict[Path, list[dict[str, Any]]] = {}
     for run in runs:
@@ -129,7 +132,7 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _all_metrics(groups: RunsByName) -> list[list[str]]:
-    """Return a table with a line for each metric of the server, of all clients together and of the federation."""
+    """Return a table with a line for each metric of the server, of the mean over clients and of the federation."""
     models = ("server", "clients", "total")
     all_names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
     names = [name for model in models for name in all_names if name.endswith(f"/{model}")]
@@ -144,6 +147,7 @@ def _all_metrics(groups: RunsByName) -> list[list[str]]:
 
 
 def _mean(metrics: Sequence[SummaryMetric]) -> str:
+    """Return the mean of a metric over seeds as text, with the standard deviation if the values differ."""
     if not metrics:
         return "-"
     values, unit = [one.value for one in metrics], metrics[0].unit
@@ -152,7 +156,10 @@ def _mean(metrics: Sequence[SummaryMetric]) -> str:
 
 
 def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
-    """The server or the clients' mean, round by round: a line per row, the one that is chosen in front."""
+    """Return the chart of the server, or of the mean over clients, by round.
+
+    Each row has a line. If there are more rows than colors, only the selected row is colored.
+    """
     rows = [
         {"line": label, "view": view, **point}
         for label, runs in groups.items()
@@ -163,16 +170,14 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     if not rows or longest < 2:
         return None
     views = [view for view in _VIEWS if any(row["view"] == view for row in rows)]
-    choice = alt.param(
-        name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{quantity.name} of the ")
-    )
+    choice = alt.param(name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{quantity.name}: "))
     base = charts.get_chart("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
     base = base.encode(tooltip=charts.make_tooltips(line="row", round="", value="mean", std="", seeds=""))
     if len(groups) <= len(COLORS):
         layers = charts.small_multiples(base, [*groups], quantity.name, charts.quantity_scale(quantity))
         return responsive_chart(alt.layer(*layers).add_params(choice), 320, rows=rows)
-    # More lines than colours: all are pale but one.
-    row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="in front "))
+    # With more lines than colors, one line is colored and all other lines are gray.
+    row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="highlight "))
     lines = base.mark_line(point=True).encode(y=charts.value_axis(quantity))
     pale = lines.encode(detail="line:N", color=alt.value("#b8bfc8"))
     front = lines.transform_filter("datum.line == row").encode(color=alt.value(COLORS[5]))
@@ -180,7 +185,7 @@ def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
 
 
 def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
-    """How each client ended: a tick for every client and seed, and the mean of each row."""
+    """Return the chart of the final values of clients: a tick for each client and seed, and the mean of each row."""
     rows = [
         {"row": label, "client": client, "seed": run["seed"], "value": value}
         for label, runs in groups.items()
@@ -201,7 +206,10 @@ def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
 def final_metrics_chart(
     metrics_by_run: Mapping[str, Sequence[Mapping[str, SummaryMetric]]], quantity: Quantity
 ) -> Spec | None:
-    """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
+    """Return the chart of average accuracy, or another quantity, against forgetting: a point for each row.
+
+    A point is the mean over the seeds of its row.
+    """
     rows: Points = []
     titles = [
         quantity_metric.heading
@@ -225,21 +233,21 @@ def final_metrics_chart(
 
 
 def paper_comparison_chart(table: Table) -> Spec | None:
-    """Each mean against the paper's number, with two standard deviations over the seeds."""
+    """Return the chart of each mean against the paper's value, with two standard deviations over the seeds."""
     if not (rows := comparison_points(table)):
         return None
     kinds = [*_KINDS.values()]
-    look = charts.color_scale("stands", kinds, (COLORS[0], COLORS[6], COLORS[5])), charts.shape("stands", kinds)
+    look = charts.color_scale("agreement", kinds, (COLORS[0], COLORS[6], COLORS[5])), charts.shape("agreement", kinds)
     return responsive_chart(scatter(rows, "", *look), 420, rows=rows)
 
 
 def comparison_points(table: Table) -> Points:
-    """Every number that the paper tells and ours were measured of."""
+    """Return a point for each value that the paper reports and that was measured."""
     points: Points = []
     for row, name, cell in table.paper_cells:
         if cell.mean is not None and cell.paper is not None:
             two, kind = 2 * (cell.std or 0.0), _KINDS[cell.verdict]
-            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.deviation}
+            point = {"row": row, "metric": metric_title(name), "agreement": kind, "deviation": cell.deviation}
             points.append(
                 point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
             )
@@ -247,12 +255,12 @@ def comparison_points(table: Table) -> Points:
 
 
 def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Chart:
-    """The points, the line on which ours is the paper's, and the band of what is near."""
+    """Return a scatter chart with the line of equal values and the band of width `NEAR_TOLERANCE` on both sides."""
     numbers = [row[name] for row in rows for name in ("paper", "ours")]
     low, high = min(numbers) - NEAR_TOLERANCE, max(numbers) + NEAR_TOLERANCE
     axis = alt.Scale(domain=[low, high], nice=False)
-    x = alt.X("paper:Q", scale=axis, title=f"the paper's number{scale}")
-    y_title = "ours: mean, and two standard deviations over the seeds"
+    x = alt.X("paper:Q", scale=axis, title=f"the paper's value{scale}")
+    y_title = "our mean ± two standard deviations over the seeds"
     y, lowest = alt.Y("ours:Q", scale=axis, title=y_title), alt.Y("low:Q", scale=axis, title=y_title)
     ends = [
         {"paper": end, "ours": end, "low": end - NEAR_TOLERANCE, "high": end + NEAR_TOLERANCE} for end in (low, high)
@@ -270,7 +278,7 @@ def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Char
 
 
 def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
-    """The server in each round, and the mean of the clients that were tested in it; NaN in others."""
+    """Return the server's values, and the mean over the clients that were tested, in each round. NaN without a test."""
     whole, of_clients = np.full((2, 1 + max((entry["round"] for entry in record["rounds"]), default=-1)), np.nan)
     curves_by_model = curves(record)
     if (server := curves_by_model.get("server")) is not None:

@@ -19,7 +19,12 @@ ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 
 
 def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
-    """Accuracy, of right predictions (R, G) and test samples (G,) of each group; NaN on groups without a sample."""
+    """Return the function that computes accuracies on groups. They are NaN on groups without a test sample.
+
+    Args:
+        correct: Number of correct predictions in each round and group, shape (R, G).
+        totals: Number of test samples in each group, shape (G,).
+    """
     counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
 
     def on(groups: Iterable[int]) -> FloatArray:
@@ -30,17 +35,17 @@ def group_accuracy(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
 
 
 def metric_values(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
-    """A measure, of what it came to in each round on the samples of some groups, by `group_name`, or NaN."""
+    """Return the function that looks up a measure on groups. ``rounds`` has its values by `group_name`."""
     return lambda groups: np.array([row.get(group_name(groups)) for row in rounds], dtype=np.float64)
 
 
 def group_name(groups: Iterable[int]) -> str:
-    """What the test samples of some groups together are called in a record."""
+    """Return the name of several groups together in a record, for example ``0+2``."""
     return "+".join(map(str, sorted(set(groups))))
 
 
 def personal_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """What a model came to on all groups that it had learnt by then, shape (R,); A_per is the mean."""
+    """Return the values on all groups learned so far, shape (R,). Their mean is A_per of Usmanova et al. 2021."""
     learnt: set[int] = set()
     values = []
     for row, number in enumerate(np.asarray(experience, dtype=np.int64)):
@@ -52,9 +57,9 @@ def personal_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) ->
 def value_matrix(
     values_of: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]
 ) -> FloatArray:
-    """a[t, d]: what a model came to on task d after learning task t, shape (T, T); NaN for tasks without a round.
+    """Return a[t, d], the value on task d after task t, shape (T, T). Rows of tasks without a round are NaN.
 
-    The entries above the diagonal tell how well a task is solved before it has been learnt.
+    Entries above the diagonal are values on tasks that the model has not learned yet.
     """
     on_task = np.stack([values_of(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
@@ -66,7 +71,7 @@ def value_matrix(
 
 
 def stream_values(values_of: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """What a model came to on the test samples of experiences 0..i after the last round of experience i, shape (T,)."""
+    """Return the values on the groups of experiences 0..i after the last round of experience i, shape (T,)."""
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
@@ -133,7 +138,7 @@ def learning_accuracy(matrix: ArrayLike) -> float:
 
 
 def finite_mean(values: ArrayLike) -> float:
-    """Mean of what is finite; NaN if nothing is."""
+    """Return the mean of the finite values, or NaN if there are none."""
     array = np.asarray(values, dtype=np.float64)
     array = array[np.isfinite(array)]
     return float(array.mean()) if len(array) else float("nan")

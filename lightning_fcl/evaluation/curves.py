@@ -25,8 +25,8 @@ class Curve:
     """The test results of one model, round by round.
 
     Args:
-        rounds: Numbers of the rounds in which it was tested, from 0, shape (R,).
-        experience: Experience of the model in each of them, from 0, shape (R,).
+        rounds: Numbers of the rounds in which the model was tested, from 0, shape (R,).
+        experience: Experience of the model in each of these rounds, from 0, shape (R,).
         accuracy: Accuracy, or the value of `get_quantity`, per round and group, shape (R, G). NaN for a group without
             test samples.
         overall: Value on the whole test set, shape (R,).
@@ -123,12 +123,12 @@ def stream_accuracies(record: Record, model: str = "server") -> FloatArray:
 def task_curves(record: Record) -> tuple[FloatArray, FloatArray]:
     """Return `average_accuracy` and `forgetting` after each task, mean over the clients, both of shape (T,).
 
-    The values come from the last round of each task in which a client was tested. A client counts after the tasks after
-    which it was tested.
+    The values come from the last round of each task in which a client was tested. Only clients that were tested after a
+    task count for this task.
 
     Returns:
         NaN if no client was tested, and for the forgetting after the first task. T is the longest sequence of a client
-        with several tasks. Empty if there is no such client.
+        with several tasks. Both arrays are empty if there is no such client.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]

@@ -24,14 +24,15 @@ from lightning_fcl.evaluation.metrics import (
 from lightning_fcl.evaluation.record import Evaluation
 from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 
-_WIDTH, _HEIGHT, _LINE = 440, 420, 12  # of a picture's half, and of a line of its text
+# Size of each of the two panels of the figure, and height of a line of text, in pixels.
+_WIDTH, _HEIGHT, _LINE = 440, 420, 12
 
 Notes = Mapping[str, Mapping[str, str]]
-"""Of each method what a table tells beside its numbers, by the column: the ``logits`` that its loss sees, and so on."""
+"""Notes on each method, by column of the table, for example ``logits``: the logits that the loss of the method sees."""
 
 
 def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column: the value of one model."""
+    """Return the function of a column that contains the value of one model."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         yield from (score._replace(model="") for score in metric.function(evaluation) if score.model == model)
@@ -40,7 +41,7 @@ def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
 
 
 def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return the function of a column: the total divided by the number of clients and experiences."""
+    """Return the function of a column that contains the total divided by the number of clients and of experiences."""
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         tasks = evaluation.record["tasks"]
@@ -78,7 +79,7 @@ COLUMNS = (
         "quantity",
         "{quantity} of the server on all classes so far, mean over the experiences",
         measure_name=None,
-        title="mean over stages",
+        title="average incremental accuracy",
     ),
     Metric("forgetting", _of(FORGETTING, "server"), "minimize", FORGETTING.description, measure_name=None),
     Metric(
@@ -95,7 +96,7 @@ COLUMNS = (
         "minimize",
         "mean size of the uploads of a client in an experience",
         "B",
-        title="up",
+        title="upload",
     ),
     Metric(
         "download_bytes",
@@ -103,7 +104,7 @@ COLUMNS = (
         "minimize",
         "mean size of the downloads of a client in an experience",
         "B",
-        title="down",
+        title="download",
     ),
     Metric(
         "client_state_bytes",
@@ -111,11 +112,11 @@ COLUMNS = (
         "minimize",
         CLIENT_STATE_BYTES.description,
         "B",
-        title="kept",
+        title="client state",
     ),
     Metric("seconds", _seconds, "minimize", "duration of the run", "s"),
 )
-"""Columns of the leaderboard."""
+"""The columns of the leaderboard."""
 
 _FORMATS: Mapping[Unit, tuple[str, float, int]] = {
     "": ("", 1.0, 3),
@@ -123,7 +124,7 @@ _FORMATS: Mapping[Unit, tuple[str, float, int]] = {
     "s": ("", 1.0, 0),
     "rounds": ("", 1.0, 0),
 }
-"""For each unit, the end of the heading, the divisor, and the number of digits."""
+"""For each unit, the end of the heading, the divisor and the number of digits."""
 
 
 def cell_text(metric: Metric, cell: Cell) -> str:
@@ -144,11 +145,12 @@ def leaderboard_row(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
-    """A protocol's table in Markdown, the most accurate method first; nothing where none was run.
+    """Return a protocol's table in Markdown, the most accurate method first. Empty if no method was run.
 
     Args:
-        table: Of `leaderboard_row`, its rows called ``PROTOCOL METHOD``.
-        notes: Of all methods of the protocol; those that were not run are left out.
+        table: Table of `leaderboard_row`. Its rows have the name ``PROTOCOL METHOD``.
+        protocol: Name of the protocol.
+        notes: Notes on all methods of the protocol. Methods that were not run are left out.
     """
     cells_by_method = {
         method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows
@@ -170,38 +172,41 @@ def leaderboard_table(table: Table, protocol: str, notes: Notes) -> str:
 
 
 def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
-    """Accuracy against bytes and against seconds, a point for each method; nothing where fewer than two were run."""
+    """Return the chart of accuracy against communication and against time, a point for each method.
+
+    The result is None if fewer than two methods were run.
+    """
     rows: Points = []
     for method, method_notes in notes.items():
         if cells := table.rows.get(f"{protocol} {method}"):
             mean = {name: cell.mean or 0.0 for name, cell in cells.items()}
-            traffic = (mean["upload_bytes"] + mean["download_bytes"]) / 1e6
+            megabytes = (mean["upload_bytes"] + mean["download_bytes"]) / 1e6
             point = {"method": method, "accuracy": mean["last_accuracy"], "logits": method_notes.get("logits", "-")}
-            rows.append(point | {"traffic": traffic, "seconds": mean["seconds"]})
+            rows.append(point | {"communication": megabytes, "seconds": mean["seconds"]})
     if len(rows) < 2:
         return None
     kinds = list(dict.fromkeys(row["logits"] for row in rows))
-    parts = [_against(rows, "traffic", "MB of a client and task, up and down", kinds)]
-    parts.append(_against(rows, "seconds", "seconds of a run", kinds))
+    parts = [_against(rows, "communication", "uploads and downloads per client and experience (MB)", kinds)]
+    parts.append(_against(rows, "seconds", "duration of a run (s)", kinds))
     return charts.spec(alt.hconcat(*parts).properties(title=protocol), rows=rows)
 
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
-    """Accuracy against a cost."""
+    """Return the chart of accuracy against a cost, both axes with room for the labels of the points."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
     x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
     x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)
     base = charts.get_chart("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=y_scale))
     points = base.mark_point(filled=True, size=60, opacity=0.9)
     points = points.encode(color=charts.color_scale("logits", kinds), shape=charts.shape("logits", kinds))
-    middle, name_field = math.exp(sum(ends) / 2), f"beside {cost}"
+    middle, name_field = math.exp(sum(ends) / 2), f"label of {cost}"
     _set_apart(rows, cost, name_field, ends, (low, high))
     names = charts.label_points(base.encode(y=alt.Y(f"{name_field}:Q", scale=y_scale)), "method", cost, middle)
     return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis, a little beyond the values."""
+    """Return the ends of an axis with a margin around the values."""
     margin = 0.08 * (max(values) - min(values)) or 0.1
     return min(values) - margin, max(values) + margin
 
@@ -209,7 +214,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 def _set_apart(
     rows: Points, cost: str, name_field: str, x_range: tuple[float, float], y_range: tuple[float, float]
 ) -> None:
-    """Enter at which accuracy each name stands beside its point: at the point's, or below it and the names there."""
+    """Set the height of the label of each point in ``rows``. Labels that would overlap are moved down."""
     places: list[tuple[float, float, float]] = []
     for row in sorted(rows, key=lambda row: -row["accuracy"]):
         x = _WIDTH * (math.log(row[cost]) - x_range[0]) / (x_range[1] - x_range[0])

@@ -36,7 +36,7 @@ class Metric:
         name: Name in ``results.json``, where ``/MODEL`` follows. May contain ``{number}``.
         function: Returns the scores of an `Evaluation`.
         direction: Direction of the better values. ``"quantity"``: that of the quantity in the description.
-        description: One line. ``{quantity}`` stands for accuracy, or for another quantity of a module.
+        description: One line. The quantity's name replaces ``{quantity}``: accuracy, or a measure of a module.
         unit: Unit of the value.
         measure_name: Name for a module that is evaluated by other quantities than accuracy, with ``{measure}`` in place
             of the quantity. None if the metric is only defined for accuracy. Default: ``name``.
@@ -59,7 +59,10 @@ class Metric:
     title: str = ""
 
     def for_quantity(self, quantity: Quantity) -> Metric | None:
-        """Return the metric with its name, title, direction and description for a quantity, or None."""
+        """Return the metric with its name, title, direction and description for a quantity.
+
+        The result is None if the metric is not defined for the quantity.
+        """
         name = self.name if quantity == ACCURACY or self.measure_name == "" else self.measure_name
         if name is None:
             return None
@@ -92,7 +95,7 @@ class Metric:
         return f"{name}/{score.model}" if score.model else name
 
     def matches(self, name: str) -> bool:
-        """Return whether a name without its model is one of this metric."""
+        """Return whether a name without ``/model`` is a name of this metric."""
         return re.fullmatch(re.escape(self.name).replace(re.escape("{number}"), r"\d+"), name) is not None
 
 
@@ -121,7 +124,7 @@ def per_model(
     models: Callable[[Evaluation], list[ModelHistory]] = all_models,
     number: Callable[[ModelHistory], int] = lambda history: 0,
 ) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return a metric's function: a formula for each model, and the mean over the clients.
+    """Return the function of a metric: a formula for each model, and its mean over the clients.
 
     Args:
         formula: Value of a model. NaN if it is not defined.
@@ -135,7 +138,12 @@ def per_number(
     formula: Callable[[ModelHistory], dict[int, float]],
     models: Callable[[Evaluation], list[ModelHistory]] = all_models,
 ) -> Callable[[Evaluation], Iterator[Score]]:
-    """Return a metric's function: a formula with a value for each of several numbers, as in `per_model`."""
+    """Return the function of a metric: a formula with a value for each of several numbers, and means over the clients.
+
+    Args:
+        formula: Values of a model by the number in the metric's name. NaN if a value is not defined.
+        models: Models with a value.
+    """
 
     def scores(evaluation: Evaluation) -> Iterator[Score]:
         of_clients: dict[int, list[float]] = {}

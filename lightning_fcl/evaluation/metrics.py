@@ -50,7 +50,7 @@ __all__ = [
 
 def _general(history: ModelHistory) -> float:
     in_rounds = history.overall[history.num_before_fit :]
-    # A round that tested a client on some groups only has no accuracy on the whole test set: then there is no mean.
+    # If a round tested a client on some groups only, the client has no accuracy on the whole test set, and no mean.
     return float(in_rounds.mean()) if history.quantity == ACCURACY else finite_mean(in_rounds)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a paper: what `rows.yaml` says of them, drawn from the results of its rows over seeds."""
+"""Figures of a paper: drawn as `rows.yaml` specifies, from the results of the rows over several seeds."""
 
 from __future__ import annotations
 
@@ -31,22 +31,32 @@ Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Contents of ``results.json`` of the seeds of a row."""
 
 Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
-"""For each panel's title the label of each line, with its row and that row's runs."""
+"""For the title of each panel, the lines of the panel by label. A line has the name and the runs of its row."""
 
-_WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}  # of a panel, by how many stand side by side
+# Width of a panel in pixels, by the number of panels beside each other.
+_WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}
 
 
 def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Runs]) -> list[Path]:
-    """Draw the figures of a paper, without the panels whose rows were not all run: a line on stderr names those.
+    """Draw the figures of a paper and return the paths of their files.
+
+    A panel is skipped if one of its rows was not run. A line on stderr names these rows. A row with several seeds is
+    drawn as mean and standard deviation.
 
     Args:
-        figures: Each has ``file``, the name of a PNG; ``kind``; ``panels``: for each panel's title, the row behind each
-            line's label; and perhaps a ``title``, and the ``scales`` at which it is drawn. What has several seeds is
-            drawn as mean and standard deviation. The kinds: ``stream_accuracy``, the server's after each experience;
-            ``activation_density``, what `ActivationDensity` has recorded after the last experience, or with
-            ``experiences: true`` after each of one row; ``average_accuracy``, average accuracy and forgetting after
-            each task, mean over the clients (`task_curves`); ``communication``, the volume of each row and its time
-            against the bandwidth (`lightning_fcl.evaluation.summary`); ``volume_by_round``.
+        out: Folder of the files.
+        figures: Specifications of the figures. Each has ``file``, the name of a PNG file, ``kind``, and ``panels``: for
+            the title of each panel, the row of each line by the label of the line. Optional are ``title`` and
+            ``scales``, the scales of runs with this figure. The kinds are:
+
+            - ``stream_accuracy``: stream accuracy of the server after each experience.
+            - ``activation_density``: the densities recorded by `ActivationDensity` after the last experience. With
+              ``experiences: true``, a panel has one row and shows its densities after each experience.
+            - ``average_accuracy``: average accuracy and forgetting after each task, mean over the clients
+              (`task_curves`).
+            - ``communication``: volume of each row, and its communication time against the bandwidth
+              (`lightning_fcl.evaluation.summary`).
+            - ``volume_by_round``: volume of each round.
         results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
     """
     paths = []
@@ -59,8 +69,8 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
             if not {*of.values()} & {*missing}
         }
         if missing:
-            subject = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
-            print(f"{subject} left out: not run: {', '.join(missing)}.", file=sys.stderr)
+            subject = f"panels of figure {figure['file']}" if panels else f"figure {figure['file']}"
+            print(f"Skipped {subject}, because these rows were not run: {', '.join(missing)}.", file=sys.stderr)
         if panels:
             draw = FIGURE_KINDS[figure["kind"] + (" of experiences" if figure.get("experiences") else "")]
             paths.append(charts.write_png(safe_join(out, figure["file"]), draw(panels, figure.get("title", ""))))
@@ -68,7 +78,7 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
 
 
 def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
-    """What a function makes of each row's runs, with the panel and the line that it belongs to."""
+    """Return the points of all lines, with the panel and the label of their line. ``curve`` makes a line's points."""
     return [
         {"panel": panel, "line": label, **point}
         for panel, lines in panels.items()
@@ -78,7 +88,7 @@ def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
 
 
 def _faceted(layers: Sequence[alt.Chart], panels: Panels, height: int, columns: int = 0) -> alt.FacetChart:
-    """The panels beside and below each other, on the same axes."""
+    """Return the panels in a grid. All panels have the same layers and axes."""
     number = len(panels)
     columns = columns or (number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4)
     chart = alt.layer(*layers).properties(width=_WIDTHS[min(columns, 4)], height=height)
@@ -93,8 +103,8 @@ def _wrapped(name: str, letters: int = 34) -> str:
     return "\n".join(textwrap.wrap(name, letters, break_long_words=False))
 
 
-def _alike(points: Points) -> dict[str, str]:
-    """For each line the names of all that have the same points: they are drawn as one."""
+def _names_of_equal_lines(points: Points) -> dict[str, str]:
+    """Return for each line the names of all lines with equal points, because such lines are drawn as one."""
     points_by_line: dict[str, list[Any]] = {}
     for point in points:
         points_by_line.setdefault(point["line"], []).append({**point, "line": ""})
@@ -105,15 +115,17 @@ def _alike(points: Points) -> dict[str, str]:
 
 
 def _merged(points: Points, names: dict[str, str]) -> Points:
-    """The points of the first of all lines that share a name, under that name."""
+    """Return the points of the first of all lines that share a name, under this name."""
     first = {name: line for line, name in reversed(names.items())}
     return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
 
 
 def draw_accuracy(panels: Panels, title: str) -> Spec:
+    """Return the figure of stream accuracies after each experience."""
     name_lists = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
     names = max(name_lists, key=len)
-    if any(names[: len(other)] != other for other in name_lists):  # only their numbers are common to all
+    # If the experiences have different names, the axis shows their numbers.
+    if any(names[: len(other)] != other for other in name_lists):
         names = [str(number + 1) for number in range(len(names))]
     names = [_wrapped(name, 14) for name in names]
     rows = _points(panels, lambda _, runs: over_seeds(stream_accuracies(run["record"]) for run in runs))
@@ -127,10 +139,11 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
 
 
 def draw_tasks(panels: Panels, title: str) -> Spec:
+    """Return the figure of average accuracy and forgetting after each task."""
     for row, runs in (line for of in panels.values() for line in of.values()):
         if not any(len(task_curves(run["record"])[0]) for run in runs):
             raise InvalidValueError(
-                f"Expected clients with several tasks in the results of row {row} but none was tested.",
+                f"Expected a tested client with several tasks in the results of row {row}, but there is none.",
                 hint='Run the row with `ContinualMetrics(clients="all")`.',
                 argument="results",
                 value=row,
@@ -139,33 +152,36 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
     forgetting_points = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
     x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
     parts = []
-    for data, metric in (("accuracy", AVERAGE_ACCURACY), ("lost", FORGETTING)):
+    for data, metric in (("accuracy", AVERAGE_ACCURACY), ("forgetting", FORGETTING)):
         base, scale = charts.get_chart(data), alt.Scale(zero=False)
         zero = [base.mark_rule().encode(y=alt.datum(0))] if metric is FORGETTING else []
-        layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean of the clients", scale)
+        layers = charts.small_multiples(base.encode(x=x), names, f"{metric.heading}, mean over clients", scale)
         parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
     combined_chart = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
-    return spec(combined_chart.properties(title=title), accuracy=accuracy, lost=forgetting_points)
+    return spec(combined_chart.properties(title=title), accuracy=accuracy, forgetting=forgetting_points)
 
 
 def draw_communication(panels: Panels, title: str) -> Spec:
+    """Return the figure of the communication volume of each row, and of its time against the bandwidth."""
+
     def volume(row: str, runs: Runs) -> Points:
-        """Megabytes of all clients up, and from there those down, mean over the seeds."""
+        """Return the uploads of all clients and, stacked on them, the downloads in megabytes, mean over the seeds."""
         upload_mb, download_mb = (
             np.mean([communication_volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
         )
         return [
-            {"way": "up", "begin": 0.0, "end": upload_mb},
-            {"way": "down", "begin": upload_mb, "end": upload_mb + download_mb},
+            {"direction": "upload", "begin": 0.0, "end": upload_mb},
+            {"direction": "download", "begin": upload_mb, "end": upload_mb + download_mb},
         ]
 
     def times(row: str, runs: Runs) -> Points:
+        """Return the communication time in seconds at each bandwidth, mean over the seeds. NaN for 0 seconds."""
         seconds = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
         means = zip(BANDWIDTHS, np.mean(seconds, axis=0), strict=True)
         return [{"bandwidth": bandwidth, "value": value or np.nan} for bandwidth, value in means]
 
-    shade = alt.Opacity("way:N", scale=alt.Scale(domain=["up", "down"], range=[1, 0.45]), legend=None)
-    begin = alt.X("begin:Q", title="volume of all clients (MB of a million bytes): dark up, light down")
+    shade = alt.Opacity("direction:N", scale=alt.Scale(domain=["upload", "download"], range=[1, 0.45]), legend=None)
+    begin = alt.X("begin:Q", title="communication of all clients (MB): uploads dark, downloads light")
     label = "datum.value >= 1e6 ? datum.value / 1e6 + ' MB/s' : datum.value / 1e3 + ' KB/s'"
     axis = alt.Axis(values=[*BANDWIDTHS], labelAngle=-30, labelExpr=label)
     bandwidth = alt.X("bandwidth:Q", title="bandwidth of a client", scale=alt.Scale(type="log"), axis=axis)
@@ -173,14 +189,14 @@ def draw_communication(panels: Panels, title: str) -> Spec:
     data: dict[str, Points] = {}
     for panel, lines in panels.items():
         bars, points = _points({panel: lines}, volume), _points({panel: lines}, times)
-        names = _alike([*bars, *points])
+        names = _names_of_equal_lines([*bars, *points])
         bars = [{**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars]
         data |= {f"volumes {panel}": bars, f"times {panel}": _merged(points, names)}
         base = charts.get_chart(f"volumes {panel}").encode(y=alt.Y("row:N", title=None, sort=None))
         bar_chart = base.mark_bar().encode(
             x=begin, x2="end:Q", color=charts.color_scale("line", _names(bars)), opacity=shade
         )
-        total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
+        total = base.transform_filter("datum.direction == 'download'").mark_text(align="left", dx=4)
         total = total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r"))
         base = charts.get_chart(f"times {panel}").encode(x=bandwidth)
         _, *layers = charts.small_multiples(base, _names(bars), "communication time (s)", alt.Scale(type="log"))
@@ -194,10 +210,11 @@ def draw_communication(panels: Panels, title: str) -> Spec:
 
 
 def draw_volumes(panels: Panels, title: str) -> Spec:
+    """Return the figure of the communication volume of each round."""
     rows = _points(
         panels, lambda _, runs: over_seeds(communication_volumes(run["record"]).sum(axis=0) / 1e6 for run in runs)
     )
-    rows = _merged(rows, _alike(rows))
+    rows = _merged(rows, _names_of_equal_lines(rows))
     longest = max(row["round"] for row in rows)
     base = charts.get_chart("rows").encode(x=charts.round_axis(longest))
     layers = charts.small_multiples(base, _names(rows), "MB per round", alt.Scale(zero=True))
@@ -205,15 +222,18 @@ def draw_volumes(panels: Panels, title: str) -> Spec:
 
 
 def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spec:
-    """A line for each row after its last experience, or for each experience of a panel's one row; mean over seeds."""
+    """Return the figure of activation densities, mean over the seeds.
+
+    Each row has a line after its last experience. With ``experiences``, each experience of a panel's row has a line.
+    """
     rows: Points = []
     for panel, lines in panels.items():
         for label, (row, runs) in lines.items():
             density_entries = [run.get("densities", {}).get("experiences", []) for run in runs]
             if not all(density_entries):
                 raise MissingValueError(
-                    f"Expected `densities` in the results of row {row} but got none.",
-                    hint="Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
+                    f"Expected `densities` in the results of row {row}, but there are none.",
+                    hint="Add `ActivationDensity` to the callbacks of the row, and train until an experience ends.",
                     argument="densities",
                 )
             means = [

@@ -1,11 +1,15 @@
 """Records of runs: the test results of each model, round by round.
 
-The record of `ContinualMetrics` contains ``groups``, the names of the groups of test samples (classes or domains),
-``totals``, the number of test samples in each group, ``tasks``, the groups in each task of each model, and ``rounds``.
-A round contains ``correct``, the number of correct predictions of each model in each group, and ``upload_bytes`` and
-``download_bytes`` of each client.
+The record of `ContinualMetrics` has these entries:
+
+- ``groups``: names of the groups of test samples (classes or domains).
+- ``totals``: number of test samples in each group.
+- ``tasks``: groups in each task of each model.
+- ``rounds``: one entry for each round. It contains ``correct``, the number of correct predictions of each model in each
+  group, and ``upload_bytes`` and ``download_bytes`` of each client.
+
 If a module is evaluated by other quantities than accuracy, the record contains their names and directions under
-``measures``, and a round contains their values under ``values`` in place of ``correct``.
+``measures``. A round then contains their values under ``values`` instead of ``correct``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -95,7 +99,7 @@ class ModelHistory:
         model: ``"server"``, or a client's id.
         quantity: Quantity of the values.
         values: Function that returns the values on some groups together, shape (R,).
-        experience: Experience (from 0) of each of the R tests.
+        experience: Experience (from 0) in each of the R tests.
         tasks: Groups of each of the T tasks.
         num_groups: Number of groups of test samples.
         num_before_fit: Number of tests before the first round: 1 for the server of a stream with a base session.
@@ -188,7 +192,7 @@ def truncate_record(record: Record, tasks: int) -> dict[str, Any]:
 
 
 def server_first(models: Iterable[str]) -> list[str]:
-    """Return the models in their order, but the server first."""
+    """Return the models, the server first and the clients in their order."""
     return sorted(models, key=lambda model: model != "server")
 
 

@@ -1,6 +1,6 @@
-"""The page of a run: what ran, what came out and for whom, and the recipe.
+"""Report of a run: main numbers, charts, metrics of each client, settings and the recipe.
 
-Its charts show values under the pointer, and have a list to choose the model from.
+The charts show values under the pointer. Charts of one model have a list to select the model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,24 @@ from lightning_fcl.validation import format_names
 
 Curves: TypeAlias = Mapping[str, Curve]
 
-_VALUES = 20_000  # numbers in one chart
+# Maximum number of values in one chart.
+_VALUES = 20_000
+# Maximum number of clients that the chart of clients shows as bars.
 _BARS = 60
-_SPREAD = ("worst", "lower quarter", "upper quarter", "best")
-_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, what was learnt so far", "clients, mean"
+_SPREAD = ("worst", "lower quartile", "upper quartile", "best")
+_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, experiences so far", "mean over clients"
 _LOOKS = {_SERVER: COLORS[0], _STREAM: COLORS[2], _CLIENTS: COLORS[1]}
+# Number of clients in the table of the worst clients.
 _WORST = 10
 
 
 def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
-    """The HTML of a run's page, of its ``results.json`` and, to copy, its recipe with every default."""
+    """Return the HTML of the report of a run.
+
+    Args:
+        results: Contents of ``results.json`` of the run.
+        recipe: Recipe with all defaults as YAML text, which the report shows for copying.
+    """
     record, metrics = results["record"], results["metrics"]
     quantities = get_quantities(record)
     curves_by_model, ends = curves(record), final_client_metrics(record)
@@ -54,10 +62,10 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         "overview": overview_chart(record, curves_by_model),
         "over_time": rounds_chart(record, curves_by_model),
         "by_group": group_chart(record, curves_by_model),
-        "ends": final_metrics_chart(record, ends),
+        "clients": final_metrics_chart(record, ends),
         "matrix": accuracy_matrix_chart(record),
-        "kept_tasks": forgetting_chart(record),
-        "traffic": communication_chart(record),
+        "forgetting": forgetting_chart(record),
+        "communication": communication_chart(record),
         "densities": density_charts(results.get("densities", {"experiences": []}), experience_labels([record])),
     }
     return fill_template(
@@ -71,8 +79,8 @@ def render_report(results: Mapping[str, Any], recipe: str = "") -> str:
         quantity=quantities[0].name,
         charts=chart_specs,
         spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
-        worst_off=worst[:_WORST] if len(worst) > _WORST else [],
-        left_out=[*_left_out(record)],
+        worst_clients=worst[:_WORST] if len(worst) > _WORST else [],
+        client_problems=[*_client_problems(record)],
         limits=limits[-1] if limits else None,
         kinds=[metric_symbol(kind) for kind in kinds],
         metrics=[
@@ -91,18 +99,18 @@ def _against(name: str, value: float | None, paper: float) -> list[str | tuple[s
     return [metric_title(name), (metric_number(name, value), kind), metric_number(name, paper), f"{value - paper:+.3f}"]
 
 
-def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Whose upload did not count in which round, and why."""
+def _client_problems(record: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield round, client and problem of each dropped upload, each non-finite loss and each duplicate claim."""
     for entry in record["rounds"]:
         reasons = [
             *entry.get("dropped", {}).items(),
-            *((one, "its loss was not finite") for one in entry.get("diverged", [])),
+            *((one, "non-finite loss") for one in entry.get("diverged", [])),
         ]
         reasons += [
-            (one, f"nodes that say they are it: {format_names(of)}")
+            (one, f"claimed by several nodes: {format_names(of)}")
             for one, of in entry.get("duplicate_claims", {}).items()
         ]
-        yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in reasons)
+        yield from ([str(entry["round"] + 1), client, reason] for client, reason in reasons)
 
 
 def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> list[list[str]]:
@@ -112,7 +120,11 @@ def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> lis
 
 
 def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
+    """Return the chart of the server and of the clients by round.
+
+    The server has a line for the whole test set and a line for its experiences so far. The clients have a line for
+    their mean, and bands from the worst to the best client and between the quartiles.
+    """
     quantity, x, spread = (
         get_quantity(record),
         charts.round_axis(len(record["rounds"])),
@@ -123,13 +135,13 @@ def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
     ]
     if not lines:
         return None
-    fields = ("round", "best", "upper quarter", "mean", "lower quarter", "worst", "worst client", "clients")
+    fields = ("round", "best", "upper quartile", "mean", "lower quartile", "worst", "worst client", "clients")
     band = charts.get_chart("spread").encode(x=x, tooltip=charts.make_tooltips(**dict.fromkeys(fields, "")))
     layers = [
         band.mark_area(opacity=opacity, color=COLORS[1]).encode(
             y=charts.value_axis(quantity, f"{low}:Q"), y2=f"{high}:Q"
         )
-        for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22))
+        for low, high, opacity in (("worst", "best", 0.13), ("lower quartile", "upper quartile", 0.22))
         if any(row["clients"] > 1 for row in spread)
     ]
     starts = _starts(record, next(iter(curves_by_model)))
@@ -144,21 +156,24 @@ def overview_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def rounds_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
+    """Return the chart of the server by the simulated clock, or None if the run has no simulated clock."""
     times, quantity = simulated_times(record), get_quantity(record)
     rows = [
         {**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, curves_by_model) if len(times)
     ]
     if not rows:
         return None
-    x = alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True))
+    x = alt.X("seconds:Q", title="simulated time since the start (s)", scale=alt.Scale(nice=False, zero=True))
     tips = charts.make_tooltips(line="model", seconds="", round="", value=quantity.name)
     base = charts.get_chart("rows").encode(x=x, y=charts.value_axis(quantity), tooltip=tips)
     return responsive_chart(alt.layer(*_lines(base, rows, interpolate="step-after")), rows=rows)
 
 
 def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
-    """Each group of test samples, round by round, of the model that is chosen: lines, or many groups as a heat map."""
+    """Return the chart of each group of test samples by round, for the selected model.
+
+    Up to seven groups are lines. More groups are a heat map.
+    """
     quantity, names = get_quantity(record), record["groups"]
     if not curves_by_model or len(names) < 2:
         return None
@@ -186,7 +201,7 @@ def group_chart(record: Record, curves_by_model: Curves) -> Spec | None:
 
 
 def accuracy_matrix_chart(record: Record) -> Spec | None:
-    """The value on each task after each task, of the model that is chosen."""
+    """Return the heat map of the value on each task after each task, for the selected model."""
     matrix_by_model, quantity = matrices(record), get_quantity(record)
     if not matrix_by_model:
         return None
@@ -194,7 +209,7 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
     models = _first(matrix_by_model, longest**2)
     rows = [
         {"model": model, "after": after + 1, "on": on + 1, "value": value, "groups": task_name(record, model, on)}
-        | {"is": "learnt" if on <= after else "not learnt yet"}
+        | {"status": "learned" if on <= after else "not learned yet"}
         for model in models
         for (after, on), value in np.ndenumerate(matrix_by_model[model])
         if np.isfinite(value)
@@ -203,9 +218,9 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
         x=alt.X("on:O", title=f"{quantity.name} on task", axis=charts.integer_axis()),
         y=alt.Y("after:O", title="after task", axis=charts.integer_axis()),
         tooltip=charts.make_tooltips(after="after task", on="on task", groups="", value=quantity.name)
-        + charts.make_tooltips(**{"is": ""}),
+        + charts.make_tooltips(**{"status": ""}),
     )
-    faint = alt.condition("datum.is == 'learnt'", alt.value(1), alt.value(0.7))
+    faint = alt.condition("datum.status == 'learned'", alt.value(1), alt.value(0.7))
     layers = [base.mark_rect().encode(color=charts.heat_scale(quantity), opacity=faint)]
     if longest <= 12 and quantity.bounds:
         low, high = quantity.bounds
@@ -217,10 +232,13 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
 
 
 def forgetting_chart(record: Record) -> Spec | None:
-    """Each task right after it was learnt, and at the end: the length between is what was forgotten."""
+    """Return the chart of each task after its last round and at the end of the run, for the selected model.
+
+    The line between the two points is the forgetting of the task.
+    """
     matrix_by_model, quantity = matrices(record, rounds="last"), get_quantity(record)
     models = _first(matrix_by_model, max(map(len, matrix_by_model.values()), default=1))
-    ways = ("after its own rounds", "at the end")
+    ways = ("after its last round", "at the end of the run")
     rows = [
         {"model": model, "task": task + 1, "groups": task_name(record, model, task), "value": value, "when": when}
         | dict(zip(ways, both, strict=True))
@@ -243,17 +261,20 @@ def forgetting_chart(record: Record) -> Spec | None:
 
 
 def final_metrics_chart(record: Record, final_values: Sequence[tuple[str, float]]) -> Spec | None:
-    """How each client ended, on all that it has learnt, the worst off first; very many are counted by their values."""
+    """Return the chart of the final values of clients, the worst client first.
+
+    Each client has a bar. More than 60 clients are shown as a histogram.
+    """
     quantity = get_quantity(record)
     rows = [{"client": model_name(model), "value": value} for model, value in final_values]
     if len(rows) < 2:
         return None
     bars = charts.get_chart("rows").mark_bar(color=COLORS[1])
-    title = f"{quantity.name} at the end, on all that the client has learnt"
+    title = f"final {quantity.name} on all groups that the client has learned"
     if len(rows) > _BARS:
         bins = alt.X("value:Q", bin=alt.Bin(maxbins=40), title=title)
         return responsive_chart(
-            bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows
+            bars.encode(x=bins, y=alt.Y("count()", title="number of clients"), tooltip=["count()"]), rows=rows
         )
     x = alt.X("value:Q", title=title, scale=charts.quantity_scale(quantity, zero=True))
     y = alt.Y("client:N", sort=None, title=None)
@@ -263,13 +284,13 @@ def final_metrics_chart(record: Record, final_values: Sequence[tuple[str, float]
 
 
 def communication_chart(record: Record) -> Spec | None:
-    """Megabytes of all clients together, up and down, per round."""
+    """Return the chart of the uploads and downloads of all clients together in each round, in megabytes."""
     sums = communication_volumes(record) / 1e6
     if not np.any(sums):
         return None
     rows = [
-        {"round": entry["round"] + 1, "way": way, "MB": value}
-        for way, values in zip(("up", "down"), sums.tolist(), strict=True)
+        {"round": entry["round"] + 1, "direction": way, "MB": value}
+        for way, values in zip(("upload", "download"), sums.tolist(), strict=True)
         for entry, value in zip(record["rounds"], values, strict=True)
     ]
     bars = (
@@ -277,16 +298,19 @@ def communication_chart(record: Record) -> Spec | None:
         .mark_bar()
         .encode(
             x=alt.X("round:O", title="round", axis=charts.integer_axis()),
-            y=alt.Y("MB:Q", title="MB of all clients (1 MB = 10⁶ bytes)"),
-            color=charts.color_scale("way", ("up", "down")),
-            tooltip=charts.make_tooltips(round="", way="", MB=""),
+            y=alt.Y("MB:Q", title="all clients (MB, 1 MB = 10⁶ bytes)"),
+            color=charts.color_scale("direction", ("upload", "download")),
+            tooltip=charts.make_tooltips(round="", direction="", MB=""),
         )
     )
     return responsive_chart(bars, 180, rows=rows)
 
 
 def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> Spec | None:
-    """The density of a reservoir's activations after each experience, over all test samples or a group's."""
+    """Return the chart of a reservoir's activation densities after each experience.
+
+    If there are densities of groups of test samples, the chart has a list to select them or all test samples.
+    """
     rows = [
         {"model": model, "line": names[entry["experience"]], **point}
         for entry in density_records["experiences"]
@@ -302,19 +326,19 @@ def density_charts(density_records: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _first(models: Mapping[str, Any], values_per_model: int) -> list[str]:
-    """As many of the models as a chart has room for, with so many values each."""
+    """Return the first models, as many as a chart of at most ``_VALUES`` values can show, but at least one."""
     return list(models)[: max(1, _VALUES // max(values_per_model, 1))]
 
 
 def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
-    """The lines of the server and of the clients that there are, each in its colour."""
+    """Return the lines and points of the server and of the clients, as far as there are values."""
     names = [name for name in _LOOKS if any(row["line"] == name for row in rows)]
     base = base.encode(color=charts.color_scale("line", names, [_LOOKS[name] for name in names]))
     return [base.mark_line(**line), charts.draw_points(base)]
 
 
 def _server(record: Record, curves_by_model: Curves) -> Points:
-    """The server on the whole test set, and with several tasks on what was learnt, round by round."""
+    """Return the server's values on the whole test set and, with several tasks, on its experiences so far."""
     if (server := curves_by_model.get("server")) is None:
         return []
     series = [(_SERVER, server.overall), (_STREAM, server.seen_classes)][: 1 + (len(record["tasks"]["server"]) > 1)]
@@ -326,7 +350,7 @@ def _server(record: Record, curves_by_model: Curves) -> Points:
 
 
 def _spread(record: Record, curves_by_model: Curves) -> Points:
-    """The clients that were tested in each round, on what they had learnt by then."""
+    """Return the spread over the clients that were tested in each round, on all groups learned so far."""
     rows, way = [], get_quantity(record).sign
     for number, value_by_client in charts.client_curves(curves_by_model).items():
         values = way * np.array([*value_by_client.values()])
@@ -338,7 +362,7 @@ def _spread(record: Record, curves_by_model: Curves) -> Points:
 
 
 def _starts(record: Record, model: str) -> Points:
-    """Where a model's experiences begin, and what is learnt from there."""
+    """Return the position of the start of each experience on the round axis, with the groups that the model learns."""
     starts, last = [], -1
     for entry in record["rounds"]:
         number = entry["experience"].get(model, last)

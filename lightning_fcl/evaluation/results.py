@@ -1,6 +1,6 @@
-"""The folder of a run: what was measured, round by round, ``results.json``, and all that is made of it.
+"""Run folders: ``record.jsonl``, ``results.json``, and the files that are made from them.
 
-The seal is written last and says that all files are whole.
+The checksum list ``files.txt`` is written last. A run is complete if all files match it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lightning_fcl.validation import require_package
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
 
 FORMAT = 1
-"""The format of ``results.json``."""
+"""Version of the format of ``results.json``."""
 
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
-"""Where the recipe of a run lies in its folder, and the checkpoint of its last round."""
+"""Paths of the recipe and of the last checkpoint in a run folder."""
 
 _RECORD, _SEAL = "record.jsonl", "files.txt"
 _WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 
 
 class RecordFile:
-    """``record.jsonl`` of a run's folder: what was measured, a line a round, so that no checkpoint has to hold it all.
+    """The file ``record.jsonl`` of a run folder, which contains the record of the run in place of its checkpoints.
 
-    A line is a round, or what else the record tells, whenever that changes. A checkpoint holds how long the file was
-    when it was written, and a SHA-256 of its lines: what comes after them is of rounds that are trained again.
+    A line is a round, or all other entries of the record each time that they change. A checkpoint contains the size of
+    the file in bytes and a SHA-256 of its lines. Lines after this size belong to rounds that are trained again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,18 +49,22 @@ class RecordFile:
         self._begin()
 
     def _begin(self) -> None:
-        self._rest: dict[str, Any] = {}  # what the file tells beside the rounds
-        self._number, self._last = 0, dict[str, Any]()  # of the rounds that it tells
+        # Entries of the record in the file, except the rounds.
+        self._rest: dict[str, Any] = {}
+        # Number of rounds in the file, and the last of them.
+        self._number, self._last = 0, dict[str, Any]()
         self._size, self._digest = 0, ""
 
     def extend(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write what the file does not tell yet, and return what a checkpoint holds in place of the record."""
+        """Append the new entries of a record, and return what a checkpoint stores in place of the record."""
         rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
         if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
-            self._begin()  # another fit's
+            # The file has the rounds of another fit: write it again.
+            self._begin()
         lines = [] if rest == self._rest else [{"rest": rest}]
         for entry in rounds[self._number :]:
-            is_same_experience = entry["experience"] is self._last.get("experience")  # of many clients, written once
+            # The experiences of many clients are long, so equal ones are written once.
+            is_same_experience = entry["experience"] is self._last.get("experience")
             lines.append(
                 {name: value for name, value in entry.items() if not (is_same_experience and name == "experience")}
             )
@@ -72,13 +76,20 @@ class RecordFile:
         return {"bytes": self._size, "sha256": self._digest}
 
     def _take(self, data: bytes) -> None:
-        """Add lines to the size and the digest, which goes on from line to line: one half-way could not be copied."""
+        """Add lines to the size and the digest. It is chained by line: hash objects cannot be deep-copied."""
         self._size += len(data)
         for line in data.splitlines():
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
 
     def read(self, checkpoint_record: Mapping[str, Any]) -> dict[str, Any]:
-        """The record as it was when a checkpoint was written, which has ``checkpoint_record`` in its place."""
+        """Return the record of a checkpoint.
+
+        Args:
+            checkpoint_record: What the checkpoint stores in place of the record: ``bytes`` and ``sha256``.
+
+        Raises:
+            ValueError: If the file is shorter than at the time of the checkpoint, or if its lines differ.
+        """
         self._begin()
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size >= checkpoint_record["bytes"]:
@@ -87,8 +98,8 @@ class RecordFile:
             self._take(data)
         if size < checkpoint_record["bytes"] or self._digest != checkpoint_record["sha256"]:
             raise ValueError(
-                f"{self.path}, which tells what was measured until then, is missing or another run's. Bring it here "
-                "from the folder of the checkpoint's run"
+                f"{self.path}, which contains the measurements until this checkpoint, is missing or belongs to another "
+                "run. Copy it from the folder of the checkpoint's run"
             )
         rounds: list[dict[str, Any]] = []
         for line in map(json.loads, data.splitlines()):
@@ -102,9 +113,9 @@ class RecordFile:
 
 
 def last_recorded_round(folder: Path) -> int:
-    """Return the number of the last round in ``record.jsonl`` of a run's folder; -1 if there is none.
+    """Return the number of the last round in ``record.jsonl`` of a run folder, or -1 if there is none.
 
-    A last line that was not written to its end does not count.
+    An incomplete last line does not count.
     """
     last = -1
     with suppress(FileNotFoundError, json.JSONDecodeError), open_file(folder / _RECORD) as file:
@@ -114,20 +125,25 @@ def last_recorded_round(folder: Path) -> int:
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
-    """Write ``results.json`` of a run's folder, with its format and a checksum."""
+    """Write ``results.json`` of a run folder, with its format and a checksum."""
     content = {"format": FORMAT, **results}
     text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
     return write_atomic(Path(folder) / "results.json", text)
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
-    """Read ``results.json`` of a run's folder, if it is as it was written."""
+    """Read ``results.json`` of a run folder and compare its checksum.
+
+    Raises:
+        FileNotFoundError: If there is no ``results.json``.
+        ValueError: If the file is damaged or has another format.
+    """
     path = Path(folder) / "results.json"
     results = read_json(path, "the run's results in ", FORMAT, "Pass the folder of a finished run, or repeat the run.")
     checksum = results.pop("checksum", None)
     if checksum != _checksum(results):
         raise InvalidValueError(
-            f"Expected {path} to be as it was written but its checksum is another.", hint="Repeat the run.", value=path
+            f"Expected {path} to be unchanged, but its checksum differs.", hint="Repeat the run.", value=path
         )
     return results
 
@@ -137,12 +153,12 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def mark_complete(folder: Path, files: Iterable[Path]) -> Path:
-    """Say that a run is finished, and what its files hold."""
+    """Write the checksum list that marks a run as finished."""
     return write_checksums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a run is finished: its seal is there and understood, and each file as the seal says."""
+    """Return whether a run is finished: its checksum list is valid, and all files match it."""
     try:
         digests = read_checksums(folder / _SEAL)
         is_unchanged = all(sha256(safe_join(folder, name)) == digest for name, digest in digests.items())
@@ -152,26 +168,29 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_run_folder(config: Path) -> Path | None:
-    """The folder of the run whose recipe a file is, if it is one's."""
+    """Return the folder of the run whose recipe is the file, or None if the file is not the recipe of a run."""
     folder = config.parent
     has_started = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
     return folder if config.name == CONFIG and has_started else None
 
 
 def clear_run(folder: Path) -> None:
-    """Remove what an earlier run has left in a folder: nothing of it is to be told as another's."""
+    """Remove the files of an earlier run from a folder, so that a new run does not contain them."""
     for name in _WRITTEN:
         (folder / name).unlink(missing_ok=True)
 
 
 def write_files(folder: str | Path) -> Path:
-    """Write all that a run's folder has beside ``results.json``: ``metrics.csv``, ``report.html``, and last the seal.
+    """Write the files that are made from ``results.json``: ``metrics.csv``, ``report.html``, and last ``files.txt``.
 
-    A run that was stopped before its end gets no seal. The path of ``report.html`` comes back.
+    A run that was stopped before its end gets no ``files.txt``.
+
+    Returns:
+        Path of ``report.html``.
 
     Raises:
         FileNotFoundError: If there is no ``results.json``.
-        ValueError: If it is not understood.
+        ValueError: If ``results.json`` is damaged or has another format.
     """
     folder = Path(folder)
     results = read_results(folder)
@@ -185,7 +204,8 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
     """Write ``report.html`` of a run."""
     for package in ("altair", "jinja2", "vl_convert"):
         require_package(package, "draws reports")
-    from lightning_fcl.evaluation.report import render_report  # with Altair, a second of imports
+    # The import of Altair takes a second.
+    from lightning_fcl.evaluation.report import render_report
 
     path = folder / CONFIG
     recipe = read_text(path) if path.is_file() else ""
@@ -193,7 +213,7 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a line for each model and round: its accuracy, the accuracy on each group, and its bytes on the wire.
+    """Write a line for each model and round: its accuracy, the accuracy on each group, and its upload and download bytes.
 
     If the record has measures, the line contains each measure in place of the accuracy. A value that was not measured
     is empty. The last column contains the simulated seconds until the end of the round, if the strategy has a schedule.
@@ -216,6 +236,6 @@ def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
         for model in dict.fromkeys([*tested_models(entry), *entry[DIRECTIONS[0]], *entry[DIRECTIONS[1]]]):
             cells = tested.get((entry["round"], model), [nan] * len(columns))
             plain = ["" if isnan(cell) else cell for cell in cells]
-            traffic = [entry[way].get(model, "") for way in DIRECTIONS]
-            writer.writerow([entry["round"], model, *plain, *traffic, *times[number : number + 1]])
+            sizes = [entry[way].get(model, "") for way in DIRECTIONS]
+            writer.writerow([entry["round"], model, *plain, *sizes, *times[number : number + 1]])
     return write_atomic(path, text.getvalue())

@@ -28,14 +28,14 @@ from lightning_fcl.evaluation.record import get_quantity
 from lightning_fcl.validation import format_names
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-"""Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
+"""Six bandwidths in bytes per second, from 100 KB/s to 10 MB/s. The paper names these two and its own, 1 MB/s."""
 DIRECTIONS = ("upload_bytes", "download_bytes")
 
 
 _HEADLINES = (
     (FINAL_ACCURACY, {"server": "server, whole test set"}),
-    (AVERAGE_ACCURACY, {"clients": "mean of the clients, over their tasks", "server": "server, over its tasks"}),
-    (FORGETTING, {"clients": "mean of the clients", "server": "server, since each task's own rounds"}),
+    (AVERAGE_ACCURACY, {"clients": "mean over clients and their tasks", "server": "server, mean over its tasks"}),
+    (FORGETTING, {"clients": "mean over clients", "server": "server, mean over earlier tasks"}),
 )
 """Metrics at the top of reports, with a note for each model. The first model with a value is shown."""
 
@@ -58,11 +58,12 @@ class SummaryMetric:
 
     @property
     def text(self) -> str:
+        """Value with its unit."""
         return format_value(self.value, self.unit)
 
 
 def format_value(value: float, unit: Unit = "") -> str:
-    """Return a value with three digits and its unit."""
+    """Return a value with its unit. Values without a unit have three decimals, counts have none."""
     if unit == "s":
         return f"{value:.1f} s"
     if unit != "B":
@@ -88,9 +89,13 @@ def summary_metrics(results: Mapping[str, Any]) -> list[SummaryMetric]:
             summaries += available_metrics[:1]
     if len(ends := final_client_metrics(record)) > 1:
         client, value = ends[0]
-        summaries.append(SummaryMetric("worst-off client", value, f"{model_name(client)}, on all that it has learnt"))
-    if traffic_bytes := sum(metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)):
-        summaries.append(SummaryMetric("traffic", traffic_bytes, "all clients and rounds, up and down", "B"))
+        summaries.append(SummaryMetric("worst client", value, f"{model_name(client)}, experiences so far"))
+    if communication_bytes := sum(
+        metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)
+    ):
+        summaries.append(
+            SummaryMetric("communication", communication_bytes, "uploads and downloads of all clients", "B")
+        )
     return summaries
 
 
@@ -102,23 +107,24 @@ def final_client_metrics(record: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def model_name(model: str) -> str:
-    return "mean of the clients" if model == "clients" else f"client {model}" if model.isdigit() else model
+    """Return the name of a model in reports."""
+    return "mean over clients" if model == "clients" else f"client {model}" if model.isdigit() else model
 
 
 def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
-    """The groups of a model's task."""
+    """Return the names of the groups in a model's task."""
     return format_names((record["groups"][group] for group in record["tasks"][model][task]), max_names=12)
 
 
 def experience_names(record: Mapping[str, Any]) -> list[str]:
-    """What the server's experiences are called: by their groups, or their numbers where names would be too long."""
+    """Return the names of the server's experiences: their groups, or their numbers if such names are long or equal."""
     names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
     distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
     return names if distinct else [str(number + 1) for number in range(len(names))]
 
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What stands for each experience of several runs: by name, if it is the same in all of them."""
+    """Return a label for each experience of several runs. It contains the number if the runs have different names."""
     names = experience_names(records[0])
     numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
@@ -127,14 +133,14 @@ def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def describe_run_size(results: Mapping[str, Any]) -> str:
-    """How many rounds and clients a run had."""
+    """Return the number of rounds and clients of a run as text."""
     clients = [model for model in results["record"]["tasks"] if model != "server"]
     counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
     return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
 
 
 def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
-    """Bytes that all clients together sent, and received, in each round, shape (2, R).
+    """Return the bytes that all clients together sent and received in each round, shape (2, R).
 
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 40}, "download_bytes": {"a": 50, "b": 50}}]}
@@ -147,18 +153,18 @@ def communication_volumes(record: Mapping[str, Any]) -> FloatArray:
 
 
 def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
-    """Seconds of communication of a whole run.
+    """Return the communication time of a run in seconds.
 
-    All clients transfer at once, each over a link of its own, first down and after its training up; a round waits for
-    the client with the most bytes, both ways together. Neither latency nor a limit of the server's own link counts.
+    All clients transfer at the same time, each over its own link: first the download, then, after training, the upload.
+    A round waits for the client with the most bytes in both directions together. Latency and the bandwidth of the
+    server do not count.
 
     Args:
-        record: That of a run.
-        bandwidth: Bytes per second of each client's link, the same up and down.
+        record: Record of a run.
+        bandwidth: Bytes per second of the link of each client, for uploads and for downloads.
 
     Raises:
-        ValueError: If ``bandwidth`` is not a positive number.
-
+        ValueError: If ``bandwidth`` is not a positive finite number.
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
         >>> communication_time(record, bandwidth=1e6)
@@ -166,7 +172,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
     """
     if not 0 < bandwidth < float("inf"):
         raise InvalidValueError(
-            f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.",
+            f"Expected `bandwidth` to be a positive number of bytes per second, but got {bandwidth}.",
             argument="bandwidth",
             value=bandwidth,
         )
@@ -186,7 +192,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
 
 
 def simulated_times(record: Mapping[str, Any]) -> FloatArray:
-    """Seconds from the beginning of the deployment to the end of each round, shape (R,); of none without a clock.
+    """Return the simulated seconds from the start to the end of each round, shape (R,). Empty without a simulated clock.
 
     Example:
         >>> simulated_times({"rounds": [{"simulated_seconds": 2.0}, {"simulated_seconds": 3.0}]})
@@ -197,18 +203,18 @@ def simulated_times(record: Mapping[str, Any]) -> FloatArray:
 
 
 def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> float:
-    """Seconds until a model was first so good on the whole test set: time to accuracy.
+    """Return the time to accuracy: seconds until a model first reached a value on the whole test set.
 
     Args:
-        record: That of a run.
+        record: Record of a run.
         value: Accuracy, or value of the first measure of the record.
-        model: The model.
+        model: ``"server"``, or a client's id.
 
     Returns:
-        Seconds at the end of that round; infinite if it never was.
+        Simulated seconds at the end of the first such round. Infinite if there is no such round.
 
     Raises:
-        ValueError: If the run had no clock.
+        ValueError: If the record contains no simulated seconds.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"server": 0}, "correct": {"server": [5 + r]},
@@ -220,7 +226,7 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
     times = simulated_times(record)
     if not len(times):
         raise InvalidValueError(
-            "Expected a record with simulated seconds but it has none.",
+            "Expected a record with simulated seconds, but the record has none.",
             hint="Give the strategy a `synchronization`, such as `Deadline(ClientSpeeds(0.01))`.",
             argument="synchronization",
         )

@@ -1,4 +1,4 @@
-"""A paper's table: what the runs of its rows come to over seeds, kept in ``table.json`` with all that made it."""
+"""Tables of a paper: metrics of the runs of each row over several seeds, stored in ``table.json``."""
 
 from __future__ import annotations
 
@@ -20,57 +20,64 @@ from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.io.reading import read_json
 
 NEAR_TOLERANCE = 0.05
-"""How far from the paper's number a mean is near it."""
+"""Largest difference from the paper's value at which a mean counts as near."""
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table: what each seed gave, none where only the paper has the metric, and the paper's, if any."""
+    """A value of a table, over seeds.
+
+    Args:
+        values: Value of each seed. Empty if only the paper reports the metric.
+        paper: Value of the paper, or None.
+    """
 
     values: Mapping[int, float]
     paper: float | None = None
 
     @property
     def mean(self) -> float | None:
+        """Mean over the seeds. None without a value."""
         return statistics.fmean(self.values.values()) if self.values else None
 
     @property
     def std(self) -> float | None:
-        """The sample's standard deviation over the seeds (divided by n - 1), 0 for one seed."""
+        """Sample standard deviation over the seeds (divided by n - 1). 0 for one seed, None without a value."""
         if self.n < 2:
             return 0.0 if self.values else None
         return statistics.stdev(self.values.values())
 
     @property
     def n(self) -> int:
+        """Number of seeds."""
         return len(self.values)
 
     @property
     def deviation(self) -> float:
-        """How far the mean is from the paper's number, both as printed, to three digits; infinite if one is missing."""
+        """Distance between the mean and the paper's value, both rounded to three digits. Infinite if one is missing."""
         if self.mean is None or self.paper is None:
             return float("inf")
         return abs(round(self.mean, 3) - round(self.paper, 3))
 
     @property
     def verdict(self) -> str:
-        """How the mean stands to the paper's number, as `VerdictCounts` counts; nothing where the paper tells none."""
+        """Agreement with the paper's value: ``near``, ``spread`` or ``outside``. Empty if the paper has no value."""
         if self.paper is None:
             return ""
         in_spread = self.n > 1 and self.deviation <= 2 * (self.std or 0.0)
         return "near" if self.deviation <= NEAR_TOLERANCE + 1e-9 else "spread" if in_spread else "outside"
 
     def text(self, name: str, mark: str = "") -> str:
-        """Return the text of a cell, ``ours ± std (paper)``, without ± for one seed and for equal sizes in bytes."""
+        """Return the cell as text ``ours ± std (paper)``, without ± for one seed and for equal sizes in bytes."""
         spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or not is_size(name)) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
 
 
 class VerdictCounts(NamedTuple):
-    """How many numbers of a table are near the paper's, otherwise within two standard deviations, or outside."""
+    """Numbers of values in a table that are near the paper's values, within two standard deviations, or outside."""
 
     num_near: int
     num_within_spread: int
@@ -78,7 +85,7 @@ class VerdictCounts(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Reproduced if at most a tenth lies outside, not if more than half does."""
+        """Verdict on a table. Reproduced: at most a tenth is outside. Not reproduced: more than half is outside."""
         if not sum(self):
             return "not compared"
         share = self.num_outside / sum(self)
@@ -87,11 +94,16 @@ class VerdictCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a paper's table, and what made them.
+    """The rows of a paper's table, and how they were measured.
 
     Args:
-        scale: The size of the runs; ``paper`` is the paper's own.
-        seconds: How long they took, one after the other.
+        paper: Name of the paper's recipes.
+        scale: Scale of the runs. ``paper`` is the paper's own scale.
+        command: Command that wrote the table.
+        versions: Versions of the packages of the runs, by package.
+        machine: Machine of the runs.
+        seconds: Sum of the durations of the runs.
+        rows: Cells of each row, by metric.
     """
 
     paper: str
@@ -104,7 +116,14 @@ class Table:
 
     @classmethod
     def from_results(cls, results: Sequence[Mapping[str, Any]], paper: str, scale: str, command: str) -> Table:
-        """The table of some runs, by the contents of their ``results.json``."""
+        """Return the table of some runs.
+
+        Args:
+            results: Contents of ``results.json`` of the runs.
+            paper: Name of the paper's recipes.
+            scale: Scale of the runs.
+            command: Command that wrote the table.
+        """
         names = dict.fromkeys(name for one in results for name in one["versions"])
         return cls(
             paper,
@@ -118,20 +137,22 @@ class Table:
 
     @property
     def seeds(self) -> list[int]:
-        """All seeds: a row may have fewer."""
+        """All seeds of the table. A row may have fewer."""
         return sorted({seed for row in self.rows.values() for cell in row.values() for seed in cell.values})
 
     @property
     def metrics(self) -> list[str]:
+        """Names of all metrics."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     @property
     def paper_cells(self) -> list[tuple[str, str, Cell]]:
-        """The row, the metric and the number of all that the paper tells."""
+        """Row, metric and cell of each value that the paper reports."""
         return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
 
     @property
     def verdict_counts(self) -> VerdictCounts:
+        """Numbers of values by their agreement with the paper."""
         verdicts = [cell.verdict for _, _, cell in self.paper_cells]
         return VerdictCounts(
             num_near=verdicts.count("near"),
@@ -140,23 +161,27 @@ class Table:
         )
 
     def select_metrics(self, metrics: Sequence[str]) -> Table:
-        """The same with some metrics only, in their order."""
+        """Return the table with some metrics only, in the given order."""
         if unknown := sorted({*metrics} - {*self.metrics}):
             raise InvalidValueError(
-                f"Expected `metrics` of {', '.join(self.metrics)} but got {', '.join(unknown)}.", argument="metrics"
+                f"Expected `metrics` to be among {', '.join(self.metrics)}, but got {', '.join(unknown)}.",
+                argument="metrics",
             )
         rows = {row: {name: of[name] for name in metrics if name in of} for row, of in self.rows.items()}
         return replace(self, rows=rows)
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
-    """``{row: {metric: cell}}``: every metric of each recipe row, seed by seed, and what the paper has."""
+    """Return the cells ``{row: {metric: cell}}`` of all metrics of some runs and of their papers.
+
+    The row of a run without a recipe row is its command.
+    """
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for result in results:
         row, seed = result["recipe"]["row"] if result["recipe"] else result["command"], result["seed"]
         if seed in rows.setdefault(row, {}):
             raise InvalidValueError(
-                f"Expected one run per row and seed but got two of {row}, seed {seed}.",
+                f"Expected one run for each row and seed, but got two of {row}, seed {seed}.",
                 hint="Leave out one of the two runs.",
                 argument="seed",
                 value=seed,
@@ -174,11 +199,16 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 
 
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
-    """A table with the clients' average accuracy after each task, and how much some rows gain over others.
+    """Return a table with two more metrics: the clients' average accuracy after each task, and gains of some rows.
 
-    ``results`` are those of each seed of its rows. ``gains`` tells the rows ``of`` which it is told how far their
-    accuracy lies above the mean of that of the rows ``over``, by that mean, and the ``paper``'s numbers after each
-    task. Only where all those rows were run.
+    The gain of a row is the relative difference of its accuracy from the mean accuracy of other rows. There are gains
+    only if all these rows were run.
+
+    Args:
+        table: Table without these metrics.
+        results: Contents of ``results.json`` of each seed, by row.
+        gains: Rows that have a gain (``of``), rows of the mean (``over``), and the paper's gain after each task
+            (``paper``).
     """
     curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
     cells_by_row = {row: _cells("accuracy", of) for row, of in curves.items()}
@@ -191,7 +221,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
 
 
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
-    """A cell for each task after which there is a number."""
+    """Return a cell for each task after which there is a value."""
     longest = max(map(len, curves.values()), default=0)
     papers = [*paper, *[None] * longest]
     values = [
@@ -202,9 +232,9 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
-    """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``."""
+    """Write ``table.json``, and ``table.md`` with a line for each row and cells ``ours ± std (paper)``."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
-    note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
+    note = "Mean ± standard deviation over the seeds, with the paper's value in parentheses. No ± means one seed."
     note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *map(metric_title, table.metrics)], lines)}\n\n{note}\n"
     content = {
@@ -237,12 +267,12 @@ def read_table(path: str | Path) -> Table:
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected {path} to hold a table but got: {error!r}.", hint=hint, value=path
+            f"Expected {path} to contain a table, but reading it failed: {error!r}.", hint=hint, value=path
         ) from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with columns of even width; those of numbers, but not the first, are set to the right."""
+    """Return a Markdown table with aligned columns. Columns of numbers, except the first column, are right-aligned."""
     columns = []
     for number, column in enumerate(zip(head, *lines, strict=True)):
         cells = [cell.replace("|", "\\|") for cell in column]
