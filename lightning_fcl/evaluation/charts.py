@@ -30,8 +30,8 @@ Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]
 Chart: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
-# Six colors of the palette of Okabe and Ito, which color-blind readers can tell apart, and gray. The palette's yellow is
-# too faint for lines.
+# Six colors of the palette of Okabe and Ito, which color-blind readers can tell apart, and gray. The yellow of the
+# palette is too faint for lines.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left", "triangle-right")
 _DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLORS]

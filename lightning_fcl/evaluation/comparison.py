@@ -114,7 +114,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """Return the results of the seeds of each row, by the name of the row in reports.
 
-    The name is the row of the recipe. It is the folder if there is no such row, or if several folders have the same row.
+    The name is the row of the recipe. If the recipe has no row, or several folders have the same row, the name is the
+    folder.
     Folders ``seed-0``, ``seed-1`` and so on in one folder are the seeds of one row, as `lightning-fcl reproduce` writes
     them.
 

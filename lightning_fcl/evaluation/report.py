@@ -234,7 +234,7 @@ def accuracy_matrix_chart(record: Record) -> Spec | None:
 def forgetting_chart(record: Record) -> Spec | None:
     """Return the chart of each task after its last round and at the end of the run, for the selected model.
 
-    The line between the two points is the forgetting of the task.
+    The line between the two points shows the loss or the gain.
     """
     matrix_by_model, quantity = matrices(record, rounds="last"), get_quantity(record)
     models = _first(matrix_by_model, max(map(len, matrix_by_model.values()), default=1))
@@ -298,7 +298,7 @@ def communication_chart(record: Record) -> Spec | None:
         .mark_bar()
         .encode(
             x=alt.X("round:O", title="round", axis=charts.integer_axis()),
-            y=alt.Y("MB:Q", title="all clients (MB, 1 MB = 10⁶ bytes)"),
+            y=alt.Y("MB:Q", title="communication (MB)"),
             color=charts.color_scale("direction", ("upload", "download")),
             tooltip=charts.make_tooltips(round="", direction="", MB=""),
         )

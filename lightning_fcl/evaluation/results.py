@@ -76,7 +76,7 @@ class RecordFile:
         return {"bytes": self._size, "sha256": self._digest}
 
     def _take(self, data: bytes) -> None:
-        """Add lines to the size and the digest. It is chained by line: hash objects cannot be deep-copied."""
+        """Add lines to the size and to the digest, which is chained by line: hash objects cannot be deep-copied."""
         self._size += len(data)
         for line in data.splitlines():
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
@@ -213,7 +213,7 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a line for each model and round: its accuracy, the accuracy on each group, and its upload and download bytes.
+    """Write a line for each model and round: accuracy, accuracy on each group, upload bytes and download bytes.
 
     If the record has measures, the line contains each measure in place of the accuracy. A value that was not measured
     is empty. The last column contains the simulated seconds until the end of the round, if the strategy has a schedule.

@@ -165,6 +165,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
 
     Raises:
         ValueError: If ``bandwidth`` is not a positive finite number.
+
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
         >>> communication_time(record, bandwidth=1e6)
@@ -192,7 +193,9 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
 
 
 def simulated_times(record: Mapping[str, Any]) -> FloatArray:
-    """Return the simulated seconds from the start to the end of each round, shape (R,). Empty without a simulated clock.
+    """Return the simulated seconds from the start of the run to the end of each round, shape (R,).
+
+    The array is empty if the run has no simulated clock.
 
     Example:
         >>> simulated_times({"rounds": [{"simulated_seconds": 2.0}, {"simulated_seconds": 3.0}]})

@@ -298,7 +298,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
     said = capsys.readouterr()
     assert f"Figures: {out}/accuracy.png, {out}/density.png" in said.out
-    assert "Figure both.png is left out: not run: two." in said.err
+    assert "Skipped figure both.png, because these rows were not run: two." in said.err
     assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png"}
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
     assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 100

@@ -150,7 +150,7 @@ def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_o
     assert torch.load(last, weights_only=True)["callbacks"]["ContinualMetrics"]["record"].keys() == {"bytes", "sha256"}
     shutil.copy(last, kept)
     error = error_of(["fit", *words, "--ckpt_path", str(kept), "--out", str(tmp_path / "alone")])
-    assert "record.jsonl, which tells what was measured until then, is missing or another run's" in error
+    assert "which contains the measurements until this checkpoint, is missing or belongs to another run" in error
     # From the run's own folder to another one, its record comes along.
     main(["fit", *words, "--ckpt_path", str(last), "--out", str(tmp_path / "moved")])
     assert told(tmp_path / "moved") == told(tmp_path / "on") and len(told(tmp_path / "moved")["rounds"]) == 4
@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_o
     assert [json.loads(line).get("round") for line in lines] == [None, 0, 1, 2, 3]
     record = (begun / "record.jsonl").read_bytes()
     (begun / "record.jsonl").write_bytes(record.replace(b'"round": 1', b'"round": 7'))
-    assert "is missing or another run's" in error_of(["fit", str(begun)])
+    assert "is missing or belongs to another run" in error_of(["fit", str(begun)])
 
 
 @pytest.mark.seconds

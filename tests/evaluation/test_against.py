@@ -1,4 +1,4 @@
-"""Ours against a paper's numbers: which are near, and what the chart shows."""
+"""Comparison with a paper: agreement of each value, verdict on a table, and the chart."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from lightning_fcl.evaluation.table import Cell, Table, VerdictCounts
 
 ROWS = {
     "one": {
-        "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),  # as printed, .510 and .560: near
-        "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),  # .1 from the mean, the deviation is .071: in the spread
+        "accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56),  # near: .510 and .560 after rounding
+        "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65),  # within 2 std: .1 from the mean, std .071
         "bytes/server": Cell({0: 1.0}),
     },
     "two": {
-        "accuracy/server": Cell({0: 0.50}, 0.8),  # one seed has no spread
+        "accuracy/server": Cell({0: 0.50}, 0.8),  # outside: one seed has no spread
         "loss/server": Cell({0: 0.1, 1: 0.102}, 0.5),
         "gain/server": Cell({}, 0.5),  # not measured
     },
@@ -23,7 +23,7 @@ def table(rows=ROWS, scale="paper"):
     return Table("toy", scale, "", {}, "", 1.0, rows)
 
 
-def test_numbers_are_near_in_the_spread_or_outside():
+def test_verdict_counts_near_within_spread_and_outside():
     assert table().verdict_counts == VerdictCounts(num_near=1, num_within_spread=1, num_outside=3)
     assert table({"one": {"a/server": Cell({0: 0.4504}, 0.5)}}).verdict_counts.num_near == 1
     assert table({"one": {"a/server": Cell({0: 0.4486}, 0.5)}}).verdict_counts.num_outside == 1
@@ -38,13 +38,14 @@ def test_numbers_are_near_in_the_spread_or_outside():
         ((0,) * 3, "not compared"),
     ],
 )
-def test_the_verdict(counts, word):
+def test_verdict_depends_on_share_outside(counts, word):
     assert VerdictCounts(*counts).verdict == word
 
 
-def test_the_chart_has_each_number_and_none_is_of_nothing():
+def test_paper_comparison_chart_has_each_measured_value():
     rows = paper_comparison_chart(table())["datasets"]["rows"]
     points = sorted((row["paper"], row["ours"]) for row in rows)
     assert points == [pytest.approx(point) for point in ((0.5, 0.101), (0.56, 0.51), (0.65, 0.55), (0.8, 0.5))]
-    assert [row["stands"] for row in rows] == ["within .05", "inside the spread", "outside", "outside"]
+    agreement = ["within 0.05", "within 2 standard deviations", "outside", "outside"]
+    assert [row["agreement"] for row in rows] == agreement
     assert paper_comparison_chart(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None

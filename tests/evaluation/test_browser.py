@@ -1,4 +1,4 @@
-"""The pages in a real browser: Chromium, which `.ci/run` installs. Where there is none, a skip, but not in CI."""
+"""Reports in Chromium, which `.ci/run` installs. Without Chromium, the tests are skipped, but fail in CI."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The page of a run, and that of two."""
+    """Return the report of a run and the report of two runs."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("one", "two"):
         small = [
@@ -30,7 +30,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", ["run", "runs"])
-def test_a_page_is_drawn_without_an_error_or_a_request(opened, pages, name, width, scheme):
+def test_report_in_browser_draws_without_error_or_request(opened, pages, name, width, scheme):
     page, said, asked = opened(pages[name], width, scheme)
     charts = page.locator(".chart")
     page.wait_for_function(
@@ -40,14 +40,15 @@ def test_a_page_is_drawn_without_an_error_or_a_request(opened, pages, name, widt
     for chart in range(charts.count()):
         box = charts.nth(chart).locator("svg").first.bounding_box()
         assert 0 < box["width"] <= width and box["height"] > 50
-        assert charts.nth(chart).locator("svg path").count() > 2  # something is drawn
+        # Something is drawn.
+        assert charts.nth(chart).locator("svg path").count() > 2
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert said == [] and asked == [pages[name].as_uri()]
 
 
-def test_values_show_under_the_pointer_another_model_can_be_chosen_and_the_recipe_copied(browser, pages):
+def test_report_in_browser_has_tooltips_model_selector_and_copy_button(browser, pages):
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
     page.goto(pages["run"].as_uri())
@@ -61,13 +62,13 @@ def test_values_show_under_the_pointer_another_model_can_be_chosen_and_the_recip
     page.wait_for_function(
         "([chart, before]) => chart.querySelector('svg').innerHTML != before", arg=[second.element_handle(), before]
     )
-    page.locator("summary", has_text="The recipe").click()
+    page.locator("summary", has_text="Recipe").click()
     page.locator("details[open] button").last.click()
     assert page.evaluate("navigator.clipboard.readText()") == (pages["run"].parent / "config.yaml").read_text()
     context.close()
 
 
-def test_a_click_on_a_head_sorts_a_table_by_its_numbers(opened, tmp_path):
+def test_sort_script_click_on_heading_sorts_table(opened, tmp_path):
     script = (Path(__file__).parents[2] / "docs" / "_static" / "sort.js").read_text()
     rows = "".join(
         f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in {"a": "0.5 ± 0.1", "b": "10", "c": "-"}.items()
@@ -84,5 +85,6 @@ def test_a_click_on_a_head_sorts_a_table_by_its_numbers(opened, tmp_path):
     name.click()
     assert order.all_inner_texts() == ["a", "b", "c"] and value.get_attribute("aria-sort") is None
     page.locator("table").nth(1).locator("th").nth(1).click()
-    assert page.locator("table").nth(1).locator("td:first-child").all_inner_texts() == ["a", "b", "c"]  # another place
+    # The second table is outside of the element with the class `sortable`.
+    assert page.locator("table").nth(1).locator("td:first-child").all_inner_texts() == ["a", "b", "c"]
     assert said == []

@@ -1,4 +1,4 @@
-"""What a record tells by the clock of a rehearsed deployment."""
+"""Values of a record by the simulated clock."""
 
 import csv
 import math
@@ -33,7 +33,7 @@ def record_of(correct, seconds=None, tasks=1):
     }
 
 
-def test_times_add_up_and_total():
+def test_simulated_times_are_cumulative_and_in_summary():
     record = record_of([1, 5, 4, 9], [2.0, 0.5, 3.0, 1.0])
     assert simulated_times(record).tolist() == [2.0, 2.5, 5.5, 6.5]
     summary = summarize(record)
@@ -42,7 +42,7 @@ def test_times_add_up_and_total():
     assert not {"simulated_seconds/total", "late_uploads/total"} & summarize(record_of([1, 5])).keys()
 
 
-def test_time_to_accuracy_is_that_of_the_first_round_that_was_so_good():
+def test_time_to_returns_first_round_with_the_value():
     record = record_of([1, 5, 4, 9], [2.0, 0.5, 3.0, 1.0])
     assert [time_to(record, value) for value in (0.1, 0.5, 0.51, 0.9, 0.91)] == [2.0, 2.5, 6.5, 6.5, math.inf]
     assert time_to(record, 0.1, "nobody") == math.inf
@@ -50,12 +50,12 @@ def test_time_to_accuracy_is_that_of_the_first_round_that_was_so_good():
         time_to(record_of([1, 5]), 0.1)
 
 
-def test_rounds_in_which_nobody_was_tested_count():
+def test_time_to_counts_rounds_without_test():
     record = record_of([None, 5, None, 9], [2.0, 0.5, 3.0, 1.0])
     assert (time_to(record, 0.5), time_to(record, 0.9)) == (2.5, 6.5)
 
 
-def test_an_error_is_to_fall():
+def test_time_to_lower_is_better_measure():
     record = record_of([None] * 3, [1.0, 1.0, 1.0])
     record["measures"] = [{"name": "MSE", "higher_is_better": False}]
     for entry, value in zip(record["rounds"], (0.9, 0.3, 0.5), strict=True):
@@ -65,7 +65,7 @@ def test_an_error_is_to_fall():
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
-def test_the_chart_has_a_point_for_each_test(tasks):
+def test_rounds_chart_has_a_point_for_each_test(tasks):
     record = record_of([1, 5, None, 9], [2.0, 0.5, 3.0, 1.0], tasks)
     drawn = rounds_chart(record, curves(record))
     rows = drawn["datasets"]["rows"]
@@ -76,7 +76,7 @@ def test_the_chart_has_a_point_for_each_test(tasks):
 
 
 @pytest.mark.parametrize("seconds", [None, [2.0, 0.5]])
-def test_the_table_of_rounds_has_a_column_for_the_clock_where_there_is_one(tmp_path, seconds):
+def test_write_csv_has_simulated_time_only_with_a_clock(tmp_path, seconds):
     write_csv(tmp_path / "metrics.csv", record_of([1, 5], seconds))
     lines = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert len(lines) == 2 * 3

@@ -1,4 +1,4 @@
-"""Volume and time of the communication, against sums by hand."""
+"""Volume and time of the communication, compared with sums by hand."""
 
 import numpy as np
 import pytest
@@ -12,21 +12,22 @@ from lightning_fcl.federation.compression import TopK
 RECORD = {
     "rounds": [
         {"upload_bytes": {"a": 10, "b": 40}, "download_bytes": {"a": 100, "b": 60}},
-        {"upload_bytes": {"a": 10}, "download_bytes": {"a": 10, "b": 50}},  # b was dropped
+        # Client b was dropped.
+        {"upload_bytes": {"a": 10}, "download_bytes": {"a": 10, "b": 50}},
         {"upload_bytes": {}, "download_bytes": {}},
         {"upload_bytes": {"a": 0}},
     ]
 }
 
 
-def test_by_hand():
+def test_communication_volumes_and_time_equal_sums_by_hand():
     np.testing.assert_array_equal(communication_volumes(RECORD), [[50, 10, 0, 0], [160, 60, 0, 0]])
     times = [communication_time({"rounds": [entry]}, 10) for entry in RECORD["rounds"]]
     np.testing.assert_allclose([*times, communication_time(RECORD, 10)], [11, 5, 0, 0, 16])
     assert communication_time({"rounds": []}, 10) == 0 and communication_volumes({"rounds": []}).shape == (2, 0)
 
 
-def test_a_federation(fit, make_stream, make_task):
+def test_communication_volumes_of_a_fit_count_compressed_uploads(fit, make_stream, make_task):
     times = {}
     for code in (None, TopK(0.1)):
         metrics, task = ContinualMetrics(), make_task()
@@ -41,6 +42,6 @@ def test_a_federation(fit, make_stream, make_task):
 
 
 @pytest.mark.parametrize("bandwidth", [0, -1, float("nan"), float("inf")])
-def test_what_is_no_bandwidth(bandwidth):
+def test_communication_time_invalid_bandwidth_raises(bandwidth):
     with raises(InvalidValueError, "bandwidth"):
         communication_time(RECORD, bandwidth)

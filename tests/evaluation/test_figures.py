@@ -1,4 +1,4 @@
-"""The figures of a paper: what is drawn, against the results by hand."""
+"""Figures of a paper: the drawn points, compared with results by hand."""
 
 import re
 
@@ -16,7 +16,7 @@ EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
 def results(seed=0, experiences=4, owners=("ann", "2"), names=("sit", "walk", "run", "2")):
-    """Two rounds in each class-incremental experience; the readout, and so the server, is ready in the second."""
+    """Return a run with two rounds in each class-incremental experience. The server is tested in the second round."""
     rng = np.random.default_rng(seed)
     rounds, entries = [], []
     for r in range(2 * experiences):
@@ -38,7 +38,7 @@ def rows():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that would be written, each compiled: a picture takes a second."""
+    """Collect the specifications of figures instead of writing PNG files. Each is compiled to Vega."""
     figures = []
 
     def keep(path, spec):
@@ -51,7 +51,7 @@ def drawn(monkeypatch):
 
 
 def lines(spec, panel="", data="rows", of="value"):
-    """What the lines of a panel show, by their names."""
+    """Return the points of each line of a panel by the name of the line."""
     found = {}
     for row in spec["datasets"][data]:
         if row["panel"] == panel:
@@ -64,7 +64,7 @@ def close(found, expected):
 
 
 def find(spec, key):
-    """All values under a key, wherever it is."""
+    """Yield all values under a key, at any depth."""
     for name, value in spec.items() if isinstance(spec, dict) else enumerate(spec):
         if name == key:
             yield value
@@ -73,7 +73,7 @@ def find(spec, key):
 
 
 def seen(spec):
-    """The texts of a figure, from its picture."""
+    """Return the texts of a figure."""
     texts = re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", vl_convert.vegalite_to_svg(spec, config=charts._PNG))
     return " ".join(texts)
 
@@ -82,7 +82,7 @@ def figure(**entries):
     return {"file": "a.png", "kind": "activation_density", "title": "Title", "panels": {"": {"a": "A"}}, **entries}
 
 
-def test_stream_accuracy_is_mean_and_deviation_over_seeds(tmp_path, rows, drawn):
+def test_write_figures_stream_accuracy_has_mean_and_std_over_seeds(tmp_path, rows, drawn):
     shown = {"both": {"first": "A", "second": "B"}, "one": {"second": "B"}}
     write_figures(tmp_path, [figure(kind="stream_accuracy", panels=shown)], rows)
     expected = []
@@ -95,7 +95,8 @@ def test_stream_accuracy_is_mean_and_deviation_over_seeds(tmp_path, rows, drawn)
     close(
         [[row["low"], row["high"]] for row in points if row["line"] == "first"], np.stack([mean - std, mean + std], 1)
     )
-    assert not any("low" in row for row in points if row["line"] == "second")  # no band around a single seed
+    # A single seed has no band.
+    assert not any("low" in row for row in points if row["line"] == "second")
     assert [row["experience"] for row in points if row["line"] == "first"] == ["sit", "walk", "run", "2"]
     assert lines(drawn[0], "one").keys() == {"second"}
     assert drawn[0]["title"] == "Title"
@@ -103,19 +104,19 @@ def test_stream_accuracy_is_mean_and_deviation_over_seeds(tmp_path, rows, drawn)
     assert all(word in text for word in ("Title", "both", "one", "first", "second", "sit", "walk", "stream accuracy"))
 
 
-def test_a_figure_is_a_png_that_shows_something(tmp_path, rows):
+def test_write_figures_writes_nonempty_png(tmp_path, rows):
     (path,) = write_figures(tmp_path, [figure(kind="stream_accuracy")], rows)
     assert path.read_bytes().startswith(b"\x89PNG") and 10_000 < path.stat().st_size < 200_000
 
 
-def test_a_run_that_ended_early_and_other_orders_of_classes(tmp_path, rows, drawn):
+def test_write_figures_different_experiences_uses_numbers(tmp_path, rows, drawn):
     rows["B"] = [results(7, experiences=2, names=("run", "walk", "sit", "2"))]
     shown = {"": {"first": "A", "second": "B"}}
     write_figures(tmp_path, [figure(kind="stream_accuracy", panels=shown)], rows)
     assert lines(drawn[0], of="experience") == {"first": ["1", "2", "3", "4"], "second": ["1", "2"]}
 
 
-def test_density_is_the_mean_over_seeds_of_the_last_one(tmp_path, rows, drawn):
+def test_write_figures_density_is_mean_of_last_experience(tmp_path, rows, drawn):
     shown = {"": {"first": "A", "second": "B"}}
     write_figures(tmp_path, [figure(panels=shown)], rows)
     for label, row in (("first", "A"), ("second", "B")):
@@ -124,7 +125,7 @@ def test_density_is_the_mean_over_seeds_of_the_last_one(tmp_path, rows, drawn):
     assert lines(drawn[0], of="activation")["first"] == [-0.75, -0.25, 0.25, 0.75]
 
 
-def test_panels_of_experiences_show_each_of_a_row(tmp_path, rows, drawn):
+def test_write_figures_experiences_shows_each_experience(tmp_path, rows, drawn):
     write_figures(tmp_path, [figure(experiences=True, panels={"B": {"B": "B"}})], rows)
     found = lines(drawn[0], "B")
     assert list(found) == ["after sit", "after walk", "after run", "after 2"]
@@ -132,27 +133,27 @@ def test_panels_of_experiences_show_each_of_a_row(tmp_path, rows, drawn):
         close(values, rows["B"][0]["densities"]["experiences"][number]["all"])
 
 
-def test_figures_whose_rows_were_not_run_are_left_out(tmp_path, rows, drawn, capsys):
+def test_write_figures_missing_row_skips_figure(tmp_path, rows, drawn, capsys):
     wanted = [figure(file="one.png", panels={"": {"a": "A", "c": "C"}}), figure(file="two.png")]
     assert write_figures(tmp_path, wanted, rows) == [tmp_path / "two.png"]
-    assert capsys.readouterr().err == "Figure one.png is left out: not run: C.\n"
+    assert capsys.readouterr().err == "Skipped figure one.png, because these rows were not run: C.\n"
 
 
-def test_panels_whose_rows_were_not_run_are_left_out_of_their_figure(tmp_path, rows, drawn, capsys):
+def test_write_figures_missing_row_skips_only_its_panel(tmp_path, rows, drawn, capsys):
     shown = {"run": {"a": "A", "b": "B"}, "not run": {"a": "A", "c": "C"}}
     for kind in ("stream_accuracy", "activation_density"):
         assert write_figures(tmp_path, [figure(kind=kind, panels=shown)], rows) == [tmp_path / "a.png"]
-        assert capsys.readouterr().err == "Panels of figure a.png are left out: not run: C.\n"
+        assert capsys.readouterr().err == "Skipped panels of figure a.png, because these rows were not run: C.\n"
         assert {row["panel"] for row in drawn[-1]["datasets"]["rows"]} == {"run"}
 
 
-def test_what_the_results_lack_is_named(tmp_path, rows):
+def test_write_figures_without_densities_raises(tmp_path, rows):
     del rows["A"][1]["densities"]
     with raises(MissingValueError, "densities"):
         write_figures(tmp_path, [figure()], rows)
 
 
-def test_names_of_experiences():
+def test_experience_names_long_or_equal_returns_numbers():
     record = {"groups": ["a", "b", "c" * 30], "tasks": {"server": [[0], [1]]}}
     assert experience_names(record) == ["a", "b"]
     other = {**record, "tasks": {"server": [[1], [0]]}}
@@ -163,7 +164,7 @@ def test_names_of_experiences():
 
 
 def study(seed=0, tasks=3, scale=1.0, clients="ab"):
-    """Two rounds in each task; clients are tested in the second, and have their own orders of the tasks."""
+    """Return a run with two rounds in each task. Clients have their own orders of tasks, tested in the second round."""
     rng = np.random.default_rng(seed)
     order = {client: [[2 * t, 2 * t + 1] for t in rng.permutation(3)[:tasks].tolist()] for client in clients}
     rounds = []
@@ -188,7 +189,7 @@ def study(seed=0, tasks=3, scale=1.0, clients="ab"):
 
 
 def by_hand(run):
-    """Average accuracy and forgetting after each task, mean over the clients, in plain Python."""
+    """Return average accuracy and forgetting after each task, mean over the clients, in plain Python."""
     record, accuracies, forgettings = run["record"], [], []
     for client, tasks in record["tasks"].items():
         if client == "server":
@@ -202,21 +203,21 @@ def by_hand(run):
     return np.mean(accuracies, axis=0), np.mean(forgettings, axis=0)
 
 
-def test_average_accuracy_and_forgetting_after_each_task(tmp_path, drawn):
+def test_write_figures_average_accuracy_and_forgetting_equal_reference(tmp_path, drawn):
     rows = {"A": [study(seed) for seed in range(3)], "B": [study(9)]}
     shown = {"x": {"first": "A", "second": "B"}}
     write_figures(tmp_path, [figure(kind="average_accuracy", panels=shown)], rows)
     for label, row in (("first", "A"), ("second", "B")):
         accuracy, lost = (np.mean(part, axis=0) for part in zip(*map(by_hand, rows[row]), strict=True))
-        for data, values, x in (("accuracy", accuracy, [1, 2, 3]), ("lost", lost, [2, 3])):
+        for data, values, x in (("accuracy", accuracy, [1, 2, 3]), ("forgetting", lost, [2, 3])):
             assert lines(drawn[0], "x", data, of="round")[label] == x
             close(lines(drawn[0], "x", data)[label], values)
     third, point = [by_hand(run)[0][2] for run in rows["A"]], drawn[0]["datasets"]["accuracy"][2]
     close([point["low"], point["high"]], np.mean(third) + np.array([-1, 1]) * np.std(third, ddof=1))
     several = {"x": {"first": "A"}, "y": {"second": "B"}, "z": {"first": "A"}}
     write_figures(tmp_path, [figure(kind="average_accuracy", panels=several)], rows)
-    close(lines(drawn[1], "y", "lost")["second"], by_hand(rows["B"][0])[1])
-    assert "average accuracy, mean of the clients" in seen(drawn[1])
+    close(lines(drawn[1], "y", "forgetting")["second"], by_hand(rows["B"][0])[1])
+    assert "average accuracy, mean over clients" in seen(drawn[1])
     for run in rows["B"]:
         for entry in run["record"]["rounds"]:
             entry["correct"] = {"server": [0] * 6}
@@ -224,11 +225,11 @@ def test_average_accuracy_and_forgetting_after_each_task(tmp_path, drawn):
         write_figures(tmp_path, [figure(kind="average_accuracy", panels=shown)], rows)
 
 
-def test_volume_and_time_of_the_communication(tmp_path, drawn):
+def test_write_figures_communication_equals_sums_by_hand(tmp_path, drawn):
     rows = {"A": [study(0), study(1, scale=3.0)], "B": [study(2)], "C": [study(3)]}
     shown = {"all": {"first": "A", "second": "B", "third": "C"}, "one": {"third": "C"}}
     write_figures(tmp_path, [figure(kind="communication", panels=shown)], rows)
-    # Rounds of one client and of two in turn; each sends 1000, 1100, ... bytes and receives 3000.
+    # Rounds have one client and two clients alternately. Each sends 1000, 1100, ... bytes and receives 3000.
     up, down = sum((1 + r % 2) * (1000 + 100 * r) for r in range(6)), 9 * 3000
     bars = drawn[0]["datasets"]["volumes all"]
     expected = [[0, 2 * up], [2 * up, 2 * up + 2 * down], *2 * [[0, up], [up, up + down]]]
@@ -250,17 +251,18 @@ def test_volume_and_time_of_the_communication(tmp_path, drawn):
 
 @pytest.mark.parametrize("kind", ["average_accuracy", "communication", "volume_by_round", "stream_accuracy"])
 @pytest.mark.parametrize("number", [1, 16])
-def test_every_one_of_many_rows_is_named(tmp_path, drawn, kind, number):
+def test_write_figures_many_rows_have_names_and_distinct_styles(tmp_path, drawn, kind, number):
     rows = {f"method number {n}": [study(n, scale=1 + n)] for n in range(number)}
     write_figures(tmp_path, [figure(kind=kind, panels={"data": {row: row for row in rows}})], rows)
     text = seen(drawn[0])
     assert all(re.search(rf"\b{row}\b", text) for row in rows)
     looks = {tuple(map(str, look)) for look in zip(*ranges(drawn[0]), strict=True)}
-    assert len(looks) == number  # no two look the same
+    # No two lines have the same style.
+    assert len(looks) == number
 
 
 def ranges(spec):
-    """The colours and shapes of the lines."""
+    """Return the colors and the shapes of the lines."""
     found = [scale["range"] for scale in find(spec, "scale") if len(scale.get("range", [])) and "domain" in scale]
     colours = next(one for one in found if str(one[0]).startswith("#"))
     return colours, next(one for one in found if one[0] == "circle")

@@ -1,4 +1,4 @@
-"""The leaderboard's numbers, tables and pictures."""
+"""Rows, tables and charts of the leaderboard."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def run(tasks=2):
     }
 
 
-def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_task():
+def test_leaderboard_row_has_expected_values():
     found = leaderboard_row(run())
     assert found == {
         "last_accuracy": 0.7,
@@ -47,7 +47,7 @@ def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_
     }
 
 
-def test_one_task_has_no_forgetting():
+def test_leaderboard_row_one_task_has_no_forgetting():
     found = leaderboard_row(run(tasks=1))
     assert "forgetting" not in found and found["stage_accuracy"] == 0.9 and found["upload_bytes"] == 40.0
 
@@ -68,30 +68,30 @@ def table(**methods):
 NOTES = {"low": {"logits": "all"}, "high": {"logits": "task's", "leaves": "weights"}, "not run": {}}
 
 
-def test_a_board_has_the_best_first_and_what_was_run():
+def test_leaderboard_table_sorts_by_accuracy_and_skips_missing_runs():
     lines = leaderboard_table(table(low=[0.25, 0.35], high=[0.5, 0.5]), "P", NOTES).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["method", "last accuracy", "up, kB", "down, kB", "seconds", "logits", "leaves"]
+    assert cells[0] == ["method", "last accuracy", "upload, kB", "download, kB", "seconds", "logits", "leaves"]
     assert cells[2:] == [
         ["high", "0.500 ± 0.000", "16", "4", "30", "task's", "weights"],
         ["low", "0.300 ± 0.071", "12", "4", "23", "all", "-"],
     ]
 
 
-def test_a_picture_has_each_method_by_its_traffic_and_its_time():
+def test_leaderboard_chart_has_communication_and_time_of_each_method():
     drawn = leaderboard_chart(table(low=[0.3], high=[0.5]), "P", NOTES)
-    rows = [{name: row[name] for name in row if "beside" not in name} for row in drawn["datasets"]["rows"]]
+    rows = [{name: row[name] for name in row if "label of" not in name} for row in drawn["datasets"]["rows"]]
     assert rows == [
-        {"method": "low", "accuracy": 0.3, "logits": "all", "traffic": 0.016, "seconds": 22.8},
-        {"method": "high", "accuracy": 0.5, "logits": "task's", "traffic": 0.02, "seconds": 30.4},
+        {"method": "low", "accuracy": 0.3, "logits": "all", "communication": 0.016, "seconds": 22.8},
+        {"method": "high", "accuracy": 0.5, "logits": "task's", "communication": 0.02, "seconds": 30.4},
     ]
-    assert [part["layer"][0]["encoding"]["x"]["field"] for part in drawn["hconcat"]] == ["traffic", "seconds"]
+    assert [part["layer"][0]["encoding"]["x"]["field"] for part in drawn["hconcat"]] == ["communication", "seconds"]
     assert leaderboard_chart(table(low=[0.3]), "P", NOTES) is None
 
 
-def test_names_stand_beside_their_points_unless_one_covered_another():
+def test_leaderboard_chart_moves_overlapping_labels():
     notes = {name: {"logits": "all"} for name in ("low", "same", "twin")}
     rows = leaderboard_chart(table(low=[0.3], same=[0.5], twin=[0.5]), "P", notes)["datasets"]["rows"]
-    low, same, other = ([row[f"beside {cost}"] for cost in ("traffic", "seconds")] for row in rows)
+    low, same, other = ([row[f"label of {cost}"] for cost in ("communication", "seconds")] for row in rows)
     assert low == pytest.approx([0.3, 0.3]) and same == pytest.approx([0.5, 0.5])
     assert all(abs(height - 0.5) > 1e-3 for height in other)

@@ -1,3 +1,5 @@
+"""Metrics of continual learning, compared with a slow reference and with values by hand."""
+
 import json
 import math
 import subprocess
@@ -15,7 +17,10 @@ CLIENTS = ("client1", "7", "generalized")
 
 
 def fine_tuning_record():
-    """One client learns class 1 in rounds 0-3 and class 2 in rounds 4-7 and each time forgets all else but class 5."""
+    """Return a record of a client that learns class 1 in rounds 0-3 and class 2 in rounds 4-7.
+
+    The client predicts only the current class and class 5 correctly.
+    """
     rounds = []
     for r in range(8):
         learnt = 1 if r < 4 else 2
@@ -44,7 +49,7 @@ def fine_tuning_record():
 
 
 def random_record(seed):
-    """Unequal groups, one without test samples; three tasks that overlap; clients that miss rounds or a whole task."""
+    """Return a record with unequal groups, one without test samples, overlapping tasks, and missed rounds of clients."""
     rng = np.random.default_rng(seed)
     totals = [7, 12, 0, 30, 5]
     tasks = {
@@ -70,7 +75,7 @@ def random_record(seed):
     return {"groups": list("abcde"), "totals": totals, "tasks": tasks, "rounds": rounds}
 
 
-# The slow reference: plain loops over the record with the definitions of the paper's section 4.3, in its 1-based terms.
+# The slow reference loops over the record, with the definitions of section 4.3 of the paper (tasks are 1-based).
 
 
 def mean(values):
@@ -153,7 +158,7 @@ def test_summary_equals_slow_reference(seed):
         assert ours[name] == pytest.approx(value, abs=1e-12), name
 
 
-def test_fine_tuning_forgets_everything_as_in_the_paper():
+def test_summarize_fine_tuning_equals_values_of_the_paper():
     # Tables 2 and 3, row CL-FT: A_gen .338, A_per .75, A_2 .5, F_2 1.
     summary = summarize(fine_tuning_record())
     assert summary["A_2/client1"] == 0.5
@@ -165,7 +170,7 @@ def test_fine_tuning_forgets_everything_as_in_the_paper():
 
 
 def of_client(correct, totals, experience, tasks):
-    """The record of a client, of right predictions per round and group."""
+    """Return the record of a client from its numbers of correct predictions per round and group."""
     rounds = [
         {"round": r, "experience": {"a": e}, "correct": {"a": row}}
         for r, (e, row) in enumerate(zip(experience, correct, strict=True))
@@ -173,7 +178,7 @@ def of_client(correct, totals, experience, tasks):
     return {"groups": [*map(str, totals)], "totals": totals, "tasks": {"a": tasks}, "rounds": rounds}
 
 
-def test_matrix_by_hand():
+def test_matrices_and_stream_accuracies_equal_values_by_hand():
     # Two groups of 10 and 30 samples in task 1, one of 20 in task 2; task 1 lasts two rounds.
     record = of_client([[10, 0, 20], [0, 30, 0], [5, 15, 10]], [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
     np.testing.assert_allclose(matrices(record)["a"], [[0.5, 0.5], [0.5, 0.5]])
@@ -183,8 +188,8 @@ def test_matrix_by_hand():
     assert summarize(record)["personal_accuracy/a"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
 
 
-def test_the_start_is_experience_0_of_the_server_alone():
-    """By hand: a base session of two groups, then one more in each of two sessions of two rounds."""
+def test_summarize_base_session_counts_only_for_the_server():
+    """A base session of two groups, then one more group in each of two sessions of two rounds, by hand."""
     correct = [[4, 2, 3, 0], [3, 3, 4, 0], [1, 0, 4, 1], [2, 1, 1, 5]]
     rounds = [
         {"round": r, "experience": {"node": 1 + r // 2, "server": 1 + r // 2}, "correct": {"node": row, "server": row}}
@@ -196,9 +201,8 @@ def test_the_start_is_experience_0_of_the_server_alone():
     expected = {"stream_accuracy_0": 8 / 10, "stream_accuracy_1": 10 / 15, "stream_accuracy_2": 9 / 20}
     for name, value in {**expected, "stream_accuracy": 9 / 20, "final_accuracy": 9 / 20}.items():
         assert summary[f"{name}/server"] == pytest.approx(value), name
-    assert (
-        summary["general_accuracy/server"] == summary["general_accuracy/node"] == pytest.approx((9 + 10 + 6 + 9) / 80)
-    )  # of rounds
+    in_rounds = pytest.approx((9 + 10 + 6 + 9) / 80)
+    assert summary["general_accuracy/server"] == summary["general_accuracy/node"] == in_rounds
     assert summary["average_accuracy/server"] == pytest.approx((3 / 10 + 1 / 5 + 5 / 5) / 3)
     assert summary["forgetting/server"] == pytest.approx((8 / 10 - 3 / 10 + 4 / 5 - 1 / 5) / 2)
     assert "stream_accuracy_0/node" not in summary and "forgetting/node" in summary
@@ -210,21 +214,21 @@ def test_the_start_is_experience_0_of_the_server_alone():
     assert "stream_accuracy_0/server" not in summarize(record)
 
 
-def test_stream_accuracies_of_a_model_that_was_not_tested():
+def test_stream_accuracies_untested_model_is_nan():
     record = {**fine_tuning_record(), "rounds": []}
     assert np.isnan(stream_accuracies(record)).tolist() == [True, True]
     with raises(UnknownNameError, "model", value="client2"):
         stream_accuracies(record, "client2")
 
 
-def test_a_group_counts_once_however_often_it_is_listed():
+def test_matrices_repeated_group_counts_once():
     record = of_client([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 0, 1]])
     assert matrices(record)["a"][1, 1] == 0.5
     assert stream_accuracies(record, "a")[1] == 0.5
 
 
-def test_forgetting_takes_the_best_since_the_task_was_learnt():
-    # Task 1 is best after task 2; what task 2 scored before it was learnt (.9) does not count.
+def test_forgetting_uses_best_value_since_task_was_learned():
+    # Task 1 is best after task 2. The accuracy on task 2 before it was learned (.9) does not count.
     matrix = [[0.6, 0.9, 0.0], [0.8, 0.7, 0.0], [0.5, 0.6, 1.0]]
     assert forgetting(matrix, 3) == pytest.approx(((0.8 - 0.5) + (0.7 - 0.6)) / 2)
     assert forgetting(matrix, 2) == pytest.approx(0.6 - 0.8)
@@ -233,7 +237,7 @@ def test_forgetting_takes_the_best_since_the_task_was_learnt():
     assert backward_transfer(matrix) == pytest.approx(((0.5 - 0.6) + (0.6 - 0.7)) / 2)
 
 
-def test_what_was_never_learnt_is_left_out():
+def test_summarize_omits_metrics_of_tasks_not_learned():
     matrix = matrices(of_client([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]]))["a"]
     assert np.isnan(matrix[1]).all() and not np.isnan(matrix[0]).any()
     assert math.isnan(average_accuracy(matrix, 2)) and math.isnan(forgetting(matrix, 2))
@@ -245,12 +249,12 @@ def test_what_was_never_learnt_is_left_out():
     json.dumps(summary, allow_nan=False)
 
 
-def test_record_without_rounds():
+def test_summarize_record_without_rounds_has_only_bytes():
     summary = summarize({**fine_tuning_record(), "rounds": []})
     assert summary == {"upload_bytes/total": 0.0, "download_bytes/total": 0.0}
 
 
-def test_curves_and_matrices_put_the_server_first_and_skip_missing_rounds():
+def test_curves_and_matrices_have_server_first_and_skip_missed_rounds():
     record = random_record(3)
     models = curves(record)
     assert next(iter(models)) == "server" and next(iter(matrices(record))) == "server"
@@ -263,14 +267,14 @@ def test_curves_and_matrices_put_the_server_first_and_skip_missing_rounds():
     assert models["7"].overall[0] == pytest.approx(sum(there[0]["correct"]["7"]) / 54)
 
 
-def test_module_needs_no_torch():
+def test_metrics_module_imports_without_torch():
     source = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
     path = sys.modules["lightning_fcl.evaluation.metrics"].__file__
     assert subprocess.run([sys.executable, "-c", source, path], check=False).returncode == 0
 
 
-def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
-    # a learns x, y, z; b learns y, x and has no third task; c, too, but was not tested after its second.
+def test_task_curves_are_mean_over_tested_clients():
+    # Client a learns x, y, z. Clients b and c learn y, x and have no third task. c is not tested after its second task.
     correct = {
         "a": [[9, 0, 0], [5, 8, 0], [6, 2, 7]],
         "b": [[0, 6, 0], [10, 7, 0]],
@@ -281,7 +285,8 @@ def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
     for e in range(3):
         now = {model: rows[e] for model, rows in correct.items() if e < len(rows)}
         entry = {"round": 2 * e, "experience": dict.fromkeys(now, e), "correct": {model: [0, 0, 0] for model in now}}
-        rounds += [entry, {**entry, "round": 2 * e + 1, "correct": now}]  # the last round of a task counts
+        # Only the last round of a task counts.
+        rounds += [entry, {**entry, "round": 2 * e + 1, "correct": now}]
     tasks = {"a": [[0], [1], [2]], "b": [[1], [0]], "c": [[1], [0]], "server": [[0, 1], [0, 1], [2]]}
     record = {"groups": ["x", "y", "z"], "totals": [10] * 3, "tasks": tasks, "rounds": rounds}
     accuracy, forgotten = task_curves(record)
@@ -291,8 +296,8 @@ def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
     assert [len(values) for values in task_curves(alone)] == [0, 0]
 
 
-def test_own_models_of_a_task_with_measures():
-    """What clients predict with after aggregation, and their own models before it, keep apart."""
+def test_summarize_local_models_with_measures_are_separate():
+    """The models that clients predict with after aggregation, and their models before aggregation, are separate."""
     rounds = [
         {
             "round": r,

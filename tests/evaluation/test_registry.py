@@ -1,4 +1,4 @@
-"""The registry of metrics: every record is complete and right, and a new record reaches every reader."""
+"""The registry of metrics: every record is complete and correct, and a new record reaches every reader."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def test_metric_record_is_complete(metric):
     assert metric.direction in ("maximize", "minimize", "quantity")
     description = metric.description
     assert 10 < len(description) <= 120 and description == description.strip() and not description.endswith(".")
-    # A value that has the direction of the quantity names the quantity, also in the name for another quantity.
+    # If the direction is that of the quantity, the description names the quantity, and so does the name for a measure.
     if metric.direction == "quantity":
         assert description.startswith(("{quantity}", "lowest {quantity}"))
         assert metric.measure_name is None or "{measure}" in metric.measure_name
@@ -62,14 +62,14 @@ def test_metric_names_are_unique_for_every_quantity():
             assert find_metric(key, [R2, quantity, ACCURACY]) == metric
 
 
-def test_columns_of_the_leaderboard_have_the_units_and_directions_of_metrics_with_the_same_name():
+def test_leaderboard_columns_match_units_and_directions_of_metrics():
     for column in COLUMNS:
         if metric := find_metric(column.name):
             assert (metric.unit, metric.direction) == (column.unit, column.direction)
 
 
 def run_of(quantity, is_good):
-    """Return the record of two tasks: learned and kept at low cost, or hardly learned and forgotten at high cost."""
+    """Return the record of two tasks: well learned at low cost, or hardly learned and forgotten at high cost."""
     names = ["x", "y", "z"]
     tasks = {model: [[0, 1], [2]] for model in MODELS}
     rounds = []
@@ -103,7 +103,7 @@ def of(quantity, share):
 
 
 def results_of(name, models, quantity, share):
-    """Return the test results of models that are equally good on all groups."""
+    """Return the test results of models with the same value on all groups."""
     if quantity == ACCURACY:
         return {name: {model: [round(100 * share)] * 3 for model in models}}
     groups = ("+".join(part) for n in (1, 2, 3) for part in itertools.combinations("012", n))
@@ -112,7 +112,7 @@ def results_of(name, models, quantity, share):
 
 
 @pytest.mark.parametrize("quantity", [ACCURACY, MSE, R2], ids=lambda quantity: quantity.name)
-def test_direction_of_every_metric_prefers_the_good_run(quantity):
+def test_metric_direction_prefers_the_good_run(quantity):
     good, bad = (summarize(run_of(quantity, is_good)) for is_good in (True, False))
     assert good.keys() == bad.keys()
     seen = set()
@@ -123,7 +123,7 @@ def test_direction_of_every_metric_prefers_the_good_run(quantity):
     assert seen == {metric.name for metric in metrics_for(quantity)}
 
 
-def test_direction_of_every_column_of_the_leaderboard_prefers_the_good_run():
+def test_leaderboard_column_direction_prefers_the_good_run():
     good, bad = (leaderboard_row({"record": run_of(ACCURACY, is_good)}) for is_good in (True, False))
     assert good.keys() == bad.keys() == {column.name for column in COLUMNS}
     for column in metrics_for(ACCURACY, COLUMNS):
@@ -132,8 +132,8 @@ def test_direction_of_every_column_of_the_leaderboard_prefers_the_good_run():
             assert better == (column.direction == "maximize") and good[column.name] != bad[column.name], column.name
 
 
-def test_units_are_those_of_the_record():
-    """A metric in bytes or seconds is proportional to the bytes or seconds of the record, all others do not change."""
+def test_metric_units_scale_with_bytes_and_seconds_of_the_record():
+    """A metric in bytes or seconds is proportional to the bytes or seconds of the record. Other metrics are not."""
     record = run_of(ACCURACY, True)
     before = summarize(record)
     for unit, names in {"B": ("upload_bytes", "download_bytes"), "s": ("simulated_seconds",)}.items():
@@ -149,20 +149,20 @@ def times_three(value):
     return {name: 3 * one for name, one in value.items()} if isinstance(value, dict) else 3 * value
 
 
-def test_unknown_names_are_no_metric():
+def test_find_metric_unknown_name_returns_none():
     assert find_metric("speed") is None and find_metric("A_x/server") is None and find_metric("A_2b/server") is None
     assert find_metric("final_MSE/server") is None and find_metric("final_MSE/server", [MSE]) is not None
     assert find_metric("A_2/server", [MSE]) is None
 
 
-def test_measures_with_slashes_and_underscores_are_found():
+def test_find_metric_measure_with_slash_and_underscore():
     loss = Quantity("val/my_loss", higher_is_better=False)
     assert known("stream_val/my_loss_3/server", loss).name == "stream_val/my_loss_{number}"
     assert known("average_val/my_loss/client1", loss).direction == "minimize"
 
 
 @pytest.mark.seconds
-def test_metrics_of_committed_runs_are_what_the_registry_computes():
+def test_summarize_committed_runs_equals_their_metrics():
     paths = [*recipes_folder().glob("**/results.json")]
     assert len(paths) > 30
     for path in paths:
@@ -170,7 +170,7 @@ def test_metrics_of_committed_runs_are_what_the_registry_computes():
         assert list(summarize(results["record"]).items()) == list(results["metrics"].items()), path
 
 
-def test_names_in_recipes_are_metrics_of_the_registry():
+def test_recipes_name_only_metrics_of_the_registry():
     names = set()
     for path in recipes_folder().glob("*/*.yaml"):
         if path.name == "rows.yaml":
@@ -193,10 +193,8 @@ WORST_TASK = Metric(
 
 
 @pytest.mark.seconds
-def test_new_record_alone_reaches_results_report_comparison_table_and_listing(
-    tmp_path, monkeypatch, capsys, small_recipe
-):
-    """The accuracy on the worst task, which nothing but the registry knows."""
+def test_new_metric_record_reaches_results_reports_and_listing(tmp_path, monkeypatch, capsys, small_recipe):
+    """The new metric is the accuracy on the worst task."""
     monkeypatch.setattr(registry, "METRICS", (*METRICS, WORST_TASK))
     recipe = small_recipe(rounds=2, clients=2)
     for seed in range(2):
@@ -215,7 +213,7 @@ def test_new_record_alone_reaches_results_report_comparison_table_and_listing(
     page = (tmp_path / "seed-0" / "report.html").read_text()
     assert page == render_report(read_results(tmp_path / "seed-0"), (tmp_path / "seed-0" / "config.yaml").read_text())
     assert "accuracy on the worst task after the last round; higher is better" in page
-    assert f"<td>{mean:.3f}</td>" in page[page.index("<summary>Every metric") :]
+    assert f"<td>{mean:.3f}</td>" in page[page.index("<summary>All metrics") :]
 
     groups = runs_by_name([tmp_path / "seed-0", tmp_path / "seed-1"])
     table = Table.from_results([run for runs in groups.values() for run in runs], "none", "paper", "")
@@ -234,7 +232,7 @@ def test_new_record_alone_reaches_results_report_comparison_table_and_listing(
     assert "accuracy on the worst task after the last round; higher is better" in capsys.readouterr().out
 
 
-def test_listing_has_every_metric_with_its_direction(capsys):
+def test_ls_metrics_lists_every_metric_with_its_direction(capsys):
     main(["ls", "metrics", "--json"])
     listed = json.loads(capsys.readouterr().out)
     assert len(listed) == len(METRICS)

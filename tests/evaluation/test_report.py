@@ -1,4 +1,4 @@
-"""A run's page, and the page of several: what the record says, from one file that asks no host."""
+"""Reports of a run and of several runs: values of the record, in one file without requests."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ EXPECTED = {"general_accuracy/client1": 0.753, "F_2/client1": 0.212, "general_ac
 
 
 def record(groups=6, tasks=2, rounds_per_task=3, seed=0):
-    """client1 learns one group after the other, generalized all of them; it misses the third round."""
+    """Return a record: client1 learns one group after the other, generalized learns all and misses the third round."""
     rng = np.random.default_rng(seed)
     rounds = []
     for r in range(tasks * rounds_per_task):
@@ -74,7 +74,7 @@ def results(row="FLwF-2T/FT", seed=0, expected=None, **shape):
 
 
 class Reader(HTMLParser):
-    """Every tag with its attributes, charts by what they show, tables by their titles, and the text that is seen."""
+    """Reads a page: tags with attributes, charts by caption, tables by section, and the visible text."""
 
     def __init__(self, page):
         super().__init__()
@@ -117,7 +117,7 @@ def save(folder, content):
     return folder
 
 
-def test_a_page_tells_what_ran_and_compares_with_the_paper():
+def test_report_has_settings_and_comparison_with_the_paper():
     content = results(expected=EXPECTED)
     reader = Reader(render_report(content))
     said = " ".join(reader.seen)
@@ -131,26 +131,22 @@ def test_a_page_tells_what_ran_and_compares_with_the_paper():
     ):
         assert part in said
     ours = content["metrics"]["general_accuracy/client1"]
-    lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Against the paper"]}
+    lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Comparison with the paper"]}
     assert lines["A_gen client1"] == [f"{ours:.3f}", "0.753", f"{ours - 0.753:+.3f}"]
     assert lines["A_gen other"] == ["-", "0.500", "-"]
-    head, server, *_ = reader.tables["Every metric"]
+    head, server, *_ = reader.tables["All metrics"]
     assert server[0][0] == "server"
     assert server[head.index(("A_gen", ""))][0] == f"{content['metrics']['general_accuracy/server']:.3f}"
-    _, left_out = reader.tables["On the wire and inside"]
-    assert [text for text, _ in left_out] == [
-        "round 5",
-        "generalized",
-        "non-finite weights",
-    ]
+    _, problem = reader.tables["Communication"]
+    assert [text for text, _ in problem] == ["5", "generalized", "non-finite weights"]
 
 
-def test_a_page_of_one_task_compares_with_no_paper():
+def test_report_of_one_task_has_no_comparison_with_the_paper():
     page = Reader(render_report(results(tasks=1)))
-    assert "Against the paper" not in page.seen and not any("A_2" in text for text in page.seen)
+    assert "Comparison with the paper" not in page.seen and not any("A_2" in text for text in page.seen)
 
 
-def test_broken_results_are_named(tmp_path):
+def test_read_results_damaged_file_raises(tmp_path):
     path = tmp_path / "results.json"
     with raises(MissingFileError, value=path):
         read_results(tmp_path)
@@ -213,7 +209,7 @@ def full(**shape):
         {"groups": 1, "tasks": 1, "rounds_per_task": 1},
     ],
 )
-def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
+def test_report_is_one_file_with_valid_charts(tmp_path, shape):
     folder = save(tmp_path, full(**shape))
     (folder / "config.yaml").write_text("model: <script>alert(1)</script>\n")
     page = write_files(folder).read_text()
@@ -228,44 +224,44 @@ def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
     assert is_complete(folder)
 
 
-def test_the_charts_show_what_the_record_says():
+def test_report_charts_have_values_of_the_record():
     content = results(groups=10, tasks=5)
     drawn = {caption.split(".")[0]: spec for caption, spec in Reader(render_report(content)).charts.items()}
     every = curves(content["record"])
-    server = next(chart for name, chart in drawn.items() if name.startswith("The server"))
+    server = next(chart for name, chart in drawn.items() if name.startswith("Server: on the whole test set"))
     ours = {(row["line"], row["round"]): row["value"] for row in rows_of(server) if "line" in row}
     for round_idx, whole, learnt in zip(
         every["server"].rounds, every["server"].overall, every["server"].seen_classes, strict=True
     ):
         assert ours["server, whole test set", round_idx + 1] == pytest.approx(whole, abs=1e-4)
-        assert ours["server, what was learnt so far", round_idx + 1] == pytest.approx(learnt, abs=1e-4)
-    rows = rows_of(drawn["Accuracy on each class, or domain"])
+        assert ours["server, experiences so far", round_idx + 1] == pytest.approx(learnt, abs=1e-4)
+    rows = rows_of(drawn["Accuracy on each class or domain"])
     groups = {(row["model"], row["round"], row["group"]): row["value"] for row in rows}
     assert groups["client1", 3, "group|7"] == pytest.approx(every["client1"].accuracy[2, 7], abs=1e-4)
-    cells = next(chart for name, chart in drawn.items() if name.startswith("Each cell"))
+    cells = next(chart for name, chart in drawn.items() if name.startswith("Row: the task"))
     found = {(row["model"], row["after"], row["on"]): row["value"] for row in rows_of(cells)}
     np.testing.assert_allclose(
         [[found["client1", t, d] for d in range(1, 6)] for t in range(1, 6)],
         matrices(content["record"])["client1"],
         atol=1e-4,
     )
-    ends = {row["client"]: row["value"] for row in rows_of(drawn["Each client at the end"])}
+    ends = {row["client"]: row["value"] for row in rows_of(drawn["Final value of each client"])}
     expected = {model: every[model].seen_classes[-1] for model in ("client1", "generalized")}
     assert ends == pytest.approx(expected, abs=1e-4)
 
 
-def test_at_most_five_numbers_stand_on_top_each_under_one_name():
+def test_summary_metrics_has_at_most_five_values():
     names = [one.name for one in summary_metrics(results(tasks=3))]
-    assert names == ["final accuracy", "average accuracy", "forgetting", "worst-off client", "traffic"]
+    assert names == ["final accuracy", "average accuracy", "forgetting", "worst client", "communication"]
     content = results(tasks=1)
     for entry in content["record"]["rounds"]:
         entry["upload_bytes"] = entry["download_bytes"] = {}
     content["metrics"] = summarize(content["record"])
-    assert [one.name for one in summary_metrics(content)] == ["final accuracy", "worst-off client"]
+    assert [one.name for one in summary_metrics(content)] == ["final accuracy", "worst client"]
 
 
 @pytest.mark.seconds
-def test_a_thousand_clients_are_counted_and_the_worst_named():
+def test_report_of_thousand_clients_names_the_worst():
     content = results(tasks=1, groups=3)
     rng = np.random.default_rng(0)
     for entry in content["record"]["rounds"]:
@@ -282,7 +278,7 @@ def test_a_thousand_clients_are_counted_and_the_worst_named():
     assert f"client {worst} {every[worst]:.3f}" in re.sub(r"\s+", " ", text)
 
 
-def test_another_quantity_than_accuracy_is_drawn_as_it_is():
+def test_report_with_measures_shows_the_measure():
     rounds = [
         {
             "round": r,
@@ -297,8 +293,8 @@ def test_another_quantity_than_accuracy_is_drawn_as_it_is():
     record["tasks"]["c"] = [[0]]
     record["measures"] = [{"name": "MSE", "higher_is_better": False}]
     page = Reader(render_report(results() | {"record": record, "metrics": summarize(record)}))
-    numbers = " ".join(filter(None, page.seen[page.seen.index("38.000") : page.seen.index("MSE, round by round")]))
-    assert numbers.startswith("38.000 final MSE") and "90.000 worst-off client" in numbers
+    numbers = " ".join(filter(None, page.seen[page.seen.index("38.000") : page.seen.index("MSE by round")]))
+    assert numbers.startswith("38.000 final MSE") and "90.000 worst client" in numbers
     first, *_ = page.charts.values()
     spread = [(row["worst client"], row["worst"], row["best"]) for row in rows_of(first) if "worst" in row]
     assert spread == [("c", 90, 40), ("c", 90, 39), ("c", 90, 38)]
@@ -307,17 +303,18 @@ def test_another_quantity_than_accuracy_is_drawn_as_it_is():
         assert "[0, 1]" not in json.dumps(list(find(chart, "domain")))
 
 
-def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
+def test_report_of_stopped_run_without_rounds_has_warning(tmp_path):
     content = results() | {"finished": False}
     content["record"]["rounds"] = []
     content["metrics"] = summarize(content["record"])
     page = write_files(save(tmp_path, content)).read_text()
     assert "stopped before its end" in page and not Reader(page).charts and "0 rounds" in page
-    assert len(page) < 50_000  # no chart, no script to draw it
+    # The page contains no chart and no script that draws charts.
+    assert len(page) < 50_000
     assert not is_complete(tmp_path)
 
 
-def test_runs_side_by_side(tmp_path):
+def test_compare_page_has_means_over_seeds(tmp_path):
     for label, seeds in {"one": 3, "two": 2}.items():
         for seed in range(seeds):
             folder = tmp_path / label / f"seed-{seed}"
@@ -345,26 +342,26 @@ def test_runs_side_by_side(tmp_path):
         find_runs([tmp_path / "nothing"])
 
 
-def test_many_rows_have_one_in_front():
+def test_compare_page_many_rows_highlights_one():
     groups = {f"row {number}": [results(seed=number)] for number in range(12)}
     chart = next(iter(Reader(compare_page(groups)).charts.values()))
-    assert "in front " in list(find(chart, "name"))
+    assert "highlight " in list(find(chart, "name"))
     vl_convert.vegalite_to_vega(json.dumps(chart))
 
 
-def test_a_paper_stands_beside_its_table():
+def test_compare_page_with_table_has_verdicts():
     runs = [results(seed=seed, expected={"general_accuracy/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
     page = Reader(
         compare_page({"FLwF-2T/FT": runs}, Table.from_results(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
     )
     said = " ".join(filter(None, page.seen))
-    assert "Ours are at the scale `small`; the paper's numbers are of its own scale." in said
-    assert "1 of 2 partly reproduced" in said and "0 inside the spread" in said and "1 outside" in said
-    assert [kind for _, kind in page.tables["Against the paper"][1]] == ["", "near", "outside"]
+    assert "Our runs have the scale `small`. The paper's values have the paper's own scale." in said
+    assert "1 of 2 partly reproduced" in said and "0 within 2 standard deviations" in said and "1 outside" in said
+    assert [kind for _, kind in page.tables["Comparison with the paper"][1]] == ["", "near", "outside"]
 
 
 @pytest.mark.parametrize("content", [b"steal()", b"\xff\xfe", b"", b"draw('\xc3')"])
-def test_library_with_a_damaged_or_foreign_cached_script_makes_it_again(tmp_path, monkeypatch, content):
+def test_library_invalid_cached_script_is_made_again(tmp_path, monkeypatch, content):
     from lightning_fcl.evaluation import charts
 
     script, made = "draw('</script></SCRIPT>')", []

@@ -1,4 +1,4 @@
-"""Lists of files with their SHA-256."""
+"""Checksum lists: files with their SHA-256."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ from lightning_fcl.io.checksums import check_digest, read_checksums, write_check
 DIGEST = hashlib.sha256(b"whole").hexdigest()
 
 
-def test_a_list_is_read_as_it_was_written_and_pooch_reads_it_too(tmp_path):
+def test_read_checksums_reads_written_list_like_pooch(tmp_path):
     path = write_checksums(tmp_path / "files.txt", {"b/y": DIGEST, "a": "0" * 64})
     assert read_checksums(path) == {"a": "0" * 64, "b/y": DIGEST}
     other = pooch.create(tmp_path, "")
@@ -24,13 +24,13 @@ def test_a_list_is_read_as_it_was_written_and_pooch_reads_it_too(tmp_path):
     "content",
     [b"", b"a", b"a 0", f"a {DIGEST} x".encode(), f"a  {DIGEST}".encode(), f"a {DIGEST.upper()}".encode(), b"\xff 0\n"],
 )
-def test_what_is_no_list_is_refused(tmp_path, content):
+def test_read_checksums_invalid_content_raises(tmp_path, content):
     (tmp_path / "files.txt").write_bytes(content)
     with raises(InvalidValueError, value=tmp_path / "files.txt"):
         read_checksums(tmp_path / "files.txt")
 
 
-def test_a_file_that_is_missing_or_another_is_refused(tmp_path):
+def test_check_digest_missing_or_changed_file_raises(tmp_path):
     path = tmp_path / "x"
     with raises(MissingFileError, value=path):
         check_digest(path, DIGEST)

@@ -1,4 +1,4 @@
-"""A paper's table: over seeds by hand, and read back as it was written."""
+"""Tables of a paper: values over seeds by hand, and reading of written tables."""
 
 import json
 import re
@@ -14,7 +14,7 @@ EXPECTED = {"general_accuracy/client1": 0.753, "general_accuracy/other": 0.5}
 
 
 def results(row="FLwF-2T/FT", seed=0, expected=None):
-    """What a table reads of a run's results."""
+    """Return the results of a run, as far as a table reads them."""
     return {
         "recipe": {"paper": "flwf", "row": row} if row else None,
         "seed": seed,
@@ -36,7 +36,7 @@ def of(rows, paper="flwf"):
     return Table(paper, "paper", f"lightning-fcl reproduce {paper} --seeds 3", versions, "a machine", 90.0, rows)
 
 
-def test_a_table_is_what_each_seed_gave():
+def test_cells_contain_values_of_each_seed():
     runs = [results("A", seed, EXPECTED) for seed in range(3)] + [results("B", 0), results(None, 0)]
     ours = cells(runs)
     assert list(ours) == ["A", "B", "lightning-fcl fit --config flwf.yaml"]
@@ -50,18 +50,18 @@ def test_a_table_is_what_each_seed_gave():
     assert (missing.mean, missing.std, missing.n, missing.paper) == (None, None, 0, 0.5)
 
 
-def test_a_table_counts_only_the_seeds_that_have_a_metric():
+def test_cells_count_only_seeds_with_the_metric():
     runs = [results("A", seed) for seed in range(3)]
     del runs[1]["metrics"]["F_2/client1"]
     assert list(cells(runs)["A"]["F_2/client1"].values) == [0, 2]
 
 
-def test_a_table_refuses_the_same_run_twice():
+def test_cells_same_row_and_seed_twice_raises():
     with raises(InvalidValueError, "seed", value=4):
         cells([results("A", 4), results("B", 4), results("A", 4)])
 
 
-def test_a_table_tells_what_made_it():
+def test_table_from_results_contains_versions_machine_and_seconds():
     other = results("B", 1) | {"machine": "a large computer"}
     table = Table.from_results([results("A", 0), other], "flwf", "small", "lightning-fcl reproduce flwf")
     assert table.versions == {"lightning-fcl": "0.1.0", "torch": "2.13.0"} and table.seeds == [0, 1]
@@ -72,7 +72,7 @@ def test_a_table_tells_what_made_it():
         table.select_metrics(["speed"])
 
 
-def test_a_written_table_is_read_back(tmp_path):
+def test_read_table_equals_written_table(tmp_path):
     rows = {
         "FT": {
             "F_2/client1": Cell({0: 0.9, 2: 1.0}, 1.0),
@@ -94,7 +94,7 @@ def test_a_written_table_is_read_back(tmp_path):
     ]
 
 
-def test_a_table_that_is_not_whole_is_named(tmp_path):
+def test_read_table_damaged_file_raises_with_reason(tmp_path):
     path, _ = write_table(tmp_path, of({"FT": {"F_2/client1": Cell({0: 0.9, 1: 1.0}, 1.0)}}))
     content = json.loads(path.read_text())
 
@@ -107,15 +107,15 @@ def test_a_table_that_is_not_whole_is_named(tmp_path):
         return {"FT": {"F_2/client1": content["rows"]["FT"]["F_2/client1"] | changed}}
 
     refused("to be of format 1 but it is of 7", format=7)
-    refused("to hold a table but got: .*'int' object", rows={"FT": 3})
-    refused("to hold a table but got: .*'high'", rows=row(values={"0": 0.9, "1": "high"}))
-    refused("to hold a table but got: .*'first'", rows=row(values={"first": 0.9, "1": 1.0}))
-    refused("to hold a table but got: .*'one'", rows=row(paper="one"))
+    refused("but reading it failed: .*'int' object", rows={"FT": 3})
+    refused("but reading it failed: .*'high'", rows=row(values={"0": 0.9, "1": "high"}))
+    refused("but reading it failed: .*'first'", rows=row(values={"first": 0.9, "1": 1.0}))
+    refused("but reading it failed: .*'one'", rows=row(paper="one"))
     del content["machine"]
-    refused("to hold a table but got: KeyError.'machine'")
+    refused("but reading it failed: KeyError.'machine'")
 
 
-def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+def test_write_table_failure_keeps_previous_files(tmp_path, monkeypatch):
     write_table(tmp_path, of(cells([results()])))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 

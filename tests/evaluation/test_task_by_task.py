@@ -1,4 +1,4 @@
-"""Runs task by task, against sums by hand."""
+"""Metrics after each task, compared with sums by hand."""
 
 import pytest
 
@@ -9,14 +9,19 @@ from lightning_fcl.evaluation.table import Table, cells, with_tasks
 
 
 def record(*after, done=2):
-    """Of a client with two tasks of ten test samples each: right ones of both after each task, until it is stopped."""
+    """Return the record of a client with two tasks of ten test samples each.
+
+    Args:
+        after: Numbers of correct predictions on both tasks after each task.
+        done: Number of rounds until the run is stopped.
+    """
     rounds = [
         {"round": r, "experience": {"server": r, "a": r}, "correct": {"a": right}} for r, right in enumerate(after)
     ]
     return {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"a": [[0], [1]]}, "rounds": rounds[:done]}
 
 
-def test_the_first_tasks_are_those_of_a_run_that_was_stopped_behind_them():
+def test_truncate_record_equals_record_of_stopped_run():
     whole = {**record([9, 0], [5, 7]), "client_state_bytes": {"a": 40}}
     cut = truncate_record(whole, 1)
     assert cut == truncate_record(record([9, 0], [5, 7], done=1), 1) and cut["tasks"] == {"a": [[0]]}
@@ -31,7 +36,7 @@ def results(row, *records):
     ]
 
 
-def test_gains_over_the_mean_of_others():
+def test_with_tasks_gain_is_relative_to_mean_of_other_rows():
     runs = {
         "new": results("new", record([9, 0], [8, 6]), record([6, 0], [3, 3])),
         "old": results("old", record([4, 0], [2, 4]), record([5, 0], [1, 3])),
@@ -47,7 +52,7 @@ def test_gains_over_the_mean_of_others():
     table = made(runs)
     first, second = (table["new"][f"gain_after_{n}/clients"] for n in (1, 2))
     assert (first.paper, second.paper) == (0.5, 0.75) and "gain_after_3/clients" not in table["new"]
-    # Of seed 0 alone, which all have: 0.9 by the mean of 0.4 and 0.6; 0.7 by that of 0.3 and 0.4.
+    # Only seed 0 is in all rows: .9 over the mean of .4 and .6, and .7 over the mean of .3 and .4.
     assert first.values == {0: pytest.approx(0.9 / 0.5 - 1)} and second.values == {0: pytest.approx(0.7 / 0.35 - 1)}
     for row, runs_of in runs.items():
         values = table[row]["accuracy_after_2/clients"].values
