@@ -202,7 +202,7 @@ def with_model_selector(chart: Chart, models: Sequence[str], label: str = "model
 
 
 def make_tooltips(**fields: str) -> list[alt.Tooltip]:
-    """Return tooltips for fields with their titles. An empty title stands for the name of the field."""
+    """Return tooltips for fields with their titles. If a title is empty, the title is the name of the field."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
 
 

@@ -192,7 +192,7 @@ def leaderboard_chart(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Chart:
-    """Return the chart of accuracy against a cost, both axes with room for the labels of the points."""
+    """Return the chart of accuracy against a cost, both axes with a margin."""
     ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
     x_scale = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
     x, y_scale = alt.X(f"{cost}:Q", title=title, scale=x_scale), alt.Scale(domain=[low, high], nice=False)

@@ -1,4 +1,4 @@
-"""LightningModules that a federation trains one client at a time or vectorised: a network with a loss and metrics.
+"""Tasks: LightningModules that combine a network with a loss and metrics, for sequential or vectorized training.
 
-What never belongs here: rounds, clients and methods; each also works in a plain Trainer.
+Tasks do not depend on rounds, clients or methods. Each task also works in a plain Trainer.
 """

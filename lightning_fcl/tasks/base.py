@@ -1,4 +1,4 @@
-"""What tasks share: each tells what it was made with, and is made again from its checkpoints; networks that learn."""
+"""Base classes of tasks: checkpoints with all arguments, and networks that are trained by gradient descent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_fcl.models.serialization import Serializable, build_from_config, 
 
 
 class Task(Serializable, L.LightningModule):
-    """A LightningModule whose hyperparameters say what it was made with, as plain data."""
+    """A LightningModule whose hyperparameters contain its arguments as plain data."""
 
     lightning_fcl_protocols: ClassVar[bool] = True
 
@@ -37,17 +37,26 @@ class Task(Serializable, L.LightningModule):
     def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
         cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
     ) -> Self:
-        """A task with the weights of a checkpoint, a file or ``https://host/name.ckpt#sha256=...``.
+        """Return a task with the weights of a checkpoint.
 
-        Networks of `lightning_fcl.models` and optimizers of `torch.optim` are made again from the hyperparameters, each
-        checked before it is called; anything else is handed in as one of ``arguments``, such as ``model=MyNetwork()``.
+        Networks of `lightning_fcl.models` and optimizers of `torch.optim` are created from the hyperparameters, and
+        their arguments are checked first. Pass other objects as ``arguments``, such as ``model=MyNetwork()``.
+
+        Args:
+            checkpoint_path: A file, or ``https://host/name.ckpt#sha256=...``.
+            map_location: Device of the tensors, as in `torch.load`.
+            strict: Whether the state must match the task. Default: the task's ``strict_loading``.
+            arguments: Arguments of the task in place of the hyperparameters with the same names.
+
+        Raises:
+            ValueError: If a hyperparameter or, with ``strict``, the state does not match the task.
         """
         load_file = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(load_file, checkpoint_path)
         hparams = checkpoint.get("hyper_parameters", {})
         if not isinstance(hparams, Mapping):
             raise InvalidValueError(
-                f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}.",
+                f"Expected the hyperparameters of {checkpoint_path} to be a mapping, but got {hparams!r}.",
                 argument="hparams",
                 value=hparams,
             )
@@ -69,12 +78,15 @@ class Task(Serializable, L.LightningModule):
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
-        """Log how good a batch's predictions are."""
+        """Compute the loss and the metrics of a batch, and log them under ``stage``."""
         raise NotImplementedError
 
 
 class _EpochLoss:
-    """The loss of an epoch's samples, over all clients: attributes of the task itself begin anew with each."""
+    """The loss of the samples of an epoch, summed over all clients.
+
+    It is a separate object because attributes of the task are reset for each client.
+    """
 
     def __init__(self) -> None:
         self.total, self.samples = torch.zeros(()), 0
@@ -83,7 +95,7 @@ class _EpochLoss:
 class NetworkTask(Task):
     """A network that is trained by the mean of its samples' losses.
 
-    The loss of each sample is a method of its own, so that a client group can be vectorized.
+    The loss of each sample is a separate method, so that the training of several clients can be vectorized.
     """
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
@@ -96,25 +108,26 @@ class NetworkTask(Task):
         try:
             output: Tensor = self.model(x)
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # memory that has run out, or a network without `forward`
+            # Subclasses of RuntimeError have other causes, such as a lack of memory or a network without `forward`.
+            if type(error) is not RuntimeError:
                 raise
             raise InvalidValueError(
                 f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
-                f"{type(self.model).__name__} gave: {error}.",
-                hint="Fit its arguments to the data; what cannot be vectorised trains with `max_vectorized_clients=1`.",
+                f"{type(self.model).__name__} raised: {error}.",
+                hint="Fit its arguments to the data. If it cannot be vectorized, set `max_vectorized_clients=1`.",
             ) from error
         return output
 
     def to_network(self) -> nn.Module:
-        """A plain network that predicts as this task does now."""
+        """Return a plain network that makes the same predictions as the task makes now."""
         return copy.deepcopy(self.model)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """The loss of every sample, shape (batch,)."""
+        """Return the loss of every sample, shape (batch,)."""
         raise NotImplementedError
 
     def sequential_reason(self) -> Obstacle | None:
-        """Return an obstacle if the training step is not the mean of `sample_loss`."""
+        """Return an obstacle to vectorized training if the training step is not the mean of `sample_loss`."""
         name = type(self).__name__
         if type(self).training_step is not NetworkTask.training_step:
             return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `training_step`",))
@@ -127,7 +140,10 @@ class NetworkTask(Task):
         return loss
 
     def update_train_loss(self, total: Tensor, samples: int) -> None:
-        """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
+        """Add to the training loss of the epoch, which is logged at the end of the epoch.
+
+        Logging every step would take as long as the training step of a small model.
+        """
         self._loss.total = self._loss.total + total
         self._loss.samples += samples
 
@@ -149,10 +165,14 @@ class NetworkTask(Task):
 
 
 def require_embedding_body(model: nn.Module) -> EmbedsSamples:
-    """A network that tells its features; another one is refused."""
+    """Return the network if it computes features.
+
+    Raises:
+        ValueError: If the network has no ``embed``, or no integer ``features``.
+    """
     if not (isinstance(model, EmbedsSamples) and isinstance(model.features, int)):
         raise InvalidValueError(
-            f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`.",
+            f"Expected a `model` with `embed(x)` and an integer `features`, but got a `{type(model).__name__}`.",
             hint="Use a network of `lightning_fcl.models`, or define `embed` and `features`.",
             argument="model",
             value=type(model).__name__,

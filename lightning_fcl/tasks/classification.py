@@ -1,4 +1,4 @@
-"""Classification and regression: any network that maps a batch to logits, or to numbers."""
+"""Classification and regression with any network that maps a batch to logits or to numbers."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from lightning_fcl.validation import at_least
 
 @runtime_checkable
 class OutputsByTask(FederatedModule, Protocol):
-    """A network with parts of its own for each task."""
+    """A network with separate parts for each task."""
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples whose labels tell their task, shape (batch, num_classes)."""
+        """Return the logits of samples whose labels select their task, shape (batch, num_classes)."""
 
 
 class Classifier(NetworkTask):
-    """A network trained by cross-entropy; it states its loss apart, so that client groups can train it.
+    """Classification with a network that is trained by cross-entropy. Its training can be vectorized over clients.
 
     Args:
         model: Maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
         num_classes: Number of classes.
-        optimizer: Makes the clients' optimizer from the parameters.
-        task_incremental: Whether a sample is told apart among the classes of its task alone, in training and in
-            evaluation, as Zuo et al. do. The stream tells the tasks: ``scenario="fedvit"``.
+        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
+        task_incremental: Whether the logits of a sample are restricted to the classes of its task, in training and in
+            evaluation (Zuo et al. 2024, FedViT). The stream must define the classes of each task, as
+            ``scenario="fedvit"`` does.
 
     Raises:
-        ValueError: If the stream does not tell the tasks' classes, or a task has one class only.
+        ValueError: If the stream does not define the classes of the tasks, or if a task has only one class.
 
     Example:
         >>> task = Classifier(nn.Linear(4, 3), num_classes=3)
@@ -48,7 +49,8 @@ class Classifier(NetworkTask):
         torch.Size([2, 3])
     """
 
-    output_kind: ClassVar[str] = "logits"  # what the outputs are
+    output_kind: ClassVar[str] = "logits"
+    """Kind of the outputs."""
 
     def __init__(
         self,
@@ -60,15 +62,16 @@ class Classifier(NetworkTask):
         super().__init__(model, optimizer)
         self.num_classes = num_classes
         self.task_incremental = task_incremental
-        self._blocks: Tensor | None = None  # whether two classes are of one task, shape (num_classes, num_classes)
+        # Whether two classes belong to the same task, shape (num_classes, num_classes).
+        self._blocks: Tensor | None = None
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
+        """Return the logits of samples in evaluation, shape (batch, num_classes). The labels select the tasks.
 
-        A network with parts of its own for each task has its own ``outputs_by_task(x, y)``, which chooses by sample,
-        beside ``lightning_fcl_protocols = True``.
+        A network with separate parts for each task defines ``outputs_by_task(x, y)`` and sets
+        ``lightning_fcl_protocols = True``.
         """
         logits: Tensor = self.model.outputs_by_task(x, y) if isinstance(self.model, OutputsByTask) else self(x)
         return logits
@@ -82,16 +85,16 @@ class Classifier(NetworkTask):
             return
         if stream is None or not blocks:
             raise InvalidValueError(
-                'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
-                f"`task_incremental=True` but got {stream}.",
+                'Expected a `FederatedStream` that defines the classes of each task, as `scenario="fedvit"` does, for '
+                f"`task_incremental=True`, but got {stream}.",
                 hint="Use `scenario=FedViTScenario(...)`, or leave `task_incremental` out.",
                 argument="task_incremental",
             )
         single_classes = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
         if single_classes:
             raise InvalidValueError(
-                f"Expected tasks of at least two classes for `task_incremental=True` but class {single_classes[0]} is "
-                "a task of its own, in which there is nothing to learn.",
+                "Expected tasks of at least two classes for `task_incremental=True`, but class "
+                f"{single_classes[0]} is the only class of its task.",
                 hint="Use fewer `num_tasks` of `FedViTScenario`, so that each task has at least two classes.",
                 argument="num_tasks",
                 value=single_classes,
@@ -103,17 +106,17 @@ class Classifier(NetworkTask):
         self._blocks = block_mask
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
-        """The logits of the classes that a sample is told apart from, -inf for others: same shape as ``output``."""
+        """Return the logits with -inf for classes outside of a sample's task, in the shape of ``output``."""
         if self._blocks is None:
             return output
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of every sample, shape (batch,)."""
+        """Return the cross-entropy of every sample, shape (batch,)."""
         if output.shape[-1] != self.num_classes:
             raise InvalidValueError(
-                f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
-                f"{output.shape[-1]}.",
+                f"Expected a `model` with one output for each of `num_classes`={self.num_classes} classes, but got "
+                f"{output.shape[-1]} outputs.",
                 hint=f"Give the network {self.num_classes} outputs, or set `num_classes={output.shape[-1]}`.",
                 argument="num_classes",
                 value=output.shape[-1],
@@ -121,25 +124,27 @@ class Classifier(NetworkTask):
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of samples, shape (batch, features): what the network's own ``embed`` gives."""
+        """Return the features of samples from the network's ``embed``, shape (batch, features)."""
         return require_embedding_body(self.model).embed(x)
 
     @property
     def features(self) -> int:
+        """Number of features of the network."""
         return require_embedding_body(self.model).features
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)
-        loss = self.sample_loss(output, y).mean()  # says so where outputs are not as many as classes
+        # The loss comes before the metric, because its error names a wrong number of outputs.
+        loss = self.sample_loss(output, y).mean()
         metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
 
 
 class RandomClassifier(Classifier):
-    """The baseline that learns nothing: every class is as likely, for every sample.
+    """A baseline that does not learn: each class is equally likely for each sample.
 
     Args:
         num_classes: Number of classes.
@@ -155,24 +160,24 @@ class RandomClassifier(Classifier):
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Random logits, shape (batch, num_classes), from torch's global generator."""
+        """Return random logits from torch's global generator, shape (batch, num_classes)."""
         return torch.rand(len(x), self.num_classes, device=x.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Train nothing."""
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
-        """None."""
+        """Return no optimizer."""
 
 
 class MajorityClassifier(Classifier):
-    """The baseline that guesses: for every sample the class that it has met most often, among those of the task.
+    """A baseline that predicts the most frequent class of its training samples, among the classes of the task.
 
-    With the reduction ``"local"`` of ``class_counts`` each client guesses one of its own classes.
+    If you set the reduction of ``class_counts`` to ``"local"``, each client predicts one of its training classes.
 
     Args:
         num_classes: Number of classes.
-        task_incremental: Whether it guesses among the classes of a sample's task. See `Classifier`.
+        task_incremental: Whether predictions are restricted to the classes of a sample's task. See `Classifier`.
 
     Example:
         >>> guessing = MajorityClassifier(num_classes=3)
@@ -188,14 +193,15 @@ class MajorityClassifier(Classifier):
         self.register_buffer("class_counts", torch.zeros(num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """How often each class was met, shape (batch, num_classes)."""
+        """Return the number of training samples of each class as logits, shape (batch, num_classes)."""
         return self.class_counts.expand(len(x), -1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        """Count the classes of a batch."""
         self.class_counts += torch.bincount(batch[1], minlength=self.num_classes)
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
-        """None."""
+        """Return no optimizer."""
 
 
 class HARClassifier(Classifier):
@@ -204,9 +210,9 @@ class HARClassifier(Classifier):
     Args:
         notation: Layers, as in the paper's Table 1. See `HARCNN`.
         dropout: Dropout after the dense layers.
-        optimizer: Makes the clients' optimizer from the parameters.
-        init: ``"torch"`` or ``"keras"`` initial weights.
-        model: A network in place of the one that these make, such as a published one.
+        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
+        init: Initial weights as in ``"torch"`` or in ``"keras"``.
+        model: A network that replaces HAR-CNN, such as a pretrained one.
     """
 
     def __init__(
@@ -222,18 +228,18 @@ class HARClassifier(Classifier):
 
 
 class Regressor(NetworkTask):
-    """A network trained by the mean squared error; it states its loss apart, so that client groups can train it.
+    """Regression with a network that is trained by the mean squared error. Its training can be vectorized over clients.
 
-    `ContinualMetrics` measures it by ``configure_metrics()``, the mean squared error and the coefficient of
-    determination. A subclass may state another `sample_loss`, or other measures.
+    `ContinualMetrics` evaluates it by ``configure_metrics()``: mean squared error and coefficient of determination. A
+    subclass can override `sample_loss` and ``configure_metrics``.
 
     Args:
         model: Maps inputs of shape (batch, ...) to numbers of shape (batch, outputs).
-        num_outputs: How many numbers a sample's target has.
-        optimizer: Makes the clients' optimizer from the parameters; default: SGD with a learning rate of 0.01.
+        num_outputs: Number of values in a sample's target.
+        optimizer: Makes the clients' optimizer from the parameters. Default: SGD with a learning rate of 0.01.
 
     Raises:
-        ValueError: If `num_outputs` is below 1; in a step, if outputs or targets have another shape.
+        ValueError: If `num_outputs` is below 1, or if outputs or targets of a batch have another shape.
 
     Example:
         >>> import torch
@@ -250,22 +256,25 @@ class Regressor(NetworkTask):
         self.test_measures = MetricCollection(dict(self.configure_metrics()))
 
     def configure_metrics(self) -> Mapping[str, Metric]:
-        """Mean squared error and coefficient of determination; of several outputs their means."""
+        """Return the mean squared error and the coefficient of determination, means over several outputs."""
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Squared error of every sample, mean over its outputs, shape (batch,)."""
-        return F.mse_loss(output, self._wanted(output, y), reduction="none").mean(dim=1)
+        """Return the squared error of every sample, mean over its outputs, shape (batch,)."""
+        return F.mse_loss(output, self._matching_targets(output, y), reduction="none").mean(dim=1)
 
-    def _wanted(self, output: Tensor, y: Tensor) -> Tensor:
-        """Targets as the output has them, shape (batch, outputs); those of one output may have the shape (batch,)."""
+    def _matching_targets(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the targets with the shape (batch, outputs) and the type of the output.
+
+        The targets of a single output may have the shape (batch,).
+        """
         y = y[:, None] if y.dim() == 1 else y
         shape = (len(y), self.num_outputs)
         if output.shape != shape or y.shape != shape:
             raise InvalidValueError(
-                f"Expected outputs and targets of shape (batch, {self.num_outputs}) but got {tuple(output.shape)} and "
+                f"Expected outputs and targets of shape (batch, {self.num_outputs}), but got {tuple(output.shape)} and "
                 f"{tuple(y.shape)}.",
-                hint="Set `num_outputs` to the size of the target, and that of the network's last layer.",
+                hint="Set `num_outputs` to the size of the target and of the network's last layer.",
                 argument="num_outputs",
                 value=tuple(y.shape),
             )
@@ -276,5 +285,5 @@ class Regressor(NetworkTask):
         x, y = batch
         output = self(x)
         self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
-        measures.update(output, self._wanted(output, y))
+        measures.update(output, self._matching_targets(output, y))
         self.log_dict({f"{stage}/{name}": one for name, one in measures.items()}, batch_size=len(y))

@@ -1,4 +1,4 @@
-"""Reservoir tasks: a random recurrent network and a readout that is solved, not descended to."""
+"""Reservoir tasks: a random recurrent network with a readout that is computed in closed form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_fcl.validation import one_of
 
 
 class PlasticityRule(Protocol):
-    """How gain and bias adapt: `lightning_fcl.callbacks.IntrinsicPlasticity`."""
+    """A rule that adapts gain and bias of a reservoir. See `lightning_fcl.callbacks.IntrinsicPlasticity`."""
 
     mu: float
     sigma: float
@@ -35,10 +35,10 @@ class PlasticityRule(Protocol):
 
 
 class ReservoirTask(RidgeTask):
-    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_base.RidgeTask` for how it learns.
+    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_base.RidgeTask` for its training.
 
-    `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before. The arguments are those of
-    `lightning_fcl.ReservoirClassifier`.
+    `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in rounds before the training of the readout. The
+    arguments are described in `lightning_fcl.ReservoirClassifier`.
     """
 
     def __init__(
@@ -61,41 +61,44 @@ class ReservoirTask(RidgeTask):
 
     @property
     def reductions(self) -> ReductionRules:
-        """What travels in the round at hand: gain and bias while the reservoir is adapted, else the readout's part."""
+        """Reductions of the current round: of gain and bias while the reservoir adapts, otherwise of the readout."""
         adapted = "download_only" if self.plasticity else "constant"
         if self.is_adapting:
             return {"*": "constant", "reservoir.gain": "mean", "reservoir.bias": "mean"}
         return {**super().reductions, "reservoir.gain": adapted, "reservoir.bias": adapted}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of sequences of shape (batch, time, features): (batch, steps, outputs), or (batch, outputs)."""
+        """Return the outputs of sequences (batch, time, features).
+
+        The shape is (batch, steps, outputs) with ``readout="steps"``, and otherwise (batch, outputs).
+        """
         outputs = torch.cat([self.readout(states) for states in self.readout_inputs(x)])
         return outputs.transpose(0, 1) if self.features == "steps" else outputs[0]
 
     def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
-        """What the readout sees: blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R)."""
+        """Yield the inputs of the readout: blocks of states (steps, batch, N_R), or one tensor (1, batch, N_R)."""
         return pool_states(self.reservoir, x, self.features)
 
     def to_network(self) -> ReservoirReadout:
-        """A plain network that predicts as this task does now."""
+        """Return a plain network that makes the same predictions as the task makes now."""
         network = ReservoirReadout(copy.deepcopy(self.reservoir), self.readout.out_features, self.features)
         network.weight.copy_(self.readout.weight)
         return network
 
     def readout_pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the readout sees and should say: (steps, batch, N_R) and (steps, batch, outputs), block after block."""
+        """Yield inputs (steps, batch, N_R) and targets (steps, batch, outputs) of the readout in blocks of steps."""
         targets = self.targets.encode(y)
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise InvalidValueError(
-                'Expected a label for each sequence with `readout="mean"` but got one for each step.',
+                'Expected a label for each sequence with `readout="mean"`, but got a label for each step.',
                 hint='Use `readout="steps"`.',
                 argument="readout",
                 value=self.features,
             )
         if per_step and targets.shape[1] != x.shape[1]:
             raise InvalidValueError(
-                f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.",
+                f"Expected a label for each of the {x.shape[1]} steps, but got {targets.shape[1]} labels.",
                 hint="Pass labels of shape (batch, time), or one label for each sequence.",
                 argument="y",
                 value=targets.shape[1],
@@ -114,7 +117,7 @@ class ReservoirTask(RidgeTask):
         super().on_train_start()
         if self.trainer.precision not in ("32-true", "64-true"):
             raise InvalidValueError(
-                'Expected `precision` to be "32-true" or "64-true" for a reservoir but got '
+                'Expected `precision` to be "32-true" or "64-true" for a reservoir, but got '
                 f'"{self.trainer.precision}".',
                 hint='Use `precision="32-true"`.',
                 argument="precision",
@@ -142,8 +145,7 @@ class ReservoirTask(RidgeTask):
         if federation.participation.may_miss_sync:
             raise InvalidValueError(
                 f"Expected a `swarm` without `missed_sync_prob` and `missed_rounds` for a `{type(self).__name__}`, "
-                "whose clients "
-                "begin each round with new sums, but got one with them.",
+                "because its clients start each round with new sums.",
                 hint="Leave them out.",
                 argument="swarm",
             )
@@ -160,7 +162,7 @@ class ReservoirTask(RidgeTask):
 
 
 class ReservoirTrainer(RidgeTrainer):
-    """A `RidgeTrainer` that adapts reservoirs in the rounds before their readouts are learnt."""
+    """A `RidgeTrainer` that adapts reservoirs in the rounds before the training of their readouts."""
 
     module: ReservoirTask
     _gain: Tensor
@@ -185,7 +187,8 @@ class ReservoirTrainer(RidgeTrainer):
         if not self.module.is_adapting:
             super().training_step(batch, batch_idx, weight)
             return
-        assert weight is not None  # batches are stacked
+        # Batches are stacked, so they have weights.
+        assert weight is not None
         self.module.add_global_step()
         rule, reservoir, real = self.module.plasticity, self.module.reservoir, weight > 0
         if rule is None:
@@ -204,21 +207,25 @@ class ReservoirTrainer(RidgeTrainer):
 
 
 class ReservoirClassifier(ReservoirTask):
-    """Classification of sequences: one-hot targets, the largest output wins. See `RidgeTask` for how it learns.
+    """Classification of sequences with an echo state network and a ridge readout. See `RidgeTask` for its training.
+
+    Targets are one-hot. The largest output is the predicted class.
 
     Args:
-        reservoir: The network whose states the readout sees.
+        reservoir: Network whose states are the inputs of the readout.
         num_classes: Number of classes.
-        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round.
-        readout: What the readout sees: each step's state (``"steps"``), each sequence's ``"last"`` one, or their
-            ``"mean"``.
-        upload: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
-        targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
+        beta: Regularization of the readout. A list selects the value with the best predictions on the validation
+            samples after each round.
+        readout: States that the readout uses: of each step (``"steps"``), of the last step of a sequence (``"last"``),
+            or their mean over a sequence (``"mean"``).
+        upload: Upload of a client: its ``"statistics"``, or its own solution (``"weights"``).
+        targets: One-hot targets as ``"0/1"`` (as in the papers) or ``"-1/1"``.
+        symmetric: Whether only the upper triangle of B is stored and uploaded.
+        min_samples: Number of samples below which a client's statistics cause a warning. Default: the number of units
+            of the reservoir.
 
     Raises:
-        ValueError: If an argument is out of range, or, in a step, a label is.
+        ValueError: If an argument is out of range, or if a label in a batch is out of range.
 
     Example:
         >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
@@ -245,12 +252,14 @@ class ReservoirClassifier(ReservoirTask):
 
 
 class ReservoirRegressor(ReservoirTask):
-    """Regression from sequences: targets of shape (batch, outputs), or (batch, time, outputs) for every step.
+    """Regression from sequences with an echo state network and a ridge readout. See `RidgeTask` for its training.
+
+    Targets have the shape (batch, outputs), or (batch, time, outputs) with a target for every step.
 
     Args:
-        reservoir: The network whose states the readout sees.
-        num_outputs: Size of the target.
-        beta: See `ReservoirClassifier`; and all else.
+        reservoir: Network whose states are the inputs of the readout.
+        num_outputs: Number of values in a target.
+        beta: Regularization of the readout. `ReservoirClassifier` describes this argument and the remaining arguments.
 
     Example:
         >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), num_outputs=1)
@@ -271,5 +280,5 @@ class ReservoirRegressor(ReservoirTask):
         super().__init__(reservoir, RealTargets(num_outputs), beta, readout, upload, symmetric, min_samples)
 
     def configure_metrics(self) -> Mapping[str, Metric]:
-        """Mean squared error and coefficient of determination, by which `ContinualMetrics` measures."""
+        """Return the mean squared error and the coefficient of determination, which `ContinualMetrics` computes."""
         return {"MSE": MeanSquaredError(), "R2": R2Score()}

@@ -1,4 +1,4 @@
-"""Classification by ridge regression on the features of a network that stays."""
+"""Classification by ridge regression on the features of a frozen network."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from lightning_fcl.tasks.ridge_statistics import OneHot
 
 
 class RidgeClassifier(RidgeTask):
-    """Classification by ridge regression on the features of a network that stays. See `RidgeTask` for what it does.
+    """Classification by ridge regression on the features of a frozen network. See `RidgeTask` for its training.
 
-    The network is always in evaluation mode: its features are the same in training and afterwards.
-    `lightning_fcl.callbacks.BaseSession` trains it and adds the base session's samples.
+    The network is always in evaluation mode, so that its features do not change.
+    `lightning_fcl.callbacks.BaseSession` trains the network and adds the samples of the base session.
 
     Args:
-        model: The network. Its ``embed(x)`` gives the features, shape (batch, ``features``).
+        model: Network. Its ``embed(x)`` returns features of shape (batch, ``features``).
         num_classes: Number of classes.
-        beta: Regulariser, at least 0; of several, the one that does best on the validation samples after each round.
-        symmetric: Whether only the upper triangle of B is kept and sent.
-        upload: What a client sends: its ``"statistics"``; its own solution, the ``"weights"``; or the ``"moments"`` of
-            random groups of its samples, sums and numbers of each class, from which the server estimates B (Guan et al.
-            2026, STSA-E; see `GroupMoments`).
-        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
-        random_features: The readout sees so many random features of the network's (RanPAC, and STSA, whose
-            regulariser is 1e6; see `RandomFeatures`); None: the network's own.
+        beta: Regularization, at least 0. A list selects the value with the best predictions on the validation samples
+            after each round.
+        symmetric: Whether only the upper triangle of B is stored and uploaded.
+        upload: Upload of a client: its ``"statistics"``; its own solution (``"weights"``); or ``"moments"``, the sums
+            and numbers of samples of each class in random groups, from which the server estimates B (Guan et al. 2026,
+            STSA-E; see `GroupMoments`).
+        min_samples: Number of samples below which a client's statistics cause a warning. Default: the number of
+            features.
+        random_features: Number of random features that replace the network's features (RanPAC, and STSA, whose
+            regularization is 1e6; see `RandomFeatures`). Default: the network's features.
         seed: Seed of the random features.
-        bias: Whether a column of ones comes last among the features. It is regularised as all others.
-        rank: Of B a client sends so many leading singular values and vectors, which the server merges and cuts again;
-            the solution lies in the space that they span (FedRAN); None: all of B.
-        gamma: Regulariser of each client's own readout, ``W_k = A_k (B_k + gamma I)^-1``, which is evaluated after its
-            training, and added to the B that it sends. Before it solves, the server takes it away as often as it has
-            come: the solution does not depend on it (He et al. 2025, AFL, whose absolute aggregation law comes to the
-            sums of A and B).
-        groups: Groups that a client's samples fall into, with ``upload="moments"``.
+        bias: Whether a column of ones is the last feature. It is regularized like all features.
+        rank: Number of leading singular values and vectors of B that a client uploads. The server merges them and
+            truncates them again. The solution is in the space that they span (FedRAN). Default: all of B.
+        gamma: Regularization of the solution of each client, ``W_k = A_k (B_k + gamma I)^-1``, which is evaluated
+            after the client's training. The client adds ``gamma I`` to the B that it uploads. The server subtracts it
+            once for each addition before it solves, so the solution does not depend on gamma (He et al. 2025, AFL,
+            whose absolute aggregation law equals the sums of A and B).
+        groups: Number of groups of a client's samples with ``upload="moments"``.
 
     Raises:
-        ValueError: If an argument is out of range, does not go with ``upload``, or the network has no such features.
+        ValueError: If an argument is out of range or incompatible with ``upload``, or if the network has no features.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -86,13 +88,13 @@ class RidgeClassifier(RidgeTask):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs near 1 for the right class and near 0 for the others, shape (batch, num_classes)."""
+        """Return outputs near 1 for the correct class and near 0 for other classes, shape (batch, num_classes)."""
         outputs: Tensor = self.readout(self.embed(x)).to(x.dtype)
         return outputs
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """The features of samples that the readout sees, shape (batch, features)."""
+        """Return the features that are the inputs of the readout, shape (batch, features)."""
         body: EmbedsSamples = require_embedding_body(self.model)
         return readout_features(body.embed(x), self.random_features, self.bias)
 
@@ -100,13 +102,13 @@ class RidgeClassifier(RidgeTask):
         yield self.embed(x)[None]
 
     def to_network(self) -> FeatureReadout:
-        """A plain network that predicts as this task does now."""
+        """Return a plain network that makes the same predictions as the task makes now."""
         body, lift = copy.deepcopy((require_embedding_body(self.model), self.random_features))
         network = FeatureReadout(body, self.num_classes, lift, self.bias)
         network.weight.copy_(self.readout.weight)
         return network
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
-        """Add the base session's samples, and solve: the readout predicts before the first round."""
+        """Add the samples of the base session, and solve for the readout before the first round."""
         self.add_samples(x, y)
         self.readout.solve()

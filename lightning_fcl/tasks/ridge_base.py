@@ -1,4 +1,4 @@
-"""Ridge regression on what a body that stays makes of samples: a few sums instead of weights, and nothing to forget."""
+"""Ridge regression on the features of a frozen network: clients upload sums of statistics, and nothing is forgotten."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from lightning_fcl.validation import at_least, one_of
 log = logging.getLogger(__name__)
 
 UploadKind = Literal["statistics", "weights"]
-"""What a client of any ridge regression may send."""
+"""Kinds of upload of every ridge regression."""
 
-# Of all statistics of a client group together, in bytes: where it is used up, fewer clients run side by side.
+# Size in bytes of the statistics of all clients of a vectorized step. It limits the number of these clients.
 MAX_GROUP_BYTES = 128 * 2**20
 
 
 class RidgeTask(Task):
-    """A readout by ridge regression: local training is one pass that adds up statistics.
+    """A readout that is trained by ridge regression. Local training is one pass that sums statistics.
 
-    In a federation every round adds its clients' statistics to the server's (``upload="statistics"``: IncFed, or FedRR;
-    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
-    ``upload="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
-    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`. Rows of A, and
-    so of the solution, are 0 for classes that nobody has seen yet.
+    In a federation, each round adds the clients' statistics to the server's (``upload="statistics"``: IncFed, or FedRR;
+    Bacciu et al. 2021). The server then solves for the readout, which equals the solution on all data together. With
+    ``upload="weights"``, each client solves for its own readout, and the server averages these readouts (FedAvg). In a
+    plain Trainer, the last epoch of each fit adds its data. With a `FederatedStream`, each epoch is a round and adds
+    its data. Rows of A, and of the solution, are 0 for classes without a sample so far.
 
-    What (A, B) reveals: of a client with fewer samples than there are features, their span, and of one with a single
-    sample that sample's features. Hence ``min_samples``; adding up under secure aggregation is the remedy.
+    A and B of a client can reveal its data: the span of its samples' features if it has fewer samples than features,
+    and the features of the sample if it has a single sample. ``min_samples`` warns about such clients. Use secure
+    aggregation to protect them.
     """
 
     num_regularized: Tensor
-    """How many uploads' gamma is in B since the last solution."""
+    """Number of uploads whose gamma was added to B since the last solution."""
     no_unlearning_reason: str | None
-    """Why a client's part cannot be taken away again; None: it can."""
+    """Reason why the statistics of a client cannot be subtracted, or None if they can."""
 
     def __init__(
         self,
@@ -68,15 +69,15 @@ class RidgeTask(Task):
         at_least(0, gamma=gamma)
         if (upload != "statistics" and (rank is not None or gamma)) or (rank is not None and gamma):
             raise InvalidValueError(
-                'Expected `rank` or `gamma` alone, and with `upload="statistics"`, as there is no B else to which they '
-                f'apply, but got rank={rank} and gamma={gamma} with `upload="{upload}"`.',
+                'Expected at most one of `rank` and `gamma`, and only with `upload="statistics"`, which uploads B, but '
+                f'got rank={rank} and gamma={gamma} with `upload="{upload}"`.',
                 hint='Leave `rank` or `gamma` out, or both. With one of them, use `upload="statistics"`.',
                 argument="rank",
             )
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise InvalidValueError(
-                "Expected `beta` to be a number or several but got an empty list.",
+                "Expected `beta` to be a number or a list of numbers, but got an empty list.",
                 hint="Pass a number, such as `beta=1.0`.",
                 argument="beta",
             )
@@ -90,11 +91,12 @@ class RidgeTask(Task):
         self.targets = targets
         self.readout = RidgeReadout(features, targets.num_outputs, self.betas[0], symmetric, rank)
         for beta in self.betas[1:]:
-            RidgeReadout(1, 1, beta)  # refuses what is no regulariser
+            # The constructor raises an error if the value is invalid.
+            RidgeReadout(1, 1, beta)
         self.upload = upload
         self.gamma = gamma
         self.statistics = MOMENTS if upload == "moments" else SUMS if rank is None else low_rank(rank)
-        means = "shares its weights: means cannot be taken apart"
+        means = "uploads weights: a client cannot be removed from their mean"
         self.no_unlearning_reason = means if upload == "weights" else self.statistics.no_unlearning_reason
         if upload == "moments":
             self.moments = GroupMoments(groups, targets.num_outputs, features)
@@ -105,27 +107,38 @@ class RidgeTask(Task):
 
     @property
     def reductions(self) -> ReductionRules:
-        """What travels: the sums and what is solved of them."""
+        """Reductions of the statistics, of the number of samples and of the solution."""
         if self.upload == "weights":
             local_rules = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "local")
             return {"*": "constant", **local_rules, "readout.weight": "mean"}
         regularization = {"num_regularized": "sum"} if self.gamma else {}
         return {"*": "constant", **self.statistics.reductions, **regularization, "readout.weight": "download_only"}
 
-    # What becomes of a batch.
+    # Training on batches.
 
     def readout_inputs(self, x: Tensor) -> Iterator[Tensor]:
-        """What the readout sees: blocks of shape (steps, batch, features)."""
+        """Yield the inputs of the readout in blocks of shape (steps, batch, features)."""
         raise NotImplementedError
 
     def readout_pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the readout sees and should say: (steps, batch, features) and (steps, batch, outputs), by blocks."""
+        """Yield inputs (steps, batch, features) and targets (steps, batch, outputs) of the readout in blocks."""
         targets = self.targets.encode(y)
         for states in self.readout_inputs(x):
             yield states, targets.expand(len(states), *targets.shape)
 
     def accumulate_samples(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add samples, so many of each client after the other, to the clients' statistics; how many count for each."""
+        """Add the samples of several clients to the statistics of these clients.
+
+        Args:
+            a: First statistic of each client, shape (clients, ...).
+            b: Second statistic of each client, shape (clients, ...).
+            x: Samples of all clients, ordered by client.
+            y: Targets of the samples.
+            sizes: Number of samples of each client.
+
+        Returns:
+            Number of states that were added for each client.
+        """
         samples = 0
         for states, targets in self.readout_pairs(x, y):
             samples += len(states)
@@ -141,18 +154,18 @@ class RidgeTask(Task):
         self.add_global_step()
 
     def add_samples(self, x: Tensor, y: Tensor) -> None:
-        """Add samples to the sums in the readout."""
+        """Add samples to the statistics of the readout."""
         for states, targets in self.readout_pairs(x, y):
             self.readout.partial_fit(states.flatten(0, 1), targets.flatten(0, 1))
 
     def add_global_step(self) -> None:
-        """Move nothing, as no gradient is there: Lightning's checkpoints count optimizer steps."""
+        """Count a step without a gradient, because Lightning's checkpoints count optimizer steps."""
         self.optimizers().step()  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
         if self.trainer.max_epochs == -1:
             raise InvalidValueError(
-                "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit.",
+                "Expected `max_epochs` to be a number, but got -1. The readout is trained in the last epoch of a fit.",
                 argument="max_epochs",
             )
 
@@ -161,12 +174,16 @@ class RidgeTask(Task):
             self.solve()
 
     def should_accumulate(self) -> bool:
-        """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
+        """Return whether the epoch's data are added.
+
+        Each epoch of a stream is a round. Other epochs have the same data, so only the last epoch counts.
+        """
         trainer = self.trainer
         return trainer.current_epoch + 1 == trainer.max_epochs or find_stream(trainer) is not None
 
     def on_after_aggregation(self) -> None:
-        if self.upload == "moments":  # what they tell of a round's clients is added to A and B
+        # Moments contain the samples of one round, so A and B are updated from them.
+        if self.upload == "moments":
             readout, moments = self.readout, self.moments
             b = moments.second_moments()
             readout.A += moments.sums.sum(dim=0)
@@ -177,7 +194,7 @@ class RidgeTask(Task):
 
     @torch.no_grad()
     def solve(self) -> None:
-        """Set the readout's weights from its statistics, with the only regulariser or the best one."""
+        """Set the weights of the readout from its statistics, with the best of several values of ``beta``."""
         if self.gamma:
             add_to_diagonal(self.readout.B, self.readout.in_features, -self.gamma * int(self.num_regularized))
             self.num_regularized.zero_()
@@ -188,7 +205,7 @@ class RidgeTask(Task):
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
             raise InvalidValueError(
-                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but "
+                f"Expected validation samples to choose among the {len(self.betas)} values of `beta`, but "
                 f"{'the fit' if stream is None else 'the stream'} has none.",
                 hint="Pass `val_dataloaders` to `fit`, or one `beta`."
                 if stream is None
@@ -213,16 +230,21 @@ class RidgeTask(Task):
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD([{"params": [*self.parameters()]}], lr=0.0)  # nothing descends; a body may have none
+        # The learning rate is 0 because no gradient is computed. A frozen network may have no parameters.
+        return torch.optim.SGD([{"params": [*self.parameters()]}], lr=0.0)
 
-    # What a federation asks for.
+    # Federated training.
 
     def configure_local_trainer(self, federation: FederationProtocol, shaping: Sequence[str]) -> RidgeTrainer:
-        """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
+        """Return the trainer of the readouts of several clients.
+
+        Raises:
+            ValueError: If a setting of the federation or a method needs gradients or more than one pass.
+        """
         name, settings, rules = type(self).__name__, federation.settings, federation.settings.rules
         if settings.local_epochs != 1:
             raise InvalidValueError(
-                f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but "
+                f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout needs one pass, but "
                 f"got {settings.local_epochs}.",
                 hint="Leave `local_epochs` out. To adapt the reservoir for more passes, use "
                 "`IntrinsicPlasticity(local_epochs=...)`.",
@@ -231,7 +253,7 @@ class RidgeTask(Task):
             )
         if get_reductions(self, rules) != get_reductions(self):
             raise InvalidValueError(
-                f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
+                f"Expected no `reductions` with a `{name}`, which defines the reductions of each round, but got "
                 f"{dict(rules)}.",
                 hint="Leave `reductions` out. `upload` chooses the uploads.",
                 argument="reductions",
@@ -239,16 +261,16 @@ class RidgeTask(Task):
             )
         if shaping:
             raise InvalidValueError(
-                f"Expected no `{shaping[0]}` with a `{name}`: it adds to a loss, and a readout is solved for without "
-                "one.",
+                f"Expected no `{shaping[0]}` with a `{name}`. It changes a loss, but a readout is computed without "
+                "a loss.",
                 hint="Remove it.",
                 argument="callbacks",
                 value=shaping,
             )
         if type(self).training_step is not RidgeTask.training_step:
             raise InvalidValueError(
-                f"Expected `{name}` not to override `training_step`: in a federation clients run through its body "
-                "side by side.",
+                f"Expected `{name}` not to override `training_step`, because a federation trains several clients in "
+                "one step.",
                 hint="Override `readout_pairs` instead.",
                 argument=name,
             )
@@ -256,7 +278,7 @@ class RidgeTask(Task):
 
     @property
     def client_state_predicts(self) -> bool:
-        """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
+        """Whether a client's own state makes predictions, so that the client solves for its readout."""
         return self.upload == "weights" or self.gamma > 0
 
     def fingerprint(self) -> dict[str, Any]:
@@ -271,7 +293,7 @@ class RidgeTask(Task):
 
 
 class RidgeTrainer:
-    """Runs several clients' samples through one body, and adds them to each one's sums."""
+    """Trains several clients in one step: computes the features of their samples and adds them to their statistics."""
 
     is_stacked = True
     optimizer = None
@@ -283,9 +305,8 @@ class RidgeTrainer:
         self.client_rounds: Sequence[ClientRound] = ()
         self.memories: Sequence[Sequence[StateSection]] = ()
         self._a = self._b = torch.empty(0)
-        self._room: dict[
-            str, Tensor
-        ] = {}  # for one client group's after the other: new memory would cost more than the work
+        # All client groups use these buffers, because allocating memory would take longer than the computation.
+        self._stack_buffers: dict[str, Tensor] = {}
         self._n: list[int] = []
         self._warned: set[str] = set()
 
@@ -298,27 +319,32 @@ class RidgeTrainer:
     ) -> None:
         self.client_rounds, self.memories = clients, method_states
         statistics = self.module.statistics
-        self._a, b = (self._stacked([self._begun(state, name) for state in states], name) for name in statistics.names)
+        self._a, b = (
+            self._stacked([self._initial_statistic(state, name) for state in states], name) for name in statistics.names
+        )
         self._b = statistics.allocate_rows(b, clients)
-        self._n = [int(self._begun(state, "readout.n")) for state in states]
-        if self.module.gamma:  # what could not be sent holds it
+        self._n = [int(self._initial_statistic(state, "readout.n")) for state in states]
+        # The statistics of an upload that did not reach the server contain gamma.
+        if self.module.gamma:
             for row, state in zip(self._b, states, strict=True):
                 add_to_diagonal(row, self._a.shape[-1], -self.module.gamma * int(state["num_regularized"]))
 
-    def _begun(self, state: State, name: str) -> Tensor:
-        """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
+    def _initial_statistic(self, state: State, name: str) -> Tensor:
+        """Return a client's statistic from earlier rounds if it belongs to the current network, and otherwise zeros."""
         is_same_body = torch.equal(state["readout.tag"], self.module.readout.tag)
         return state[name] if is_same_body else torch.zeros_like(state[name])
 
     def _stacked(self, rows: list[Tensor], name: str) -> Tensor:
-        room = self._room.get(name)
-        if room is None or len(room) < len(rows) or room.device != rows[0].device:
-            room = self._room[name] = torch.stack(rows)
-            return room
-        return torch.stack(rows, out=room[: len(rows)])
+        """Return the stacked rows in a buffer that is used again."""
+        buffer = self._stack_buffers.get(name)
+        if buffer is None or len(buffer) < len(rows) or buffer.device != rows[0].device:
+            buffer = self._stack_buffers[name] = torch.stack(rows)
+            return buffer
+        return torch.stack(rows, out=buffer[: len(rows)])
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
-        assert weight is not None  # batches are stacked
+        # Batches are stacked, so they have weights.
+        assert weight is not None
         (x, y), real = batch, weight > 0
         for row, new in enumerate(
             self.module.accumulate_samples(self._a, self._b, x[real], y[real], real.sum(dim=1).tolist())
@@ -335,8 +361,8 @@ class RidgeTrainer:
             if module.upload != "weights" and n < module.min_samples and client_round.client_id not in self._warned:
                 self._warned.add(client_round.client_id)
                 log.warning(
-                    "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. "
-                    "Wait for more, or use secure aggregation.",
+                    "Client %s uploads statistics of %d samples, fewer than `min_samples`=%d, which can reveal its "
+                    "data. Give the client more samples, or use secure aggregation.",
                     client_round.client_id,
                     n,
                     module.min_samples,
@@ -358,12 +384,12 @@ class RidgeTrainer:
 
 
 def solve_local(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """A client's own weights, NaN if its statistics are not finite: it is left out, by name."""
+    """Return a client's weights. They are NaN if its statistics are non-finite, so that its upload is dropped."""
     if torch.isfinite(a).all() and torch.isfinite(b).all():
         return solve(a, unpack_upper(b, a.shape[1]), beta)
     return torch.full_like(a, torch.nan)
 
 
 def stack_client_rows(module: RidgeTask, clients: int) -> State:
-    """A module's state, every entry of shape (clients, ...)."""
+    """Return the state of a module for several clients. Each tensor has shape (clients, ...)."""
     return {name: value.expand(clients, *value.shape) for name, value in state_tensors(module).items()}

@@ -1,4 +1,4 @@
-"""What a readout should say of samples, and what clients add up of both for a ridge regression, and send."""
+"""Targets of a ridge regression, and the statistics of inputs and targets that clients upload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_fcl.validation import at_least
 
 
 class OneHot:
-    """Classes: 1 for a sample's own and 0, or -1, for the others; the largest output wins."""
+    """One-hot targets: 1 for a sample's class, and 0 or -1 for other classes. The largest output is the prediction."""
 
     quantity = "accuracy"
 
@@ -32,10 +32,10 @@ class OneHot:
         self.signed = signed
 
     def encode(self, y: Tensor) -> Tensor:
-        """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
+        """Return the targets of labels: (batch, outputs), or (batch, time, outputs) with a label for every step."""
         if y.is_floating_point():
             raise InvalidValueError(
-                f"Expected whole numbers as labels but got {y.dtype}.",
+                f"Expected whole numbers as labels, but got {y.dtype}.",
                 hint="Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
                 argument="y",
                 value=y.dtype,
@@ -43,7 +43,7 @@ class OneHot:
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_outputs:
             wrong = int(y[(y < 0) | (y >= self.num_outputs)][0])
             raise InvalidValueError(
-                f"Expected labels between 0 and {self.num_outputs - 1} but got {wrong}.",
+                f"Expected labels between 0 and {self.num_outputs - 1}, but got {wrong}.",
                 hint="Set `num_classes` to the data's number of classes.",
                 argument="num_classes",
                 value=wrong,
@@ -52,7 +52,12 @@ class OneHot:
         return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How good each of several readouts is, the more the better: (..., readouts, outputs), (..., outputs)."""
+        """Return the score of several readouts, higher is better: the number of correct predictions.
+
+        Args:
+            outputs: Outputs of the readouts, shape (..., readouts, outputs).
+            targets: Targets, shape (..., outputs).
+        """
         right = outputs.argmax(dim=-1) == targets.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
 
@@ -60,12 +65,12 @@ class OneHot:
         return MulticlassAccuracy(self.num_outputs, average="micro")
 
     def to_predictions(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
+        """Return the inputs of the metric from outputs and targets, both of shape (..., outputs)."""
         return outputs.argmax(dim=-1).flatten(), targets.argmax(dim=-1).flatten()
 
 
 class RealTargets:
-    """Numbers, by their squared error."""
+    """Targets that are real numbers, evaluated by the squared error."""
 
     quantity = "error"
 
@@ -84,7 +89,7 @@ class RealTargets:
             )
         if not torch.isfinite(y).all():
             raise InvalidValueError(
-                "Expected finite targets but got NaN or infinite values.",
+                "Expected finite targets, but got NaN or infinite values.",
                 hint="Correct or drop these sequences.",
                 argument="y",
             )
@@ -104,7 +109,7 @@ ReadoutTargets = OneHot | RealTargets
 
 
 class ConcatReduction(Reduction):
-    """Uploads of a round, all at once. Zeros do not travel."""
+    """A reduction that aggregates all uploads of a round at once. Zeros are not uploaded."""
 
     is_downloaded = False
 
@@ -119,7 +124,7 @@ class ConcatReduction(Reduction):
 
 
 class ConcatRows(ConcatReduction):
-    """The leading rows of the server's and of all uploads' rows, so many as ``rank`` says."""
+    """The ``rank`` leading rows of the rows of the server and of all uploads together."""
 
     name = "concat_rows"
 
@@ -134,9 +139,10 @@ class ConcatRows(ConcatReduction):
 
 
 class ConcatGroups(ConcatReduction):
-    """Sums and numbers of each class's samples in the groups of all clients, without the groups that have none of it.
+    """Sums and numbers of each class's samples in the groups of all clients. Groups without a sample are left out.
 
-    A client has few of the classes in few of its groups: what is kept of it until the others have come is sparse.
+    A client has samples of few classes in few groups. Therefore uploads are kept as sparse tensors until all of them
+    are aggregated.
     """
 
     name = "concat_groups"
@@ -147,7 +153,8 @@ class ConcatGroups(ConcatReduction):
     def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         sums, counts = (rows[name] for name in _MOMENTS)
         has_samples = torch.stack([value.to_dense() > 0 for value in counts])
-        places = (has_samples.flatten(0, 1).cumsum(dim=0) - 1).view(has_samples.shape)  # among the groups with a class
+        # Position of each group among the groups with samples of a class.
+        places = (has_samples.flatten(0, 1).cumsum(dim=0) - 1).view(has_samples.shape)
         shape = (max(1, int(places.max()) + 1), *sums[0].shape[1:])
         moments = sums[0].new_zeros(shape, layout=torch.strided), counts[0].new_zeros(shape[:2], layout=torch.strided)
         for client_moments in zip(has_samples, places, sums, counts, strict=True):
@@ -159,14 +166,14 @@ class ConcatGroups(ConcatReduction):
 
 @dataclass(frozen=True)
 class RidgeStatistics:
-    """Two entries, a and b, to which clients add.
+    """Two statistics, a and b, that clients sum over their samples.
 
     Args:
-        names: Their names.
-        reductions: How they come together, and the number of samples.
-        add: Adds states and targets to a client's a and b.
-        no_unlearning_reason: Why a client's part cannot be taken away again; None: it can.
-        rank: How many rows of b are left in the end; None: b stays as it is.
+        names: Names of a and b in the state.
+        reductions: Reductions of a, b and the number of samples.
+        add: Function that adds states and targets to a client's a and b.
+        no_unlearning_reason: Reason why the statistics of a client cannot be subtracted, or None if they can.
+        rank: Number of rows of b in an upload, or None for all rows.
     """
 
     names: tuple[str, str]
@@ -176,11 +183,11 @@ class RidgeStatistics:
     rank: int | None = None
 
     def allocate_rows(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        """With rows for all samples that the clients will see, so that none is cut off before the last."""
+        """Return b with additional rows for all samples of the clients, so that no row is truncated during training."""
         return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.num_samples for part in clients)))
 
     def finish(self, b: Tensor) -> Tensor:
-        """What clients send of it."""
+        """Return b as clients upload it."""
         return b if self.rank is None else torch.stack([leading_rows(rows, self.rank) for rows in b])
 
 
@@ -188,7 +195,7 @@ _NAMES = ("readout.A", "readout.B")
 _ADDED: ReductionRules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
 
 SUMS = RidgeStatistics(_NAMES, _ADDED, accumulate)
-"""A and B, whose sums over clients are those of all samples."""
+"""A and B. Their sums over clients equal A and B of all samples."""
 
 _MOMENTS = ("moments.sums", "moments.counts")
 
@@ -196,17 +203,17 @@ MOMENTS = RidgeStatistics(
     _MOMENTS,
     {"moments.*": ConcatGroups(), "readout.n": "sum"},
     accumulate_groups,
-    "shares moments, which the server weighs by those of all clients of a round",
+    "uploads moments, which the server weighs with the moments of all clients of a round",
 )
-"""Sums and numbers of each class's samples in random groups (STSA-E). The server holds those of a round at once.
+"""Sums and numbers of each class's samples in random groups (STSA-E). The server needs all uploads of a round at once.
 
-A group with one sample of a class tells that sample.
+A group with a single sample of a class reveals this sample.
 """
 
 
 def low_rank(rank: int) -> RidgeStatistics:
-    """A, and leading singular values and vectors of B, which the server merges (FedRAN)."""
+    """Return the statistics A and the leading singular values and vectors of B, which the server merges (FedRAN)."""
     reason = (
-        "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told from the rest"
+        "uploads only the `rank` leading directions of B: a client cannot be removed from the directions of all clients"
     )
     return RidgeStatistics(_NAMES, {**_ADDED, "readout.B": ConcatRows(rank)}, accumulate_rows, reason, rank)
