@@ -49,7 +49,7 @@ def fine_tuning_record():
 
 
 def random_record(seed):
-    """Return a record with unequal groups, one without test samples, overlapping tasks, and missed rounds of clients."""
+    """Return a record with unequal groups, one without test samples, overlapping tasks, and missed rounds."""
     rng = np.random.default_rng(seed)
     totals = [7, 12, 0, 30, 5]
     tasks = {
@@ -169,7 +169,7 @@ def test_summarize_fine_tuning_equals_values_of_the_paper():
     assert summary["stream_accuracy/client1"] == 0.5
 
 
-def of_client(correct, totals, experience, tasks):
+def client_record(correct, totals, experience, tasks):
     """Return the record of a client from its numbers of correct predictions per round and group."""
     rounds = [
         {"round": r, "experience": {"a": e}, "correct": {"a": row}}
@@ -180,7 +180,7 @@ def of_client(correct, totals, experience, tasks):
 
 def test_matrices_and_stream_accuracies_equal_values_by_hand():
     # Two groups of 10 and 30 samples in task 1, one of 20 in task 2; task 1 lasts two rounds.
-    record = of_client([[10, 0, 20], [0, 30, 0], [5, 15, 10]], [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
+    record = client_record([[10, 0, 20], [0, 30, 0], [5, 15, 10]], [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
     np.testing.assert_allclose(matrices(record)["a"], [[0.5, 0.5], [0.5, 0.5]])
     np.testing.assert_allclose(matrices(record, rounds="last")["a"], [[0.75, 0.0], [0.5, 0.5]])
     np.testing.assert_allclose(stream_accuracies(record, "a"), [0.75, 0.5])
@@ -222,7 +222,7 @@ def test_stream_accuracies_untested_model_is_nan():
 
 
 def test_matrices_repeated_group_counts_once():
-    record = of_client([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 0, 1]])
+    record = client_record([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 0, 1]])
     assert matrices(record)["a"][1, 1] == 0.5
     assert stream_accuracies(record, "a")[1] == 0.5
 
@@ -238,7 +238,7 @@ def test_forgetting_uses_best_value_since_task_was_learned():
 
 
 def test_summarize_omits_metrics_of_tasks_not_learned():
-    matrix = matrices(of_client([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]]))["a"]
+    matrix = matrices(client_record([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]]))["a"]
     assert np.isnan(matrix[1]).all() and not np.isnan(matrix[0]).any()
     assert math.isnan(average_accuracy(matrix, 2)) and math.isnan(forgetting(matrix, 2))
     record = fine_tuning_record()

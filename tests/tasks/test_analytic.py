@@ -1,4 +1,4 @@
-"""The analytic family on one task: whatever clients send, the server's solution is the paper's, by NumPy."""
+"""Analytic methods on one task: the server's solution equals the paper's solution, computed in NumPy."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -34,13 +34,13 @@ def streamed(data, clients=5, experiences=1, **options):
 
 
 def ridge(classes=CLASSES, **options):
-    """A task on the inputs themselves, which are its features."""
+    """Return a task whose features are the inputs."""
     torch.manual_seed(0)
     return RidgeClassifier(MLP([FEATURES, classes]), classes, **{"beta": 0.5, "min_samples": 0, **options})
 
 
 def seen(task, x):
-    """What the readout should see, in NumPy."""
+    """Return the inputs of the readout, in NumPy."""
     x = np.asarray(x, dtype=np.float64)
     if task.random_features is not None:
         x = np.maximum(x @ task.random_features.weight.numpy(), 0)
@@ -48,7 +48,7 @@ def seen(task, x):
 
 
 def solution(task, x, y, beta=0.5, b=None):
-    """The solution on all samples, in NumPy; ``b``: what stands in place of S^T S."""
+    """Return the solution on all samples, in NumPy. ``b`` replaces S^T S."""
     states, targets = seen(task, x), np.eye(task.num_classes)[np.asarray(y)]
     b = states.T @ states if b is None else b
     return np.linalg.solve(b + beta * np.eye(len(b)), states.T @ targets).T
@@ -73,7 +73,7 @@ FULL_RANK = {"rank": 16, "random_features": 15, "bias": True}
 @pytest.mark.parametrize(
     ("partition", "experiences"), [(IID(1), 1), (IID(50), 1), (Dirichlet(50, 0.1), 10), (Shards(5, 2), 2)]
 )
-def test_any_split_is_the_pooled_solution(fit, kind, partition, experiences):
+def test_ridge_any_partition_equals_pooled_solution(fit, kind, partition, experiences):
     data, task = arrays(), ridge(**KINDS.get(kind, FULL_RANK))
     fit(task, streamed(data, experiences=experiences, partition=partition))
     assert_near(task.readout.weight, solution(task, *data))
@@ -84,7 +84,7 @@ def test_any_split_is_the_pooled_solution(fit, kind, partition, experiences):
 
 
 def law(first, second):
-    """The absolute aggregation law of He et al. (2025): of two clients' W and C those of both."""
+    """Return W and C of two clients together by the absolute aggregation law of He et al. (2025)."""
     (w, c), (v, d) = first, second
     r, q = np.linalg.inv(c), np.linalg.inv(d)
     joint, one = np.linalg.inv(c + d), np.eye(len(c))
@@ -92,7 +92,7 @@ def law(first, second):
 
 
 class Weights(L.Callback):
-    """The readout's weights after each round."""
+    """Records the readout's weights after each round."""
 
     def __init__(self):
         self.after = []
@@ -102,7 +102,7 @@ class Weights(L.Callback):
 
 
 class Watched(L.Callback):
-    """What an entry has come to by clients' training."""
+    """Records a tensor of each client's state after its training."""
 
     def __init__(self, entry):
         self.entry, self.own = entry, {}
@@ -113,7 +113,7 @@ class Watched(L.Callback):
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("seed", range(3))
-def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, max_vectorized_clients):
+def test_afl_equals_aggregation_law_without_regularization(fit, seed, max_vectorized_clients):
     data, task, watched = arrays(seed=seed), ridge(gamma=0.3, beta=0.5), Watched("readout.weight")
     stream = streamed(data, clients=50)
     fit(task, stream, [watched], max_vectorized_clients=max_vectorized_clients)
@@ -130,11 +130,12 @@ def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, max_vectoriz
     w, c = together
     clean = np.linalg.solve(c - 50 * 0.3 * np.eye(FEATURES) + 0.5 * np.eye(FEATURES), c @ w)
     assert_near(task.readout.weight, clean.T)
-    kept = np.linalg.solve(c + 0.5 * np.eye(FEATURES), c @ w)  # not cleaned
+    # The solution is different if the regularization stays in C.
+    kept = np.linalg.solve(c + 0.5 * np.eye(FEATURES), c @ w)
     assert np.abs(kept - clean).max() > 1e-3 * np.abs(clean).max()
 
 
-def test_random_features_are_those_of_the_seed():
+def test_random_features_depend_on_seed_only():
     one, same, other = (ridge(random_features=500, seed=seed).random_features.weight for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert one.shape == (FEATURES, 500) and abs(float(one.mean())) < 0.1 and abs(float(one.std()) - 1) < 0.1
@@ -143,7 +144,7 @@ def test_random_features_are_those_of_the_seed():
 
 
 @pytest.mark.parametrize("options", [{}, {"rank": 12}])
-def test_the_best_of_several_betas_on_validation_samples(fit, options):
+def test_ridge_several_betas_selects_best_on_validation(fit, options):
     betas = [1e-6, 1e-2, 1.0, 1e2, 1e6]
     task = ridge(beta=betas, random_features=30, **options)
     stream = streamed(arrays(), split=Split(test=0.0, validation=0.2))
@@ -158,16 +159,16 @@ def test_the_best_of_several_betas_on_validation_samples(fit, options):
 # Low rank.
 
 
-def of_rank(rows, rank):
-    """The leading right singular vectors, and the squares of their values."""
+def leading_vectors(rows, rank):
+    """Return the leading right singular vectors and the squares of their singular values."""
     _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
     return vectors[:rank].T, sizes[:rank] ** 2
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("batch_size", [4, 100])
-def test_low_rank_is_solved_in_the_space_that_is_left(fit, max_vectorized_clients, batch_size):
-    """Of eight samples each all that there is arrives, but no sample as it is."""
+def test_low_rank_solution_is_in_space_of_leading_vectors(fit, max_vectorized_clients, batch_size):
+    """Each client has eight samples, so nothing is truncated. The rows of its B are orthogonal, not samples."""
     data, task, watched = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20), Watched("readout.B")
     fit(
         task, streamed(data, clients=5, batch_size=batch_size), [watched], max_vectorized_clients=max_vectorized_clients
@@ -176,22 +177,23 @@ def test_low_rank_is_solved_in_the_space_that_is_left(fit, max_vectorized_client
         products = (rows @ rows.T).numpy()
         assert_near(products, np.diag(products.diagonal()))
     states, targets = seen(task, data[0]), np.eye(4)[data[1]]
-    vectors, squares = of_rank(states, 9)
+    vectors, squares = leading_vectors(states, 9)
     assert_near(task.readout.weight, (vectors / (squares + 0.5) @ vectors.T @ (states.T @ targets)).T)
     assert_near(task.readout.A, targets.T @ states)
-    whole = (np.linalg.inv(vectors * squares @ vectors.T + 0.5 * np.eye(20)) @ states.T @ targets).T  # not projected
+    # This solution is not projected to the space of the leading vectors.
+    whole = (np.linalg.inv(vectors * squares @ vectors.T + 0.5 * np.eye(20)) @ states.T @ targets).T
     assert np.abs(whole - task.readout.weight.numpy()).max() > 0.1 * np.abs(whole).max()
 
 
-def test_low_rank_sends_less_and_what_clients_cut_off_is_lost(fit):
+def test_low_rank_uploads_less_and_loses_truncated_rows(fit):
     data, task = arrays(samples=200, classes=4), ridge(4, rank=9, random_features=20)
     stream = streamed(data, clients=2)
     trainer = fit(task, stream)
     cut = []
     for rows in stream.plan.train[0].values():
-        vectors, squares = of_rank(seen(task, stream.get_samples(rows)[0]), 9)
+        vectors, squares = leading_vectors(seen(task, stream.get_samples(rows)[0]), 9)
         cut.append(np.sqrt(squares)[:, None] * vectors.T)
-    vectors, squares = of_rank(np.vstack(cut), 9)
+    vectors, squares = leading_vectors(np.vstack(cut), 9)
     b = task.readout.B.numpy()
     assert_near(b.T @ b, vectors * squares @ vectors.T)
     assert {*trainer.strategy.server.record.upload_bytes.values()} == {8 * (9 * 20 + 4 * 20 + 1)}
@@ -200,7 +202,7 @@ def test_low_rank_sends_less_and_what_clients_cut_off_is_lost(fit):
 # Moments.
 
 
-def test_groups_of_one_sample_tell_all(fit):
+def test_moments_groups_of_one_sample_equal_pooled_solution(fit):
     data, task = arrays(samples=60, classes=4), ridge(4, upload="moments", groups=12, random_features=20, bias=True)
     fit(task, streamed(data, clients=5, experiences=2))
     assert_near(task.readout.weight, solution(task, *data))
@@ -208,8 +210,8 @@ def test_groups_of_one_sample_tell_all(fit):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_moments_come_to_the_papers_estimate(fit, symmetric):
-    """By the formula, over the groups that hold a class; batch after batch samples go to the groups in turn."""
+def test_moments_equal_estimate_of_the_paper(fit, symmetric):
+    """The expected value is the formula over the groups with samples of a class. Samples of a batch go to the groups in turn."""
     data, task = arrays(samples=300, classes=4), ridge(4, upload="moments", groups=3, symmetric=symmetric)
     stream, sent = streamed(data, clients=4, experiences=2, batch_size=7), []
 
@@ -237,11 +239,12 @@ def test_moments_come_to_the_papers_estimate(fit, symmetric):
     exact = states.T @ states
     assert 1e-3 < np.linalg.norm(b - exact) / np.linalg.norm(exact) < 0.3
     dense = 8 * 3 * 4 * (FEATURES + 1) + 8 * 4 * FEATURES
-    assert max(trainer.strategy.server.record.upload_bytes.values()) < dense  # classes of the other task take a bit
+    # Classes of the other task take one bit.
+    assert max(trainer.strategy.server.record.upload_bytes.values()) < dense
 
 
-def test_moments_are_right_on_average():
-    """Over random groupings of two classes, one of which some groups do not hold."""
+def test_moments_estimate_is_unbiased():
+    """The mean over random groupings of two classes is correct, also if some groups have no sample of a class."""
     rng = np.random.default_rng(0)
     states = torch.from_numpy(rng.normal(size=(40, 5)) + 1)
     classes = torch.tensor([0] * 33 + [1] * 7)
@@ -256,11 +259,11 @@ def test_moments_are_right_on_average():
     assert (found[0] - states.T @ states).abs().max() > 1
 
 
-# Clients and classes that come and go.
+# Clients and classes that are missing in some rounds.
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "full rank"])
-def test_columns_of_classes_that_nobody_has_seen_are_zero(fit, kind):
+def test_ridge_weights_of_unseen_classes_are_zero(fit, kind):
     task, weights, stream = ridge(**KINDS.get(kind, FULL_RANK)), Weights(), streamed(arrays(), experiences=4)
     fit(task, stream, [weights])
     done = []
@@ -273,7 +276,7 @@ def test_columns_of_classes_that_nobody_has_seen_are_zero(fit, kind):
 
 
 class Absent(L.Callback):
-    """Clients that have no data in some rounds."""
+    """Removes the data of clients in some rounds."""
 
     def __init__(self, rounds):
         self.rounds = rounds
@@ -286,7 +289,7 @@ class Absent(L.Callback):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
+def test_unlearning_of_one_client_equals_fit_without_it(fit, kind):
     data, tasks, weights = arrays(samples=2000), [ridge(**KINDS[kind]), ridge(**KINDS[kind])], [Weights(), Weights()]
     methods = Unlearning({"7": 6}), Absent({"7": range(10)})
     for task, method, watch in zip(tasks, methods, weights, strict=True):
@@ -298,8 +301,8 @@ def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "full rank", "one sample a group"])
-def test_who_comes_late_or_drops_out_and_comes_back_counts_once(fit, kind):
-    """Clients 1 and 2 are out of reach at times, and send it all later; 3 comes late, and 4 leaves."""
+def test_ridge_late_and_missing_clients_count_once(fit, kind):
+    """Clients 1 and 2 miss rounds and upload their data later. Client 3 has no data at first, and client 4 leaves."""
     options = {**KINDS, "one sample a group": {"upload": "moments", "groups": 1200}}.get(kind, FULL_RANK)
     data, task = arrays(), ridge(**options)
     stream = streamed(data, experiences=5)
@@ -312,8 +315,8 @@ def test_who_comes_late_or_drops_out_and_comes_back_counts_once(fit, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
-    """After round 1 what client 1 has not sent yet goes with it."""
+def test_unlearning_after_missed_sync_removes_pending_upload(fit, kind, after):
+    """After round 1, the data that client 1 has not uploaded yet are removed with it."""
     weights = []
     for method in (Unlearning({"1": after}), Absent({"1": range(4)})):
         task = ridge(**KINDS[kind])
@@ -331,13 +334,13 @@ def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
         {"rank": 3},
     ],
 )
-def test_what_cannot_be_taken_apart_is_refused(fit, options):
+def test_unlearning_unsupported_upload_raises(fit, options):
     with raises(InvalidValueError, "module", value="RidgeClassifier"):
         fit(ridge(**options), streamed(arrays()), [Unlearning({"1": 0})])
 
 
 @pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"upload": "moments"}])
-def test_a_fit_that_goes_on_comes_to_the_same_bits(fit, options, tmp_path):
+def test_ridge_resumed_fit_is_bitwise_identical(fit, options, tmp_path):
     data, whole, cut, again = arrays(), *(ridge(**options) for _ in range(3))
     fit(whole, streamed(data, experiences=4))
     fit(cut, streamed(data, experiences=4), max_epochs=2).save_checkpoint(tmp_path / "two.ckpt")
@@ -348,7 +351,7 @@ def test_a_fit_that_goes_on_comes_to_the_same_bits(fit, options, tmp_path):
 
 
 @pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK])
-def test_it_solves_in_a_plain_trainer(quiet, options):
+def test_ridge_in_plain_trainer_equals_solution(quiet, options):
     (x, y), task = arrays(), ridge(**options)
     data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     L.Trainer(max_epochs=2, **quiet).fit(task, torch.utils.data.DataLoader(data, batch_size=100))
@@ -368,7 +371,7 @@ def test_it_solves_in_a_plain_trainer(quiet, options):
         ({"upload": "moments", "groups": 0}, "groups"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(options, argument):
+def test_ridge_invalid_arguments_raise(options, argument):
     with raises(InvalidValueError, argument):
         ridge(**options)
 
@@ -376,7 +379,7 @@ def test_what_does_not_go_together_is_refused(options, argument):
 @pytest.mark.parametrize(
     "options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"upload": "moments"}, {"upload": "weights"}]
 )
-def test_a_client_whose_numbers_are_not_finite_is_left_out_by_name(fit, options):
+def test_ridge_client_with_non_finite_features_is_dropped(fit, options):
     class Overflows(torch.nn.Module):
         features = FEATURES
 

@@ -1,4 +1,4 @@
-"""Classifiers that are told a sample's task: logits of its block alone, as if the others were not there."""
+"""Task-incremental classifiers: logits are restricted to the classes of a sample's task."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -42,13 +42,13 @@ def make_task(lr=0.1, **kwargs):
 
 
 def blocks_of(stream):
-    """For each class those of its task."""
+    """Return for each class the classes of its task."""
     blocks = [[*stream.plan.classes_of_task("0", task)] for task in range(3)]
     return {label: block for block in blocks for label in block}
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_only_the_rows_of_the_task_learn(fit, max_vectorized_clients):
+def test_task_incremental_changes_only_rows_of_the_task(fit, max_vectorized_clients):
     task, stream = make_task(task_incremental=True), make_tasks(num_clients=2)
     before = {name: value.clone() for name, value in task.state_dict().items()}
     fit(task, stream, max_epochs=2, max_vectorized_clients=max_vectorized_clients)
@@ -61,7 +61,7 @@ def test_only_the_rows_of_the_task_learn(fit, max_vectorized_clients):
         assert not torch.equal(after[seen], before[name][seen])
 
 
-def test_the_loss_is_that_of_the_sliced_logits(fit):
+def test_task_incremental_loss_equals_loss_of_sliced_logits(fit):
     task, stream = make_task(task_incremental=True), make_tasks(num_clients=1)
     fit(task, stream, max_epochs=1)
     output, y = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 6
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_the_sliced_logits(fit):
     assert all((gradient[i, [c for c in range(6) if c not in blocks[int(k)]]] == 0).all() for i, k in enumerate(y))
 
 
-def test_it_is_measured_within_the_task(fit):
+def test_task_incremental_accuracy_is_within_the_task(fit):
     task, stream, metrics = make_task(task_incremental=True), make_tasks(num_clients=1), ContinualMetrics()
     fit(task, stream, [metrics], max_epochs=1)
     x, y = stream.get_samples(stream.plan.test)
@@ -88,20 +88,20 @@ def test_it_is_measured_within_the_task(fit):
     assert sum(right) != int((logits.argmax(dim=1) == y).sum())
 
 
-def test_a_stream_without_tasks_is_refused(fit, make_stream):
+def test_task_incremental_stream_without_tasks_raises(fit, make_stream):
     with raises(InvalidValueError, "task_incremental"):
         fit(Classifier(MLP([6, 5, 4]), 4, task_incremental=True), make_stream())
 
 
 @pytest.mark.parametrize("task_incremental", [True, False])
-def test_a_stream_with_more_classes_is_refused(fit, task_incremental):
+def test_classifier_stream_with_more_classes_raises(fit, task_incremental):
     task = Classifier(MLP([5, 7, 4]), 4, task_incremental=task_incremental)
     with raises(InvalidValueError, "num_classes"):
         fit(task, make_tasks())
 
 
 @pytest.mark.parametrize("outputs", [6, 18])
-def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, quiet, outputs):
+def test_classifier_wrong_number_of_outputs_raises(fit, make_stream, quiet, outputs):
     task = Classifier(nn.Linear(6, outputs), num_classes=12)
     with raises(InvalidValueError, "num_classes"):
         fit(task, make_stream())
@@ -110,14 +110,15 @@ def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, 
 
 
 @pytest.mark.parametrize("task_incremental", [True, False])
-def test_predictions_are_the_logits(fit, quiet, task_incremental):
+def test_classifier_predict_returns_logits(fit, quiet, task_incremental):
     task, stream = make_task(task_incremental=task_incremental), make_tasks()
     stream.setup("fit")
     x, y = stream.get_samples(stream.plan.test)
     pairs, alone = DataLoader(TensorDataset(x, y), 7), DataLoader(x, 7)
     with torch.no_grad():
         expected = task(x)
-    torch.testing.assert_close(torch.cat(L.Trainer(**quiet).predict(task, alone)), expected)  # before any fit
+    # Predictions work before any fit.
+    torch.testing.assert_close(torch.cat(L.Trainer(**quiet).predict(task, alone)), expected)
     trainer = fit(task, stream, max_epochs=2)
     with torch.no_grad():
         expected = task.eval()(x)
@@ -130,7 +131,7 @@ def test_predictions_are_the_logits(fit, quiet, task_incremental):
         torch.testing.assert_close(torch.cat(predict()), expected)
 
 
-def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
+def test_task_incremental_test_in_plain_trainer_equals_federated(fit, quiet):
     task, stream = make_task(task_incremental=True), make_tasks()
     trainer = fit(task, stream)
     x, y = stream.get_samples(stream.plan.test)
@@ -147,15 +148,15 @@ def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
         lambda parameters: [*parameters],
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_named(optimizer):
+def test_configure_optimizers_invalid_optimizer_raises(optimizer):
     with raises(InvalidValueError, "optimizer"):
         Classifier(MLP([4, 2]), 2, optimizer).configure_optimizers()
     with raises(InvalidValueError, "optimizer"):
         Regressor(MLP([4, 2]), 2, optimizer).configure_optimizers()
 
 
-def test_guessing_is_right_as_often_as_one_s_own_class_is_there(fit):
-    """Of a task's test samples of a client's own classes, those of the class that it has most of."""
+def test_majority_classifier_accuracy_equals_share_of_class(fit):
+    """The accuracy on a task is the share of a client's most frequent class among the test samples of its classes."""
     rng = np.random.default_rng(0)
     y = np.arange(240) % 12
     scenario = FedViTScenario(

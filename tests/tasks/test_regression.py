@@ -1,4 +1,4 @@
-"""Regression federations against loops and metrics written by hand."""
+"""Federated regression, compared with loops and metrics written by hand."""
 
 import copy
 import csv
@@ -30,7 +30,7 @@ from lightning_fcl.tasks.classification import Regressor
 
 
 def arrays(samples=240, outputs=2, domains=3, seed=0):
-    """Linear targets, of other slopes in each domain."""
+    """Return samples with linear targets whose slopes differ between domains."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(samples, 6)).astype(np.float32)
     domain = rng.integers(domains, size=samples)
@@ -77,7 +77,7 @@ def fedavg(task, stream):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_it_is_the_hand_written_fedavg(fit, outputs, max_vectorized_clients):
+def test_regressor_equals_hand_written_fedavg(fit, outputs, max_vectorized_clients):
     stream, task = make(outputs), regressor(outputs)
     start = copy.deepcopy(task)
     trainer = fit(task, stream, max_vectorized_clients=max_vectorized_clients, seed=0)
@@ -86,7 +86,7 @@ def test_it_is_the_hand_written_fedavg(fit, outputs, max_vectorized_clients):
 
 
 def by_hand(module, stream, groups):
-    """MSE and R2 on the test samples of some groups, in NumPy."""
+    """Return MSE and R2 on the test samples of some groups, in NumPy."""
     rows = stream.plan.test[np.isin(stream.plan.groups[stream.plan.test], groups)]
     x, y = (part.numpy() for part in stream.get_samples(rows))
     with torch.no_grad():
@@ -96,7 +96,7 @@ def by_hand(module, stream, groups):
 
 
 class ByHand(ContinualMetrics):
-    """Also measures by hand, after each round."""
+    """Also computes the metrics by hand after each round."""
 
     def on_round_end(self, trainer, pl_module):
         super().on_round_end(trainer, pl_module)
@@ -106,7 +106,7 @@ class ByHand(ContinualMetrics):
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_continual_metrics_are_those_of_numpy(fit, outputs):
+def test_regressor_continual_metrics_equal_numpy(fit, outputs):
     stream, metrics = make(outputs), ByHand()
     trainer = fit(regressor(outputs), stream, [metrics], seed=0)
     record, found = metrics.record, np.array(metrics.found)  # (rounds, parts, measures)
@@ -116,13 +116,14 @@ def test_continual_metrics_are_those_of_numpy(fit, outputs):
         values = [[row[part] for part in ("0", "1", "2", "0+1", "0+1+2")] for row in rows]
         np.testing.assert_allclose(values, found[..., number], rtol=2e-5, atol=2e-6)
     summary = summarize(record)
-    last = found[1::2]  # of each task
+    # Values after the last round of each task.
+    last = found[1::2]
     assert summary["final_MSE/server"] == pytest.approx(found[-1, 4, 0], rel=1e-4)
     assert summary["final_R2/server"] == pytest.approx(found[-1, 4, 1], rel=1e-4)
     assert summary["general_MSE/server"] == pytest.approx(found[:, 4, 0].mean(), rel=1e-4)
     assert summary["average_R2/server"] == pytest.approx(last[2, :3, 1].mean(), rel=1e-4)
     assert summary["stream_MSE_1/server"] == pytest.approx(last[1, 3, 0], rel=1e-4)
-    # What was lost is above 0 for both, though a lower error and a higher R2 are better.
+    # Forgetting is above 0 for both measures, although a lower error and a higher R2 are better.
     lost = {
         "MSE": np.mean([last[2, d, 0] - last[d:2, d, 0].min() for d in (0, 1)]),
         "R2": np.mean([last[d:2, d, 1].max() - last[2, d, 1] for d in (0, 1)]),
@@ -139,7 +140,7 @@ def test_continual_metrics_are_those_of_numpy(fit, outputs):
     assert not [name for name in summary if "accuracy" in name or name.startswith(("A_", "F_"))]
 
 
-def test_a_task_chooses_its_measures(fit):
+def test_regressor_subclass_with_other_measures(fit):
     class Absolute(Regressor):
         def configure_metrics(self):
             return {"MAE": MeanAbsoluteError()}
@@ -158,7 +159,7 @@ def test_a_task_chooses_its_measures(fit):
             assert summary[name] == pytest.approx(float((task(x) - y).abs().mean()), rel=1e-5)
 
 
-def test_personal_models_are_measured_on_what_their_clients_have_learnt(fit):
+def test_regressor_client_local_head_is_evaluated_on_learned_groups(fit):
     metrics = ContinualMetrics(when="aggregated")
     fit(regressor(), make(), [metrics], reductions={"model.3.*": "local"})
     first, *_, last = [entry["values"] for entry in metrics.record["rounds"] if entry["values"]]
@@ -168,7 +169,7 @@ def test_personal_models_are_measured_on_what_their_clients_have_learnt(fit):
 
 
 @pytest.mark.seconds
-def test_methods_that_need_no_classes_go_with_it(fit):
+def test_regressor_works_with_methods_without_classes(fit):
     states = {}
     for size, methods in ((1, [GEM(9)]), (1, ()), (1, [Replay(9, "reservoir"), EWC(5.0), FedProx(0.5)]),
                           ("auto", [Replay(9, "reservoir"), EWC(5.0), FedProx(0.5)])):  # fmt: skip
@@ -181,7 +182,7 @@ def test_methods_that_need_no_classes_go_with_it(fit):
 
 
 @pytest.mark.seconds
-def test_it_is_resumed(fit, tmp_path):
+def test_regressor_resumed_fit_has_same_record(fit, tmp_path):
     whole, parts = regressor(), regressor()
     saver, metrics, again = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), ContinualMetrics(), ContinualMetrics()
     fit(whole, make(), [metrics, saver], trainer_args={"enable_checkpointing": True})
@@ -192,7 +193,7 @@ def test_it_is_resumed(fit, tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("domains", [3, 12])
-def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
+def test_regressor_report_and_csv_name_the_measures(fit, tmp_path, domains):
     metrics = ContinualMetrics()
     fit(regressor(), make(domains=domains, rounds=1), [metrics])
     record = metrics.record
@@ -212,9 +213,10 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     assert float(last["MSE 1"]) == record["rounds"][-1]["values"]["server"]["MSE"]["1"]
 
 
-def test_a_single_sample_has_an_error_but_no_r2(fit):
+def test_evaluator_single_sample_has_mse_but_no_r2(fit):
     task, stream = regressor(), make()
-    fit(task, stream, max_epochs=1)  # a Trainer, with its precision
+    # The fit connects the task to a Trainer with its precision.
+    fit(task, stream, max_epochs=1)
     x, y = torch.randn(3, 6), torch.randn(3, 2)
     tester = Evaluator(stream, np.arange(3), torch.tensor([0, 1, 1]), 3, "test", (x, y))
     values = tester.evaluate(task, [(0,), (1,), (2,), (0, 1)], ["MSE", "R2"])
@@ -223,7 +225,7 @@ def test_a_single_sample_has_an_error_but_no_r2(fit):
         assert values["MSE"]["0"] == pytest.approx(float(((task(x[:1]) - y[:1]) ** 2).mean()), rel=1e-5)
 
 
-def test_plain_validation_and_test_log_the_measures(fit):
+def test_regressor_test_logs_measures(fit):
     task, stream = regressor(), make()
     trainer = fit(task, stream)
     logged = trainer.test(task, datamodule=stream, verbose=False)[0]
@@ -232,7 +234,7 @@ def test_plain_validation_and_test_log_the_measures(fit):
     assert logged["test/loss"] == pytest.approx(mse, rel=1e-4)
 
 
-def test_ridge_regression_of_sequences_is_measured_too(fit):
+def test_reservoir_regressor_continual_metrics_equal_numpy(fit):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(80, 7, 3)).astype(np.float32)
     y, domain = x.sum(axis=(1, 2))[:, None].astype(np.float32), np.arange(80) % 2
@@ -246,7 +248,7 @@ def test_ridge_regression_of_sequences_is_measured_too(fit):
     assert summary["final_R2/server"] == pytest.approx(r2, rel=1e-4) and r2 > 0.3
 
 
-def test_what_does_not_fit_is_named(fit):
+def test_regressor_wrong_num_outputs_raises(fit):
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "num_outputs"):
         Regressor(nn.Linear(1, 1), num_outputs=0)
     with raises(InvalidValueError, "num_outputs"):

@@ -1,4 +1,4 @@
-"""Reservoir tasks: federations of every kind against one solution of all data, written in NumPy."""
+"""Reservoir tasks: federated solutions compared with the solution on all data, computed in NumPy."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from lightning_fcl.tasks.reservoir import ReservoirTrainer
 
 
 class Watch(Callback):
-    """Notes the server's readout after each round."""
+    """Records the server's readout after each round."""
 
     def __init__(self):
         self.weights = []
@@ -31,7 +31,7 @@ class Watch(Callback):
 
 
 def seen(stream, rounds=None, client=None):
-    """All samples that were trained on, one row each time."""
+    """Return all training samples, repeated for each round in which they were used."""
     plan = stream.plan.train[:rounds]
     rows = [part for current in plan for name, part in current.items() if client in (None, name)]
     return stream.get_samples(np.concatenate(rows))
@@ -55,7 +55,7 @@ def assert_logged(trainer, task, x, y, quantity, expected):
 
 @pytest.fixture
 def train(quiet):
-    """Fits in a plain Trainer, in the order of the data."""
+    """Return a function that fits in a plain Trainer, in the order of the data."""
 
     def run(task, data, epochs=1, callbacks=(), validation=None, **kwargs):
         trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})
@@ -72,7 +72,7 @@ def train(quiet):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, 7, "auto"])
 @pytest.mark.parametrize(("clients", "increments", "seed"), [(1, 1, 0), (1, 4, 1), (7, 1, 2), (5, 3, 3)])
-def test_incremental_federated_is_centralized(
+def test_reservoir_incfed_equals_centralized_solution(
     fit, make_series_stream, make_reservoir_task, by_numpy, symmetric, max_vectorized_clients, clients, increments, seed
 ):
     stream, task = make_series_stream(clients, increments, seed), make_reservoir_task(symmetric=symmetric)
@@ -89,33 +89,34 @@ def test_incremental_federated_is_centralized(
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_the_order_of_increments_does_not_matter(fit, make_series_stream, make_reservoir_task, by_numpy, order):
+def test_reservoir_solution_is_independent_of_order(fit, make_series_stream, make_reservoir_task, by_numpy, order):
     stream, task, watch = make_series_stream(3, 3, domain_order=order), make_reservoir_task(), Watch()
     fit(task, stream, [watch])
     assert {order.index(g) for g in stream.plan.groups[stream.plan.train[0]["0"]]} == {0}
-    for rounds in (1, 2, 3):  # and each round stands for all data until then
+    # The readout after each round equals the solution on all data until this round.
+    for rounds in (1, 2, 3):
         expected = centralized(by_numpy, task, *seen(stream, rounds))
         np.testing.assert_allclose(watch.weights[rounds - 1], expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2, "units": 7, "washout": 4}, {"bias_scaling": 0.3}])
-def test_targets_may_have_a_sign(fit, make_series_stream, make_reservoir, by_numpy, options):
+def test_reservoir_signed_targets_equal_centralized_solution(
+    fit, make_series_stream, make_reservoir, by_numpy, options
+):
     stream = make_series_stream(4, 2)
     task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, targets="-1/1")
     fit(task, stream)
     assert_weight(task, centralized(by_numpy, task, *seen(stream)))
 
 
-def test_the_same_data_in_two_rounds_count_twice(fit, make_series_stream, make_reservoir_task, by_numpy):
+def test_reservoir_same_data_in_two_rounds_count_twice(fit, make_series_stream, make_reservoir_task, by_numpy):
     stream, task = make_series_stream(3, rounds_per_experience=2), make_reservoir_task()
     fit(task, stream)
     assert len(seen(stream)[1]) == 2 * len(seen(stream, 1)[1])
     assert_weight(task, centralized(by_numpy, task, *seen(stream)))
 
 
-def test_statistics_of_the_weights_are_begun_anew_only_where_the_reservoir_changed(
-    fit, make_series_stream, make_reservoir_task, by_numpy
-):
+def test_reservoir_second_fit_resets_statistics_if_changed(fit, make_series_stream, make_reservoir_task, by_numpy):
     task, first, second = make_reservoir_task(), make_series_stream(2), make_series_stream(3, seed=5, samples=60)
     fit(task, first)
     fit(task, second)
@@ -133,13 +134,14 @@ def test_statistics_of_the_weights_are_begun_anew_only_where_the_reservoir_chang
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize("increments", [1, 3])
-def test_averaged_readouts_are_the_mean_of_each_clients_own(
+def test_reservoir_upload_weights_is_mean_of_client_solutions(
     fit, make_series_stream, make_reservoir_task, by_numpy, max_vectorized_clients, increments, symmetric
 ):
     stream, watch = make_series_stream(4, increments), Watch()
     task = make_reservoir_task(upload="weights", symmetric=symmetric)
     fit(task, stream, [watch], max_vectorized_clients=max_vectorized_clients)
-    for round_idx in range(increments):  # a client's own statistics go on from round to round
+    # A client keeps its statistics between rounds.
+    for round_idx in range(increments):
         sizes = {client: len(rows) for client, rows in stream.plan.train[round_idx].items()}
         assert len(set(sizes.values())) > 1
         own = [centralized(by_numpy, task, *seen(stream, round_idx + 1, client)) for client in sizes]
@@ -148,9 +150,7 @@ def test_averaged_readouts_are_the_mean_of_each_clients_own(
     assert np.abs(expected - centralized(by_numpy, task, *seen(stream))).max() > 1e-3
 
 
-def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
-    fit, make_series_stream, make_reservoir_task, by_numpy
-):
+def test_reservoir_client_statistics_reset_if_reservoir_changed(fit, make_series_stream, make_reservoir_task, by_numpy):
     stream, task = make_series_stream(2, 2), make_reservoir_task(upload="weights")
 
     class Change(Callback):
@@ -165,7 +165,9 @@ def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
     assert_weight(task, np.average(own, axis=0, weights=[len(rows) for rows in parts.values()]))
 
 
-def test_each_clients_readout_is_tested_where_there_is_one(fit, make_series_stream, make_reservoir_task, by_numpy):
+def test_reservoir_evaluates_client_readouts_with_upload_weights(
+    fit, make_series_stream, make_reservoir_task, by_numpy
+):
     stream, task, metrics = make_series_stream(2), make_reservoir_task(upload="weights"), ContinualMetrics()
     fit(task, stream, [metrics])
     x, y = stream.get_samples(stream.plan.test)
@@ -179,11 +181,11 @@ def test_each_clients_readout_is_tested_where_there_is_one(fit, make_series_stre
     assert set(metrics.record["rounds"][0]["correct"]) == {"server"}
 
 
-# What travels.
+# Bytes of uploads and downloads.
 
 
 @pytest.mark.parametrize(("symmetric", "b_size"), [(False, 12 * 12), (True, 12 * 13 // 2)])
-def test_bytes_of_statistics(fit, make_series_stream, make_reservoir_task, symmetric, b_size):
+def test_reservoir_upload_statistics_bytes(fit, make_series_stream, make_reservoir_task, symmetric, b_size):
     stream, metrics = make_series_stream(3, 2), ContinualMetrics()
     fit(make_reservoir_task(symmetric=symmetric), stream, [metrics])
     assert len(metrics.record["rounds"]) == 2
@@ -192,14 +194,14 @@ def test_bytes_of_statistics(fit, make_series_stream, make_reservoir_task, symme
         assert entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
 
 
-def test_bytes_of_weights(fit, make_series_stream, make_reservoir_task):
+def test_reservoir_upload_weights_bytes(fit, make_series_stream, make_reservoir_task):
     metrics = ContinualMetrics()
     fit(make_reservoir_task(upload="weights"), make_series_stream(3, 2), [metrics])
     for entry in metrics.record["rounds"]:
         assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
 
 
-# What the readout sees, and should say.
+# Inputs and targets of the readout.
 
 
 def features_by_hand(states, readout):
@@ -208,7 +210,7 @@ def features_by_hand(states, readout):
 
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
 @pytest.mark.parametrize("options", [{}, {"washout": 3, "num_layers": 2}])
-def test_readouts(fit, make_series_stream, make_reservoir, by_numpy, readout, options):
+def test_reservoir_readout_kinds_equal_solution(fit, make_series_stream, make_reservoir, by_numpy, readout, options):
     stream = make_series_stream(3, 2)
     task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, readout=readout)
     fit(task, stream)
@@ -225,7 +227,7 @@ def test_readouts(fit, make_series_stream, make_reservoir, by_numpy, readout, op
 
 @pytest.mark.parametrize("washout", [0, 3])
 @pytest.mark.parametrize("readout", ["steps", "last"])
-def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, washout, readout):
+def test_reservoir_labels_of_every_step_equal_solution(train, make_series, make_reservoir, by_numpy, washout, readout):
     x = torch.from_numpy(make_series(40)[0])
     y = torch.randint(4, (40, 9))
     task = ReservoirClassifier(make_reservoir(washout=washout), 4, beta=1e-2, readout=readout)
@@ -238,9 +240,9 @@ def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, wash
     assert_logged(trainer, task, x, y, "accuracy", right)
 
 
-def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_task):
+def test_reservoir_readout_mean_with_step_labels_raises(train, make_series, make_reservoir_task):
     x = torch.from_numpy(make_series(8)[0])
-    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step. '
+    message = 'Expected a label for each sequence with `readout="mean"`, but got a label for each step. '
     message += 'Use `readout="steps"`.'
     with raises(InvalidValueError, "readout"):
         train(make_reservoir_task(readout="mean"), (x, torch.zeros(8, 9, dtype=torch.long)))
@@ -248,7 +250,7 @@ def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_tas
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test"])
 @pytest.mark.parametrize("steps", [6, 12])
-def test_as_many_labels_as_steps(train, make_series, make_reservoir_task, quiet, stage, steps):
+def test_reservoir_wrong_number_of_step_labels_raises(train, make_series, make_reservoir_task, quiet, stage, steps):
     x, y = torch.from_numpy(make_series(8)[0]), torch.zeros(8, steps, dtype=torch.long)
     with raises(InvalidValueError, "y"):
         getattr(L.Trainer(max_epochs=1, **quiet), stage)(make_reservoir_task(), DataLoader(TensorDataset(x, y)))
@@ -256,7 +258,7 @@ def test_as_many_labels_as_steps(train, make_series, make_reservoir_task, quiet,
 
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_task, by_numpy, readout, epochs):
+def test_reservoir_plain_trainer_adds_data_once(train, make_series, make_reservoir_task, by_numpy, readout, epochs):
     x, y = map(torch.from_numpy, make_series())
     task = make_reservoir_task(readout=readout)
     trainer = train(task, (x, y), epochs)
@@ -270,24 +272,25 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
 
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
-def test_a_plain_trainer_validates_the_readout_that_it_has_solved(train, make_series, make_reservoir_task, share):
+def test_reservoir_plain_trainer_validates_solved_readout(train, make_series, make_reservoir_task, share):
     data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(upload=share)
     trainer = train(task, data, epochs=2, validation=data)
     logged = trainer.callback_metrics["val/accuracy"]
-    unsolved = float((data[1] == 0).double().mean())  # the accuracy of weights of zero
+    # This is the accuracy of weights of zero.
+    unsolved = float((data[1] == 0).double().mean())
     assert float(logged) != pytest.approx(unsolved) and bool(task.readout.weight.any())
     assert trainer.validate(task, DataLoader(TensorDataset(*data), 7), verbose=False)[0]["val/accuracy"] == logged
 
 
-def test_a_second_fit_of_a_plain_trainer_adds_to_the_first(train, make_series, make_reservoir_task, by_numpy):
+def test_reservoir_second_plain_fit_adds_data(train, make_series, make_reservoir_task, by_numpy):
     parts, task = [tuple(map(torch.from_numpy, make_series(seed=seed))) for seed in (0, 1)], make_reservoir_task()
     for part in parts:
         train(task, part, epochs=2)
     assert_weight(task, centralized(by_numpy, task, *(torch.cat(pair) for pair in zip(*parts, strict=True))))
 
 
-def test_one_client_is_the_plain_trainer(fit, make_series_stream, make_reservoir_task, by_numpy):
-    """Whose epochs are rounds with a stream: each has data of its own."""
+def test_reservoir_one_client_equals_plain_trainer(fit, make_series_stream, make_reservoir_task, by_numpy):
+    """With a stream, the epochs of a plain Trainer are rounds with different data."""
     federated, plain = make_reservoir_task(), make_reservoir_task()
     fit(federated, make_series_stream(1, 3))
     fit(plain, make_series_stream(1, 3), strategy="auto")
@@ -297,7 +300,9 @@ def test_one_client_is_the_plain_trainer(fit, make_series_stream, make_reservoir
 
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
 @pytest.mark.parametrize("washout", [0, 3])
-def test_regression_of_sequences(train, make_series, make_reservoir, by_numpy, readout, washout):
+def test_reservoir_regressor_of_sequences_equals_solution(
+    train, make_series, make_reservoir, by_numpy, readout, washout
+):
     x = torch.from_numpy(make_series(50)[0])
     y = torch.stack([x.mean(dim=(1, 2)), x[:, -1, 0]], dim=1)
     task = ReservoirRegressor(make_reservoir(washout=washout), 2, beta=1e-3, readout=readout)
@@ -313,9 +318,10 @@ def test_regression_of_sequences(train, make_series, make_reservoir, by_numpy, r
 
 @pytest.mark.parametrize("washout", [0, 3])
 @pytest.mark.parametrize("readout", ["steps", "last"])
-def test_regression_of_every_step(train, make_series, make_reservoir, by_numpy, washout, readout):
+def test_reservoir_regressor_of_steps_equals_solution(train, make_series, make_reservoir, by_numpy, washout, readout):
     x = torch.from_numpy(make_series(30, steps=12)[0])
-    x, y = x[:, :-1], x[:, 1:, :2]  # what comes next
+    # The target is the next step.
+    x, y = x[:, :-1], x[:, 1:, :2]
     task = ReservoirRegressor(make_reservoir(washout=washout), 2, beta=1e-3, readout=readout)
     trainer = train(task, (x, y))
     first = washout if readout == "steps" else 10
@@ -327,11 +333,11 @@ def test_regression_of_every_step(train, make_series, make_reservoir, by_numpy, 
     assert_logged(trainer, task, x, y, "error", error)
 
 
-# Several regularisers.
+# Several values of the regularization.
 
 
 def best_beta(by_numpy, task, betas, data, validation):
-    """The first of those with the most right steps, and its weights."""
+    """Return the first value of ``beta`` with the most correct steps, and its weights."""
     a, b = by_numpy.statistics(task.reservoir, *data)
     states = by_numpy.run(task.reservoir, validation[0])[2]
     solutions = [by_numpy.solve(a, b, beta) for beta in betas]
@@ -342,7 +348,7 @@ def best_beta(by_numpy, task, betas, data, validation):
 
 @pytest.mark.parametrize("betas", [[1e-5, 1e-2, 1.0, 100.0, 1e4], [1e4, 100.0, 1e-5]])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_the_regulariser_that_is_best_on_validation_is_taken(
+def test_reservoir_several_betas_selects_best_on_validation(
     fit, make_series_stream, make_reservoir_task, by_numpy, betas, symmetric
 ):
     stream = make_series_stream(3, 2, validation=0.3, samples=120)
@@ -353,7 +359,7 @@ def test_the_regulariser_that_is_best_on_validation_is_taken(
     assert_weight(task, weight)
 
 
-def test_a_plain_trainer_chooses_the_regulariser_too(train, make_series, make_reservoir_task, by_numpy):
+def test_reservoir_plain_trainer_selects_best_beta(train, make_series, make_reservoir_task, by_numpy):
     data, validation = ([torch.from_numpy(part) for part in make_series(seed=seed)] for seed in (0, 1))
     betas = [1e4, 1e-3, 10.0]
     task = make_reservoir_task(beta=betas)
@@ -363,7 +369,7 @@ def test_a_plain_trainer_chooses_the_regulariser_too(train, make_series, make_re
     assert_weight(task, weight)
 
 
-def test_regression_takes_the_smallest_error(train, make_series, make_reservoir, by_numpy):
+def test_reservoir_regressor_selects_beta_with_smallest_error(train, make_series, make_reservoir, by_numpy):
     x, betas = torch.from_numpy(make_series(80)[0]), [100.0, 1e-4, 1.0]
     data, validation = ((part, part[:, -1, :1]) for part in (x[:50], x[50:]))
     task = ReservoirRegressor(make_reservoir(), 1, beta=betas)
@@ -377,7 +383,7 @@ def test_regression_takes_the_smallest_error(train, make_series, make_reservoir,
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_several_regularisers_need_validation_samples(
+def test_reservoir_several_betas_without_validation_raises(
     fit, train, make_series, make_series_stream, make_reservoir_task, plain
 ):
     task = make_reservoir_task(beta=[1.0, 2.0])
@@ -388,11 +394,11 @@ def test_several_regularisers_need_validation_samples(
             fit(task, make_series_stream())
 
 
-# What is refused or warned of.
+# Errors and warnings.
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_clients_with_few_samples_are_warned_of_once(
+def test_reservoir_client_below_min_samples_warns_once(
     fit, make_series_stream, make_reservoir_task, caplog, max_vectorized_clients
 ):
     stream = make_series_stream(3, 2)
@@ -403,16 +409,17 @@ def test_clients_with_few_samples_are_warned_of_once(
         fit(make_reservoir_task(min_samples=limit), stream, max_vectorized_clients=max_vectorized_clients)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert messages == [
-        f"The statistics of client 0 are of {sizes[0]['0']} samples, below `min_samples`={limit}: they can reveal its "
-        "data. Wait for more, or use secure aggregation."
+        f"Client 0 uploads statistics of {sizes[0]['0']} samples, fewer than `min_samples`={limit}, which can reveal "
+        "its data. Give the client more samples, or use secure aggregation."
     ]
     caplog.clear()
-    fit(make_reservoir_task(min_samples=limit, upload="weights"), stream)  # they do not travel
+    # With this upload, statistics are not uploaded.
+    fit(make_reservoir_task(min_samples=limit, upload="weights"), stream)
     fit(make_reservoir_task(min_samples=min(sizes[r]["0"] for r in (0, 1))), make_series_stream(3, 2))
     assert not [record for record in caplog.records if record.name.startswith("lightning_fcl")]
 
 
-def test_as_many_samples_as_the_state_has_units_by_default():
+def test_reservoir_min_samples_default_is_number_of_units():
     reservoir = EchoStateNetwork(3, 20, num_layers=2, seed=0)
     assert ReservoirClassifier(reservoir, 4).min_samples == 40
     assert ReservoirClassifier(reservoir, 4, min_samples=0).min_samples == 0
@@ -429,14 +436,14 @@ def test_as_many_samples_as_the_state_has_units_by_default():
         ([], {"trainer_args": {"precision": "bf16-mixed"}}, "precision"),
     ],
 )
-def test_what_a_federation_cannot_do_with_sums_is_refused(
+def test_reservoir_unsupported_federation_setting_raises(
     fit, make_series_stream, make_reservoir_task, callbacks, options, argument
 ):
     with raises(InvalidValueError, argument):
         fit(make_reservoir_task(), make_series_stream(), callbacks, **options)
 
 
-def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_reservoir):
+def test_reservoir_overridden_training_step_raises(fit, make_series_stream, make_reservoir):
     class Own(ReservoirClassifier):
         def training_step(self, batch, batch_idx):
             raise AssertionError("never called")
@@ -445,7 +452,7 @@ def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_re
         fit(Own(make_reservoir(), 4), make_series_stream())
 
 
-def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, by_numpy):
+def test_reservoir_overridden_readout_pairs_is_used(fit, make_series_stream, make_reservoir, by_numpy):
     class Doubled(ReservoirClassifier):
         def readout_pairs(self, x, y):
             return ((states, 2 * wanted) for states, wanted in super().readout_pairs(x, y))
@@ -466,7 +473,7 @@ def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, 
         (ReservoirRegressor, 2, torch.full((8, 2), torch.nan), "y"),
     ],
 )
-def test_wrong_targets(train, make_series, make_reservoir, kind, size, y, argument):
+def test_reservoir_invalid_targets_raise(train, make_series, make_reservoir, kind, size, y, argument):
     x = torch.from_numpy(make_series(8)[0])
     with raises(InvalidValueError, argument):
         train(kind(make_reservoir(), size), (x, y))
@@ -490,17 +497,17 @@ def test_wrong_targets(train, make_series, make_reservoir, kind, size, y, argume
         ({"beta": [1.0, -2.0]}, (InvalidValueError, "beta")),
     ],
 )
-def test_wrong_arguments(make_reservoir, options, expected):
+def test_reservoir_invalid_arguments_raise(make_reservoir, options, expected):
     with raises(*expected):
         ReservoirClassifier(make_reservoir(), **{"num_classes": 4, **options})
 
 
-# A round that is cut short, memory and size of cohorts.
+# Interrupted rounds, memory and number of clients per vectorized step.
 
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
+def test_reservoir_interrupted_round_is_rolled_back(
     fit, make_series_stream, make_reservoir_task, caplog, share, max_vectorized_clients
 ):
     class Stop(Callback):
@@ -516,7 +523,7 @@ def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
     assert "Rolled back an interrupted round" in caplog.text
 
 
-def test_cohorts_hold_so_many_statistics():
+def test_reservoir_trainer_num_vectorized_clients_fits_memory():
     for units, size in ((10, 256), (1000, 16), (6000, 1)):
         task = ReservoirClassifier(EchoStateNetwork(1, 1, seed=0), 2)
         task.readout.B = torch.empty(units, units, dtype=torch.float64, device="meta")
@@ -547,22 +554,23 @@ for n in map(int, sys.argv[1:]):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_number_of_sequences():
+def test_reservoir_memory_is_independent_of_number_of_sequences():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEMORY, "200", "4000"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     peaks = [int(line) for line in printed.split()[-2:]]
-    states = 4000 * 30 * 200 * 4 // 1024  # all of them: 94 MB
+    # All states together have 94 MB, here in KB.
+    states = 4000 * 30 * 200 * 4 // 1024
     assert peaks[1] - peaks[0] < states / 4
 
 
-def test_a_fit_without_an_end_is_refused(make_reservoir_task, quiet):
+def test_reservoir_infinite_max_epochs_raises(make_reservoir_task, quiet):
     loader = DataLoader(TensorDataset(torch.zeros(2, 5, 2), torch.zeros(2, dtype=torch.long)))
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "max_epochs"):
         L.Trainer(max_epochs=-1, **quiet).fit(make_reservoir_task(), loader)
 
 
-def test_a_checkpoint_of_another_task_is_refused(fit, make_series_stream, make_reservoir_task, tmp_path):
+def test_reservoir_checkpoint_of_other_task_raises(fit, make_series_stream, make_reservoir_task, tmp_path):
     stream = make_series_stream(rounds_per_experience=2)
     trainer = fit(make_reservoir_task(), stream, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "one.ckpt")

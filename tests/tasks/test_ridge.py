@@ -1,4 +1,4 @@
-"""The ridge readout on a network: frozen, or trained by a base session, whose samples count, too."""
+"""Ridge readout on a frozen network and on a network trained by a base session."""
 
 import copy
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.rounding
 
 
 def faces(people=8, images=10, seed=0):
-    """Images and people."""
+    """Return images and the numbers of their people."""
     rng = np.random.default_rng(seed)
     y = rng.permutation(np.repeat(np.arange(people), images))
     pattern = rng.normal(size=(people, 1, 16, 16))
@@ -27,7 +27,7 @@ def faces(people=8, images=10, seed=0):
 
 
 class Exact(DSICNet):
-    """In double precision: in single precision a sample's features depend on its batch, by rounding."""
+    """A network in double precision. In single precision, the features of a sample depend on its batch by rounding."""
 
     def latent(self, x):
         return super().latent(x.double())
@@ -36,13 +36,14 @@ class Exact(DSICNet):
 def network(classes=4):
     torch.manual_seed(0)
     net = Exact(classes, (16, 16)).double()
-    for _ in range(20):  # statistics for batch normalisation
+    # Update the statistics of batch normalization.
+    for _ in range(20):
         net(1.1 * torch.randn(32, 1, 16, 16))
     return net.eval()
 
 
 def pooled(task, x, y, classes, beta):
-    """The solution on all samples, in NumPy."""
+    """Return the solution on all samples, in NumPy."""
     with torch.no_grad():
         states = task.model.eval().embed(x).double().numpy()
     a, b = np.eye(classes)[y.numpy()].T @ states, states.T @ states
@@ -79,7 +80,7 @@ def federated(fit, task, callbacks=(), **kwargs):
 @pytest.mark.parametrize(
     "swarm", [None, Swarm(), Swarm(missed_rounds={"node1": [0]}), Swarm(missed_rounds={"node1": [0], "node2": [0]})]
 )
-def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
+def test_ridge_base_session_and_missed_sync_count_every_sample(fit, swarm):
     task = RidgeClassifier(network(6), 6, beta=0.5)
     stream = federated(fit, task, swarm=swarm)
     used = np.concatenate(
@@ -93,8 +94,8 @@ def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
 @pytest.mark.parametrize(
     "options", [{"random_features": 40, "bias": True, "gamma": 1.0}, {"random_features": 40, "rank": 40}]
 )
-def test_a_body_that_the_base_session_trains_goes_with_all_arguments(fit, options):
-    """As in STSA."""
+def test_ridge_base_session_with_random_features_equals_solution(fit, options):
+    """Random features and other arguments, as in STSA."""
     task = RidgeClassifier(network(6), 6, beta=0.5, **options)
     stream = federated(fit, task)
     used = np.concatenate(
@@ -107,7 +108,7 @@ def test_a_body_that_the_base_session_trains_goes_with_all_arguments(fit, option
 
 
 @pytest.mark.seconds
-def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
+def test_ridge_readout_before_first_round_and_after_missed_sync(fit):
     class Readouts(ContinualMetrics):
         def __init__(self):
             super().__init__("none", evaluate_before_fit=True)
@@ -137,16 +138,16 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
     assert readouts.record["start"] == torch.bincount(right, minlength=6).tolist()
 
 
-def test_a_network_without_features_is_refused():
+def test_ridge_network_without_features_raises():
     with raises(InvalidValueError, "model"):
         RidgeClassifier(torch.nn.Linear(6, 4), 4)
 
 
-# On a network that would learn.
+# Networks whose features differ between training and evaluation mode.
 
 
 class Noisy(torch.nn.Sequential):
-    """Features that differ in training, for a network in that mode; in double precision, as `Exact`."""
+    """A network whose features differ in training mode, in double precision as `Exact`."""
 
     features = 5
 
@@ -162,7 +163,7 @@ class Noisy(torch.nn.Sequential):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_network_is_the_same_in_training_and_afterwards(fit, make_stream, size, symmetric):
+def test_ridge_network_is_frozen_during_fit(fit, make_stream, size, symmetric):
     stream, task = make_stream(), RidgeClassifier(Noisy(), 4, beta=0.3, symmetric=symmetric)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
     fit(task, stream, max_vectorized_clients=size)
@@ -171,16 +172,17 @@ def test_the_network_is_the_same_in_training_and_afterwards(fit, make_stream, si
     assert_solves(task, *stream.get_samples(np.concatenate(used)), 4, 0.3)
 
 
-def test_it_solves_in_a_plain_trainer(quiet, samples):
+def test_ridge_in_plain_trainer_equals_solution(quiet, samples):
     (x, y), task = samples(), RidgeClassifier(Noisy(), 4, beta=0.3)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
-    L.Trainer(max_epochs=3, **quiet).fit(task, loader)  # the last epoch counts: each has the same samples
+    # Only the last epoch counts, because all epochs have the same samples.
+    L.Trainer(max_epochs=3, **quiet).fit(task, loader)
     assert_solves(task, x, y, 4, 0.3)
 
 
 @pytest.mark.seconds
-def test_the_base_session_trains_the_network_as_that_of_any_task(fit):
-    """Its batch normalisation takes each batch's statistics, though afterwards the network stays."""
+def test_base_session_trains_network_of_ridge_like_classifier(fit):
+    """Batch normalization uses the statistics of each batch in the base session. Afterwards the network is frozen."""
     torch.manual_seed(0)
     fresh, trained = DSICNet(6, (16, 16)), []
     for make in (lambda net: RidgeClassifier(net, 6), lambda net: Classifier(net, 6)):

@@ -1,4 +1,4 @@
-"""Tasks are made again from their checkpoints, whose hyperparameters are data."""
+"""Loading of tasks from checkpoints, whose hyperparameters are plain data."""
 
 import functools
 
@@ -18,7 +18,7 @@ from lightning_fcl.tasks.ridge import RidgeClassifier
 
 @pytest.fixture
 def saved(tmp_path, quiet):
-    """Writes a task's checkpoint, changed or not, and gives its path."""
+    """Return a function that writes a task's checkpoint with changes and returns its path."""
 
     def save(task, **changes):
         trainer = L.Trainer(**quiet)
@@ -32,7 +32,7 @@ def saved(tmp_path, quiet):
 
 
 class Own(nn.Module):
-    """A network of a user's."""
+    """A network of a user."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ TASKS = [
 
 
 @pytest.mark.parametrize("make", TASKS)
-def test_a_task_is_made_again_with_its_weights(saved, make):
+def test_load_from_checkpoint_restores_task_and_weights(saved, make):
     task = make()
     again = type(task).load_from_checkpoint(saved(task))
     assert again.hparams == task.hparams != {}
@@ -66,7 +66,7 @@ def test_a_task_is_made_again_with_its_weights(saved, make):
         assert type(optimizers[0]) is type(optimizers[1]) and optimizers[0].defaults == optimizers[1].defaults
 
 
-def test_what_a_federation_trained_goes_on_where_it_stopped(fit, make_stream, tmp_path):
+def test_load_from_checkpoint_continues_identically(fit, make_stream, tmp_path):
     task = Classifier(MLP([6, 5, 4]), 4, functools.partial(torch.optim.SGD, lr=0.1))
     fit(task, make_stream()).save_checkpoint(tmp_path / "last.ckpt")
     again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
@@ -75,7 +75,7 @@ def test_what_a_federation_trained_goes_on_where_it_stopped(fit, make_stream, tm
     assert all(torch.equal(task.state_dict()[name], value) for name, value in again.state_dict().items())
 
 
-def test_a_network_of_the_users_own_is_handed_in(saved):
+def test_load_from_checkpoint_custom_network_is_an_argument(saved):
     task = Classifier(Own(), 4, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     path = saved(task)
     with raises(InvalidValueError, "model"):
@@ -107,7 +107,7 @@ def test_a_network_of_the_users_own_is_handed_in(saved):
         ([1, 2], (InvalidValueError, "hparams")),
     ],
 )
-def test_nothing_that_a_checkpoint_names_is_called(saved, tmp_path, hyper_parameters, expected):
+def test_load_from_checkpoint_unsafe_hyperparameters_raise(saved, tmp_path, hyper_parameters, expected):
     marker = tmp_path / "marker"
     own = Classifier(MLP([6, 5, 4]), 4)
     if isinstance(hyper_parameters, dict):
@@ -119,7 +119,7 @@ def test_nothing_that_a_checkpoint_names_is_called(saved, tmp_path, hyper_parame
     assert not marker.exists()
 
 
-def test_another_state_is_refused_by_name(saved):
+def test_load_from_checkpoint_wrong_state_raises_with_name(saved):
     task = Classifier(MLP([6, 5, 4]), 4)
     state = task.state_dict()
     name = "model.1.weight"
@@ -137,7 +137,7 @@ def test_another_state_is_refused_by_name(saved):
     assert torch.equal(part.model[1].weight, state[name] + 1)
 
 
-def test_a_mask_of_infinities_may_stay(saved):
+def test_load_from_checkpoint_accepts_infinite_buffer(saved):
     class Masked(Own):
         def __init__(self):
             super().__init__()
@@ -147,7 +147,7 @@ def test_a_mask_of_infinities_may_stay(saved):
     assert Classifier.load_from_checkpoint(path, model=Masked()).model.mask.isinf().all()
 
 
-def test_a_users_own_task_is_described_as_well(saved):
+def test_load_from_checkpoint_custom_task(saved):
     class Mine(Classifier):
         def __init__(self, width: int = 3, title: str = "mine") -> None:
             super().__init__(MLP([6, width, 4]), 4)
