@@ -102,7 +102,7 @@ ROWS |= {
         fit_reservoir,
         {"callbacks": ""},
         {"callbacks": "{class_path: lightning_fcl.callbacks.ActivationDensity}"},
-        "Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
+        "Add `ActivationDensity` to the callbacks of the row, and train until an experience ends.",
         MissingValueError,
         "densities",
     ),

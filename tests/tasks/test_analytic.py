@@ -211,7 +211,7 @@ def test_moments_groups_of_one_sample_equal_pooled_solution(fit):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_moments_equal_estimate_of_the_paper(fit, symmetric):
-    """The expected value is the formula over the groups with samples of a class. Samples of a batch go to the groups in turn."""
+    """The expected value is the formula over the groups with samples of a class. Groups get samples in turn."""
     data, task = arrays(samples=300, classes=4), ridge(4, upload="moments", groups=3, symmetric=symmetric)
     stream, sent = streamed(data, clients=4, experiences=2, batch_size=7), []
 
