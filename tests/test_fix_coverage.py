@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # Tests that provoke an error and try its fix with means that a row does not have, by a part of the hint.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
     "convert it to numbers, text, tensors, or lists and dicts of them.": [
-        "tests/simulation/test_tensor_subclasses.py::test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round",
+        "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",
     ],
     "Use another `checkpoint_io`, or set ": [
         "tests/simulation/test_tensor_subclasses.py::test_first_checkpoint_of_a_fit_is_read_back",
@@ -23,7 +23,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
     "Run `pip install": ["tests/test_errors.py::test_a_missing_package_is_named_as_pip_names_it"],
     'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.': [
-        "tests/simulation/test_habits.py::test_a_script_without_a_guard",
+        "tests/simulation/test_habits.py::test_script_without_main_guard_trains_without_workers",
     ],
     "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.": [
         "tests/edge/test_export.py::test_what_8_bits_change_too_much_is_not_written",
