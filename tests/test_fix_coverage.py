@@ -35,7 +35,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Set `max-samples` of the run": [
         "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
     ],
-    "Start their nodes, or decrease `min-clients` in the run's configuration.": [
+    "Start their nodes, or decrease `min-clients` in the run configuration.": [
         "tests/deployment/test_restart.py::test_a_server_that_finds_too_few_clients_says_who_is_missing",
     ],
     "Start the server again when these clients run.": [
@@ -54,7 +54,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/deployment/test_node_data.py::test_recipe_with_tables_names_columns_classes_and_scale",
     ],
     "Name the file of this client.": ["tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part"],
-    "Remove the samples that are not for tests.": [
+    "Remove the samples that the server does not use.": [
         "tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part",
     ],
     "from a backup, or choose another `out` to start a new run.": [
@@ -63,7 +63,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "file with `group`, or use `ClassIncremental` in the recipe.": [
         "tests/deployment/test_node_data.py::test_domain_incremental_needs_the_domain_of_each_sample",
     ],
-    "Set both in the run's configuration: clients=": [
+    "Set both in the run configuration: clients=": [
         "tests/deployment/test_node_data.py::test_stationary_with_the_data_of_nodes_is_deployed",
     ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_a_push_is_refused_whole"],

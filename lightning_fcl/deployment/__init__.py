@@ -1,4 +1,6 @@
-"""A recipe across machines: a node trains one client on its own data, a Trainer takes its rounds from nodes; Flower.
+"""Deployment of a recipe on several machines with Flower.
 
-What never belongs here: sockets, schedulers, or how clients train. Only `messages`, `flower` and `node` call Flower.
+Each node trains one client on its own data. On the server, a Lightning Trainer aggregates the uploads of the nodes.
+
+This package contains no sockets, no schedulers and no local training. Only `messages`, `flower` and `node` call Flower.
 """

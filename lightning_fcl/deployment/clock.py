@@ -15,22 +15,26 @@ from pathlib import Path
 from lightning_fcl.errors import ConnectionFailedError, InvalidStateError, InvalidValueError
 
 AHEAD, BEHIND = 5.0, 300.0
-"""Seconds by which Flower lets the clock of a node be ahead of the SuperLink's, and behind it."""
+"""Maximum number of seconds by which a node's clock may be ahead of the SuperLink's clock, and behind it."""
 
-_PRECISION = 1.5  # seconds: the SuperLink reports whole seconds, and renews them once a second
-_TIMEOUT = 10.0  # seconds
+# Seconds. The SuperLink reports whole seconds, and updates them once a second.
+_PRECISION = 1.5
+# Seconds until a request to the SuperLink fails.
+_TIMEOUT = 10.0
 
 
 def check_clock(address: str | None, certificates: Path | None = None, insecure: bool = False) -> float:
-    """Return how many seconds the clock of this machine is ahead of the SuperLink's.
+    """Return the number of seconds by which the clock of this machine is ahead of the SuperLink's clock.
 
     Args:
         address: Address of the SuperLink, ``host:port``.
-        certificates: File of the certificates to trust. Default: those of the system.
+        certificates: File of the certificates to trust. Default: the certificates of the system.
         insecure: Whether to connect without TLS.
 
     Raises:
+        ConnectionFailedError: If no SuperLink answers at the address.
         InvalidStateError: If the difference is so large that the SuperLink can reject requests of this machine.
+        InvalidValueError: If the address has no host or no port.
     """
     offset = _measure(address, certificates, insecure)
     if not _PRECISION - BEHIND <= offset <= AHEAD - _PRECISION:
@@ -44,15 +48,16 @@ def check_clock(address: str | None, certificates: Path | None = None, insecure:
 
 
 def _measure(address: str | None, certificates: Path | None, insecure: bool) -> float:
-    """Return the difference between the clocks, from the date of the SuperLink's HTTP responses."""
+    """Return the difference between the clocks in seconds, from the date of the SuperLink's HTTP response."""
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidValueError(
-            f"Expected `--superlink` to be the address of a SuperLink but got {address}.",
+            f"Expected `--superlink` to be the address of a SuperLink, but got {address}.",
             hint="Give it as `host:port`, for example --superlink 127.0.0.1:18000.",
             argument="superlink",
         )
-    name = host.strip("[]")  # of an IPv6 address
+    # An IPv6 address is written in brackets, which a connection does not accept.
+    name = host.strip("[]")
     try:
         if insecure:
             connection = HTTPConnection(name, int(port), timeout=_TIMEOUT)
@@ -65,14 +70,14 @@ def _measure(address: str | None, certificates: Path | None, insecure: bool) -> 
         current_time = (start_time + time.time()) / 2
     except (OSError, HTTPException) as error:
         raise ConnectionFailedError(
-            f"Expected a SuperLink at {address} but the connection failed ({error}).",
+            f"Expected a SuperLink at {address}, but the connection failed ({error}).",
             hint="Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
         ) from error
     finally:
         connection.close()
     try:
         return current_time - (parsedate_to_datetime(date).timestamp() + 0.5)
-    except (TypeError, ValueError) as error:  # another program than a SuperLink
+    except (TypeError, ValueError) as error:
         raise ConnectionFailedError(
-            f"Expected a SuperLink at {address} but its response has no date.", hint="Correct `--superlink`."
+            f"Expected a SuperLink at {address}, but its response has no date.", hint="Correct `--superlink`."
         ) from error

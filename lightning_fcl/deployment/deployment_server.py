@@ -1,4 +1,4 @@
-"""The server of a deployment: `lightning-fcl fit` of the recipe, whose rounds come from nodes."""
+"""The server of a deployment: `lightning-fcl fit` of a recipe whose clients train on nodes."""
 
 from __future__ import annotations
 
@@ -62,23 +62,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FAR_MORE = 100  # times the samples of the client in the middle
+# A client is reported if it has more than this multiple of the median number of samples.
+_FAR_MORE = 100
 
 
 @dataclass(frozen=True)
 class DeploymentConfig:
-    """How a server deals with its nodes.
+    """Settings of a deployment's server.
 
     Args:
-        min_clients: Clients whose answers a round needs.
-        round_timeout: Seconds after which a round no longer waits for the others.
-        join_timeout: Seconds that a server waits for so many clients to be there, or to answer.
-        max_message_bytes: Bytes that the tensors of a message may have.
-        max_samples: Samples that a client counts as in a round at most; 0: as many as it said when it joined.
-        max_update_norm: How far a client may move the model, and a round the server: so many times the larger of the
-            norm of the server's entries that are averaged and 1.
-        require_registered_keys: Whether the SuperLink lets registered keys in alone: the first key that has a client's
-            name then keeps it. Flower gives a SuperNode without one a new key at each start.
+        min_clients: Number of clients whose uploads a round needs.
+        round_timeout: Seconds after which a round with enough uploads no longer waits for other clients.
+        join_timeout: Maximum waiting time in seconds for ``min_clients`` clients to join, and for missing uploads after
+            ``round_timeout``.
+        max_message_bytes: Maximum size of the tensors of a message in bytes.
+        max_samples: Maximum number of samples of a client in a round. 0: the number that the client reported when it
+            joined.
+        max_update_norm: Maximum norm of a client's update, as a multiple of the larger of 1 and the norm of the
+            server's averaged tensors. The same limit applies to the change of the server's model in a round.
+        require_registered_keys: Whether the SuperLink only admits nodes with registered keys. A client name then
+            belongs to the first key that claims it. Flower gives a SuperNode without a registered key a new key at each
+            start, so such a SuperNode could not join again.
     """
 
     min_clients: int = validated(1, at_least, 1)
@@ -98,9 +102,9 @@ class FederationIdentity(Callback):
     """The identity of a federation, and of its clients, in the checkpoints of its server.
 
     Args:
-        name: Name under which nodes store their state.
-        claimed_clients: The client of each key, by the name of the key.
-        behind: The clients that could not follow the server, and the latest round in which each could not.
+        name: Name of the folder in which nodes store their state for this federation.
+        claimed_clients: Client of each key, by the hash of the key.
+        behind: Latest round that each client rejected because the client was ahead of the server.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -117,7 +121,7 @@ class FederationIdentity(Callback):
 
 
 class ServerRound(Round):
-    """A round of a deployment's server, whose clients train on the nodes.
+    """A round of a deployment's server. The clients train on the nodes.
 
     Args:
         nodes: The nodes.
@@ -133,7 +137,7 @@ class ServerRound(Round):
         return []
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Send the sampled clients the server's state, and accumulate their uploads. Yield one empty batch."""
+        """Send the server's state to the sampled clients, and accumulate their uploads. Yield one empty batch."""
         federation = self.federation
         if federation.isolation is not None:
             federation.isolation.refuse_gathered()
@@ -155,12 +159,12 @@ class ServerRound(Round):
 
 
 class NodePool:
-    """The nodes of a deployment, which train the clients of a server's rounds.
+    """The nodes of a deployment.
 
     Args:
-        link: The way to the nodes.
-        recipe: The recipe's fingerprint.
-        config: How the server deals with them.
+        link: Connection to the nodes.
+        recipe: Fingerprint of the recipe.
+        terms: Settings of the server.
     """
 
     def __init__(self, link: GridLink, recipe: str, terms: DeploymentConfig) -> None:
@@ -170,22 +174,22 @@ class NodePool:
         self.members = NodeRegistry(link, recipe, *waits, self.identity.claimed_clients, terms.require_registered_keys)
 
     def gather(self, federation: Federation, number: int, sampled_clients: Sequence[str], no_data: list[str]) -> int:
-        """Send the sampled clients the server's state, and accumulate their uploads.
+        """Send the server's state to the sampled clients, and accumulate their uploads.
 
         Args:
             federation: The federation.
             number: Number of the round.
             sampled_clients: The sampled clients.
-            no_data: Gets the clients that have no data.
+            no_data: List to which the clients without samples in this round are added.
 
         Returns:
-            The number of uploads that count.
+            The number of accepted answers, including answers of clients without samples.
 
         Raises:
             InvalidStateError: If too few clients answer.
         """
         server = federation.server
-        # The module's entries from which clients start and which do not travel.
+        # Tensors of the module that are neither downloaded nor uploaded. Each client starts from their initial values.
         module_reductions = {n: rule for n, rule in server.reductions.items() if n not in server.extra_tensors}
         untransferred_state = {
             n: server.state[n] for n, rule in module_reductions.items() if not (rule.is_downloaded or rule.is_uploaded)
@@ -196,7 +200,7 @@ class NodePool:
 
         def take(client: str, answer: RecordDict, sent_header: Mapping[str, Any]) -> bool:
             if client in server.record.accepted:
-                _drop(server, number, client, "a second answer, which does not count")
+                _drop(server, number, client, "a second answer, which the server ignored")
                 return True
             try:
                 return self._take(federation, number, client, answer, sent_header, len(sampled_clients), no_data)
@@ -215,30 +219,30 @@ class NodePool:
         self._record_limits(server.record, sampled_clients)
         server.record.duplicate_claims = self.members.duplicate_claims
         num_accepted = self.members.num_accepted_answers
-        fewer = f"Expected uploads of at least {min_answers} clients in round {number} but got {num_accepted} ("
+        fewer = f"Expected uploads of at least {min_answers} clients in round {number}, but got {num_accepted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not self.members.has_enough_answers:
             raise InvalidStateError(
                 f"{fewer}).",
-                hint="Start the server again when these clients run. It continues from its newest checkpoint.",
+                hint="Start the server again when these clients run. It resumes from its newest checkpoint.",
             )
         if num_accepted < min_answers:
-            log.warning("%s). It goes on with these.", fewer)
+            log.warning("%s). The run continues with these uploads.", fewer)
         return num_accepted
 
     def close(self, out: Path) -> None:
         """Log that the run has ended.
 
         Raises:
-            InvalidStateError: If a client could not follow, so that the result lacks its uploads.
+            InvalidStateError: If a client was ahead of the server, so that the results lack some of its uploads.
         """
         clients = self.identity.behind
         if not clients:
             log.info("Finished the run. The results are in %s.", out)
             return
         raise InvalidStateError(
-            f"Expected all clients to follow the server but the state of {format_names(clients)} was of a later round. "
-            f"The results in {out} lack their uploads of rounds up to {max(clients.values())}.",
+            f"Expected no client to be ahead of the server, but the state of {format_names(clients)} is from a later "
+            f"round. The results in {out} lack their uploads of rounds up to {max(clients.values())}.",
             hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         )
 
@@ -256,7 +260,10 @@ class NodePool:
     def _sent_to(
         self, federation: Federation, number: int, untransferred_state: State, client: str, node: int
     ) -> Parcel:
-        """What a client gets: the server's state, and what never travels where it has that otherwise."""
+        """Return a client's message: the server's state, and the initial client-local tensors unless the node has them.
+
+        Entries that a client receives once are left out if the client has them already.
+        """
         server, outline = federation.server, make_outline(federation.stream, client)
         once_entries = server.sent_once
         omitted = once_entries.sizes.keys() - once_entries.missing(client)
@@ -280,10 +287,19 @@ class NodePool:
         num_sampled_clients: int,
         no_data: list[str],
     ) -> bool:
-        """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
+        """Validate and accumulate the answer of a client. Return whether the answer is accepted.
 
         Args:
-            no_data: Gets the client if it has no data.
+            federation: The federation.
+            number: Number of the round.
+            client: The client.
+            answer: The answer of the client.
+            sent_header: Header of the message that the server sent to the client.
+            num_sampled_clients: Number of the sampled clients in this round.
+            no_data: List to which the client is added if it has no samples in this round.
+
+        Raises:
+            RejectedMessageError: If the answer is invalid.
         """
         server = federation.server
         terms, max_samples = self.config, self.config.max_samples or self.members.samples[client]
@@ -310,14 +326,14 @@ class NodePool:
         return is_accepted
 
     def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Record what uploads may be, and name whoever says that it has far more samples than others."""
+        """Record the limits of uploads. Warn if a client reports far more samples than the median client."""
         samples = {client: self.members.samples[client] for client in clients if client in self.members.samples}
         usual = _FAR_MORE * median_low(samples.values() or [0])
         for client, number in samples.items():
             if number > usual and not self.config.max_samples:
                 log.warning(
-                    "Client %s says that it has %d samples, more than %d times as many as others: it may count as so "
-                    "many. Set `max-samples` of the run's configuration if it has not.",
+                    "Client %s reports %d samples, more than %d times the median of the clients. Its uploads can have "
+                    "this weight. If the number is wrong, set `max-samples` of the run configuration.",
                     client,
                     number,
                     _FAR_MORE,
@@ -329,11 +345,11 @@ class NodePool:
 def _drop(server: FederatedServer, number: int, client: str, reason: str) -> None:
     server.sent_once.forget(client)
     server.record.dropped.setdefault(client, reason)
-    log.warning("Round %d: nothing of client %s: %s", number, client, reason)
+    log.warning("Round %d: problem with client %s: %s", number, client, reason)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """How an optimizer's group stands, without its parameters."""
+    """Return the settings of an optimizer's parameter group as plain values, without the parameters."""
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in group.items()
@@ -342,21 +358,21 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_deployable(participation: Participation, pipeline: Pipeline, methods: Sequence[MethodBase]) -> None:
-    """Raise InvalidValueError for settings that can only be simulated."""
+    """Raise InvalidValueError for settings and methods that only a simulation supports."""
     for transform in {*pipeline.exchanges, *([] if pipeline.mask is None else [pipeline.mask])}:
         raise InvalidValueError(
-            f"Expected no `{type(transform).__name__}` in a deployment, whose nodes send one message in a round, which "
-            "the server decodes.",
+            f"Expected no `{type(transform).__name__}` in a deployment, because a node sends one message per round and "
+            "the server decodes each upload.",
             hint="Use `lightning-fcl fit` to simulate it.",
             argument="upload_transforms",
             value=type(transform).__name__,
         )
     for name, setting, reason in (
-        ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
+        ("swarm", participation.swarm, "because a deployment has a server and its nodes cannot reach each other"),
         (
             "synchronization",
             participation.synchronization,
-            "whose nodes have clocks of their own, and `round-timeout` ends a round",
+            "because a deployment does not simulate the time of clients, and `round-timeout` ends a round",
         ),
     ):
         if setting is not None:
@@ -367,8 +383,8 @@ def check_deployable(participation: Participation, pipeline: Pipeline, methods: 
     for method in methods:
         if isinstance(method, RoundEndListener):
             raise InvalidValueError(
-                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
-                "at what all keep when a round is done, as only a simulation can.",
+                f"Expected methods that read the state of one client at a time, but got `{type(method).__name__}`. At "
+                "the end of a round, it reads the states of several clients, which only a simulation can do.",
                 hint="Use `lightning-fcl fit` for this method.",
             )
 
@@ -381,25 +397,35 @@ def serve(
     data: str | DataSource | None = None,
     clients: Sequence[str] = (),
 ) -> FederatedCLI:
-    """Run a deployment's server to its end, from the newest checkpoint in its folder, if there is one.
+    """Run the server of a deployment until the last round. Resume from the newest checkpoint in ``out``, if any.
 
     Args:
-        data: The data to test on, see `DataSource`. Default: the recipe's data, whose training samples are not used.
+        recipe: File of the recipe, as `lightning-fcl deploy flower` writes it.
+        link: Connection to the nodes.
+        out: Folder of the results and checkpoints.
+        terms: Settings of the server.
+        data: Test data of the server, see `DataSource`. Default: the test samples of the recipe's data.
+        clients: Names of the clients. Required with ``data``.
+
+    Returns:
+        The fit.
 
     Raises:
         InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
-            after the last round, if a client could not follow.
+            after the last round, if a client was ahead of the server.
+        MissingValueError: If ``data`` is given without ``clients``.
     """
     if data is not None and not clients:
         raise MissingValueError(
-            "Expected the names of the `clients` beside `data` of the server, which do not tell them, but got none.",
-            hint='Set both in the run\'s configuration: clients="a,b,c".',
+            "Expected `clients` together with `data`, because the server's data does not name the clients, but got "
+            "none.",
+            hint='Set both in the run configuration: clients="a,b,c".',
         )
 
     nodes = NodePool(link, recipe_fingerprint(read_recipe(recipe)), terms)
 
     class Served(FederatedCLI):
-        """A fit whose clients are nodes."""
+        """A fit whose clients train on nodes."""
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             callbacks = as_list(self.config_init["fit"]["trainer"]["callbacks"])
@@ -410,10 +436,11 @@ def serve(
             check_deployable(strategy.federation.participation, strategy.server.pipeline, get_methods(trainer))
             for callback in callbacks:
                 if isinstance(callback, ContinualMetrics):
-                    # Clients' models, with what is their own, and their samples never come here.
+                    # Client models and training samples stay on the nodes, so the server cannot evaluate them.
                     callback.clients, callback.evaluate_on_train = "none", False
             strategy.settings.max_vectorized_clients = 1
-            strategy.settings.stops_unusable = False  # whoever sends nothing of use ends nothing
+            # A client with unusable uploads must not end the run.
+            strategy.settings.stops_unusable = False
             strategy.server.max_update_norm = terms.max_update_norm
             strategy.is_new_round = partial(ServerRound, nodes)
             callbacks.append(nodes.identity)
@@ -427,7 +454,8 @@ def serve(
                 set_server_data(self.datamodule, read_data(source, self.datamodule.seed, for_server=True), clients)
             super().fit(model, **arguments)
 
-    warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
+    # Clients train on the nodes, so the training step of the server's Trainer returns None.
+    warnings.filterwarnings("ignore", "`training_step` returned `None`")
     values = {"out": str(out), "trainer.enable_progress_bar": False, "trainer.enable_checkpointing": True}
     whole, newest = Recipe((recipe,)).with_values(values), newest_checkpoint(out / LAST.parent)
     check_no_round_missing(out, newest)

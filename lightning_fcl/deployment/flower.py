@@ -1,4 +1,4 @@
-"""A recipe as a Flower app: a folder with four files, and the apps of a server and of nodes, by the Message API."""
+"""A recipe as a Flower app: the files of the app, and the client and server apps based on Flower's Message API."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 RECIPE = "recipe.yaml"
-"""The recipe beside an app's files."""
+"""Name of the recipe file in the folder of an app."""
 
 _INIT = "init_args."
-"""The beginning of the names of a data module's arguments in a configuration."""
+"""Prefix of the names of a data module's arguments in a node config or a run configuration."""
 
 _SIDES = {
-    "client": "What a node runs: the recipe beside this file, on the data that its node config names.",
-    "server": "What the server runs: the recipe beside this file, whose rounds come from nodes.",
+    "client": "Flower client app: train the recipe in this folder on the data that the node config names.",
+    "server": "Flower server app: run the recipe in this folder with clients that train on nodes.",
 }
 _APP = '''"""{what}"""
 
@@ -56,6 +56,17 @@ app = {side}_app(Path(__file__).parent)
 
 
 def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
+    """Write a Flower app for a recipe to a folder. Return the paths of its files.
+
+    Args:
+        recipe: The recipe with every default.
+        folder: Folder of the app.
+        name: Name of the app.
+        publisher: Name of the app's publisher, for Flower.
+
+    Raises:
+        InvalidValueError: If the recipe has settings that only a simulation supports.
+    """
     from lightning_fcl.deployment.deployment_server import DeploymentConfig, check_deployable
     from lightning_fcl.runs.paper_rows import slug
 
@@ -77,15 +88,21 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
 
 
 def client_app(folder: Path) -> ClientApp:
-    """The app of a node.
+    """Return the Flower app of a node.
 
-    Its node config has the ``client``, the place of its ``data``, and optionally the ``target`` and ``features`` of a
-    table, the arguments of a data module as ``init_args.NAME``, and the folder of its state, ``state-dir``. In Flower's
-    simulation, whose nodes have no node config, the run's configuration has the ``clients`` and their ``data-folder``.
+    The node config contains the ``client`` and the place of its ``data``. Optional entries are the ``target`` and
+    ``features`` of a table, the arguments of a data module as ``init_args.NAME``, and ``state-dir``, the folder of the
+    client state. Nodes of Flower's simulation have no node config. For them, the run configuration contains the
+    ``clients`` and their ``data-folder``.
+
+    Args:
+        folder: Folder of the app, which contains the recipe.
     """
     app: ClientApp = require_package("flwr.clientapp", *REQUIRED_FOR).ClientApp()
-    sys.path.append(str(folder))  # classes of the recipe that lie beside it
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
+    # The recipe can name classes in files of this folder.
+    sys.path.append(str(folder))
+    # Without this level, Lightning logs in each round that there is no GPU.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
     def answer(message: Message, context: Context) -> Message:
         try:
@@ -105,7 +122,7 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
-    """Return the client, its data and the folder of its state."""
+    """Return the client of a node, the source of its data, and the folder of its state. None: the default folder."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")
     client = str(node.get("client", ""))
@@ -113,7 +130,7 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
         client = names[number]
     if not client:
         raise RejectedMessageError(
-            f"Expected a node config that names the client and its data but got {dict(node)}.",
+            f"Expected a node config that names the client and its data, but got {dict(node)}.",
             hint="""Start the node with --node-config 'client="a" data="a.npz"'.""",
             argument="client",
             code="unnamed-client",
@@ -124,7 +141,7 @@ def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
 
 
 def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
-    """Return the source of data whose columns and arguments are in configurations, of which the first ones prevail."""
+    """Return a data source with the columns and arguments of configurations. Earlier configurations have priority."""
     config_values = {name: value for config in reversed(configs) for name, value in config.items() if value != ""}
     table: dict[str, Any] = {
         name: _names(config_values[name]) for name in ("target", "features") if name in config_values
@@ -134,11 +151,12 @@ def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
 
 
 def _names(names_text: object) -> list[str]:
+    """Return the names in a text that separates them by commas."""
     return [name.strip() for name in str(names_text).split(",") if name.strip()]
 
 
 def log_to_stderr() -> None:
-    """Write the library's log to the standard error, which `flwr run --stream` shows."""
+    """Write the library's log messages to standard error, which `flwr run --stream` shows."""
     logger, handler = logging.getLogger("lightning_fcl"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
@@ -146,11 +164,17 @@ def log_to_stderr() -> None:
 
 
 def server_app(folder: Path) -> ServerApp:
-    """The app of the server.
+    """Return the Flower app of the server.
 
-    The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
-    it goes on; ``data``, what it tests on, with the ``target`` and ``features`` of a table, and the names of the
-    ``clients``, if these are not the recipe's; and what `DeploymentConfig` explains, with hyphens in its names.
+    The run configuration contains these entries:
+
+    - ``out``, the folder of results and checkpoints. A run resumes from the newest checkpoint in this folder.
+    - ``data``, the test data of the server, with the ``target`` and ``features`` of a table.
+    - ``clients``, the names of the clients. Required with ``data``.
+    - the fields of `DeploymentConfig`, with hyphens in place of underscores.
+
+    Args:
+        folder: Folder of the app, which contains the recipe.
     """
     app: ServerApp = require_package("flwr.serverapp", *REQUIRED_FOR).ServerApp()
     sys.path.append(str(folder))

@@ -1,7 +1,7 @@
-"""A node: one client's training, on its own data, with what it remembers on its own disk.
+"""A node of a deployment: trains one client on local data, and stores the client state on the local disk.
 
-Flower starts a process for every message, which imports torch and Lightning each time. `run_executor` runs Flower's
-command ``flower-superexec`` with its arguments, and forks where Flower would start the command ``flwr-clientapp``. It
+By default, Flower starts a process for each message, and each process imports torch and Lightning. `run_executor` runs
+Flower's command ``flower-superexec``, but forks a process when Flower would start the command ``flwr-clientapp``. It
 uses no private module of Flower.
 """
 
@@ -74,11 +74,18 @@ from lightning_fcl.validation import format_code_names, require_package
 log = logging.getLogger(__name__)
 
 RECEIVED = "received"
-"""The section of what the server sends a client once."""
+"""Section of the client state that contains the tensors that the server sends a client once."""
 
 
 class Node:
-    """Answers a server's messages: it trains one client on this machine's own data."""
+    """A node that trains one client on local data, and answers the server's messages.
+
+    Args:
+        recipe: The recipe with every default.
+        client: Name of the client.
+        data: Source of the client's data.
+        folder: Folder of the client states. Default: a folder in the user's cache.
+    """
 
     def __init__(
         self, recipe: Mapping[str, Any], client: str, data: str | DataSource, folder: str | Path | None = None
@@ -90,7 +97,7 @@ class Node:
         self._print = recipe_fingerprint(recipe)
 
     def answer(self, parcel: Parcel) -> Parcel:
-        """Return the answer to a message. If an error occurs, the answer has its code, and the log its text."""
+        """Return the answer to a message. If an error occurs, the answer contains its code, and the log its text."""
         head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
         head |= {name: parcel.header.get(name) for name in HEADER_FIELDS}
         try:
@@ -98,11 +105,11 @@ class Node:
             answers = {"hello": self._hello, "train": self._train}
             if parcel.header.get("kind") not in answers:
                 raise RejectedMessageError(
-                    f"Expected a message to say hello or to train but got {parcel.header.get('kind')!r}."
+                    f"Expected the `kind` of a message to be hello or train, but got {parcel.header.get('kind')!r}."
                 )
             answer = answers[parcel.header["kind"]](parcel)
             return replace(answer, header={**head, **answer.header})
-        except Exception as error:  # The server continues the round without this client.
+        except Exception as error:  # An error must not end this process. The server handles the error code.
             log_error(error, f"client {self.client}")
             return Parcel({**head, **refusal_of(error)})
 
@@ -110,28 +117,34 @@ class Node:
         return client_folder(self._folder, parse_file_name(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
+        """Return the number of samples of the client, and a digest of the tensors that are not transferred."""
         federation_folder = self._federation_folder(parcel.header)
         seed = make_stream(self._recipe).seed
         with about_data():
             samples = count_samples(self._data, federation_folder / "data.json", seed)
-        names = parcel.header.get("held", [])  # of entries that never travel, of which it tells a digest
+        # The server names the tensors that are neither uploaded nor downloaded, and compares a digest of their values.
+        names = parcel.header.get("held", [])
         state = state_tensors(build_node_recipe(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
     def _train(self, parcel: Parcel) -> Parcel:
+        """Train the client from the server's state. Return its upload."""
         head, outline, parts = (
             parcel.header,
             ClientOutline.from_dict(parcel.header["outline"]),
             build_node_recipe(self._recipe),
         )
         if outline.client != self.client:
-            raise RejectedMessageError(f"Expected a message for client {self.client} but got one for {outline.client}.")
+            raise RejectedMessageError(
+                f"Expected a message for client {self.client}, but got one for {outline.client}."
+            )
         with about_data():
             set_node_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         federation_folder = self._federation_folder(head)
-        with file_lock(federation_folder / ".lock"):  # what a lost node has left behind may train still
+        # A process of this client can still be training if its SuperNode was lost before.
+        with file_lock(federation_folder / ".lock"):
             return train_client(
                 parts, parcel.state, client_state_folder(federation_folder, self.client, int(head["round"])), head
             )
@@ -139,7 +152,7 @@ class Node:
 
 @contextmanager
 def about_data() -> Iterator[None]:
-    """Mark the errors that are about a node's data, with a code that the server explains if they have no code."""
+    """Temporarily mark errors as errors about the node's data. Errors without a specific code get ``UNUSABLE_DATA``."""
     try:
         yield
     except LightningFCLError as error:
@@ -150,17 +163,17 @@ def about_data() -> Iterator[None]:
 
 
 def log_error(error: Exception, sender: str) -> None:
-    """Log the text of an error on the machine where it occurred, with a traceback unless the library raised it."""
+    """Log the text of an error. Add a traceback if the library did not raise the error on purpose."""
     unexpected = None if isinstance(error, LightningFCLError) else error
     log.error("Could not answer the server's message to %s: %s", sender, error, exc_info=unexpected)
 
 
 class NodeServer(FederatedServer):
-    """The server's state on a node. An upload is kept for the node's answer to the server.
+    """The server's state on a node. The upload of the client becomes the node's answer to the server.
 
     Attributes:
-        trained: The client, if it has trained.
-        answer: The tensors of its upload, if they are finite.
+        trained: The client's round, if the client has trained. Otherwise empty.
+        answer: The tensors of the upload, if they are finite. Otherwise empty.
     """
 
     def __init__(self, store: ClientStore, server: FederatedServer) -> None:
@@ -185,33 +198,35 @@ class NodeServer(FederatedServer):
 
 
 class NodeRound(Round):
-    """A node's part in a round: one client trains, and its upload is the node's answer to the server.
+    """A round on a node. One client trains, and its upload is the node's answer to the server.
 
     Args:
         client: The client.
         head: The settings of the round, from the server's message.
-        names: Names of the tensors that the server has sent.
+        names: Names of the tensors that the node has received from the server.
         federation: The federation.
     """
 
     def __init__(self, client: str, head: Mapping[str, Any], names: Collection[str], federation: Federation) -> None:
-        federation.isolation = Isolation(type(federation.module).__name__)  # no other client trains in this process
+        # Only one client trains in this process, so no state can leak to other clients.
+        federation.isolation = Isolation(type(federation.module).__name__)
         self._client, self._head, self._names = client, head, names
         super().__init__(federation, looks_ahead=False)
 
     def plan_groups(self) -> list[ClientGroup]:
-        """Plan the batches of the client, if it has enough samples."""
+        """Return the batches of the client, or no group if the client has too few samples."""
         federation = self.federation
         if self._client not in federation.participation.candidates(federation.stream.plan, self.number):
             return []
         return plan_client_groups(federation, [[self._client]], self.number)
 
     def train_clients(self, client_group: ClientGroup | None) -> Generator[Any, None, None]:
-        """Train the client with the server's settings of the optimizers."""
+        """Train the client with the server's optimizer settings."""
         if client_group is not None:
             self._check_received()
             groups = [group for optimizer in self.federation.optimizers for group in optimizer.param_groups]
-            for group, values in zip(groups, self._head["optimizer"], strict=True):  # as the server's schedulers do
+            # Schedulers run on the server, so the node uses the server's current settings, such as the learning rate.
+            for group, values in zip(groups, self._head["optimizer"], strict=True):
                 group_settings = {
                     name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
                 }
@@ -219,42 +234,43 @@ class NodeRound(Round):
         yield from super().train_clients(client_group)
 
     def aggregate(self) -> None:
-        """Leave the aggregation to the server."""
+        """Skip the aggregation, which runs on the server."""
         self.progress.client_group, self.progress.done = None, True
 
     def finish(self) -> None:
-        """End the fit: the next round comes with another message."""
+        """End the fit. The next round starts with another message."""
         self.federation.module.trainer.should_stop = True
 
     def _check_received(self) -> None:
-        """Raise RejectedMessageError if a tensor of the recipe's model, or of the client's state, is not there."""
+        """Raise RejectedMessageError if a tensor of the model, or a tensor that the client should keep, is missing."""
         server, received_names = self.federation.server, self._names
         if keys := [name for name in self._head["kept"] if name not in received_names]:
             raise RejectedMessageError(
-                f"Expected client {self._client} to keep {format_code_names(keys)} but it did not. The server sends it "
-                "again.",
+                f"Expected client {self._client} to have stored {format_code_names(keys)}, but the client has lost "
+                "this state. The server sends it again.",
                 code=LOST_STATE,
             )
         download_names = [name for name, of in server.reductions.items() if of.is_downloaded and not of.once]
         if missing := [name for name in download_names if name not in received_names]:
             raise RejectedMessageError(
-                f"Expected the server to send {format_code_names(missing)} of this recipe's model but it did not.",
+                f"Expected the server to send {format_code_names(missing)} of this recipe's model, but it did not.",
                 hint="Deploy the same recipe on all machines.",
                 code="other-model",
             )
 
 
 def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, header: Mapping[str, Any]) -> Parcel:
-    """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
+    """Train the only client of a stream for one round, in a Trainer fit of one epoch, as a simulation trains it.
 
     Args:
-        node_recipe: What it trains with, newly made.
-        state: What the server has sent.
-        client_state: The folder of what the client keeps, in which this round's takes the place of what was there.
-        header: What the server says of the round.
+        node_recipe: New objects of the recipe.
+        state: Tensors from the server.
+        client_state: Folder of the client state. The state after this round replaces the state before it.
+        header: Header of the server's message.
 
     Returns:
-        The upload, and what is said beside it.
+        The upload, with the numbers of samples and replay samples in the header. Without tensors if the client has too
+        few samples.
     """
     server, (client,) = _receive(node_recipe, state, client_state), node_recipe.stream.plan.clients
     server.accepted = {client: int(header["accepted"])}
@@ -285,14 +301,14 @@ def train_client(node_recipe: NodeRecipe, state: State, client_state: Path, head
     server.client_store.sync()
     if not upload:
         raise RejectedMessageError(
-            f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}."
+            f"Expected a usable upload of client {client}, but got: {record.dropped.get(client, 'no upload')}."
         )
     samples, rehearsed = int(trained.num_samples[0]), int(trained.num_trained_samples[0] - trained.num_samples[0])
     return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload)
 
 
 def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
-    """Put what the server has sent into the module; the server as a node has it: with the state of one client."""
+    """Load tensors from the server into the module. Return the server's state on the node, with the client's store."""
     module_state = state_tensors(parts.module)
     model, extra = (
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -302,7 +318,9 @@ def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
     for name, value in model.items():
         check_tensor(name, value, module_state[name], "the server")
         if not torch.isfinite(value).all() and torch.isfinite(module_state[name]).all():
-            raise RejectedMessageError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
+            raise RejectedMessageError(
+                f"Expected `{name}` of the server to be finite, but at least one of its values is non-finite."
+            )
     load_state_tensors(parts.module, {**module_state, **model})
     federation = parts.strategy.federation
     store = ClientStore("disk", state_folder)
@@ -313,7 +331,7 @@ def _receive(parts: NodeRecipe, state: State, state_folder: Path) -> NodeServer:
 
 
 def client_folder(folder: Path, federation: str, client: str) -> Path:
-    """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
+    """Return the folder of a client's state in a federation, and create it. Different names have different folders."""
     path = safe_join(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -322,12 +340,12 @@ def client_folder(folder: Path, federation: str, client: str) -> Path:
 def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
     """Return the folder of a client's state, with the state from before a round, also if the round is repeated.
 
-    Files that survive a power failure are written in this order: the state before the round, the number of the round,
-    the state after the round. A damaged number is computed again from the states.
+    The files are written in this order, and each write survives a power failure: the state before the round, the number
+    of the round, the state after the round. A damaged number is computed again from the states.
 
     Raises:
         DamagedFileError: If a damaged file is needed and cannot be computed again.
-        RejectedMessageError: If the round is before the latest one.
+        RejectedMessageError: If the round is before the latest round that the client began.
     """
     current_store, previous_store = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
     note = folder / "round.json"
@@ -337,12 +355,13 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
             last_round = _begun_round(current_store, previous_store, client, round_idx)
         if round_idx < last_round:
             raise RejectedMessageError(
-                f"Expected a round from {last_round} on, which is the latest round that client {client} began, but got "
-                f"{round_idx}.",
+                f"Expected a round number of at least {last_round}, the latest round that client {client} began, but "
+                f"got {round_idx}.",
                 hint="Start the server from its newest checkpoint.",
                 code=OTHER_ROUND,
             )
-        if round_idx == last_round or (last_round >= 0 and client not in current_store):  # the round was interrupted
+        # Restore the state from before the round if the round is repeated or the current state is missing.
+        if round_idx == last_round or (last_round >= 0 and client not in current_store):
             current_store[client] = previous_store[client]
         if round_idx > last_round:
             previous_store[client] = current_store[client]
@@ -350,8 +369,7 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
             write_atomic(note, json.dumps({"round": round_idx}))
     except DamagedFileError as error:
         raise DamagedFileError(
-            f"Expected the files of client {client} in {folder} to be as they were written, but at least one is "
-            "damaged.",
+            f"Expected valid files of client {client} in {folder}, but at least one file is damaged.",
             hint=f"Remove {folder}. The client then starts without the state that it kept.",
             value=folder,
         ) from error
@@ -359,29 +377,39 @@ def client_state_folder(folder: Path, client: str, round_idx: int) -> Path:
 
 
 def _begun_round(current_store: ClientStore, previous_store: ClientStore, client: str, round_idx: int) -> int:
-    """Return the latest round that a client began, from its states, in place of a damaged note."""
+    """Return the latest round that a client began, computed from its states, if the file with its number is damaged."""
     if client not in current_store:
         return round_idx if client in previous_store else -1
     trained = trained_rounds(current_store[client])
     if not trained or round_idx in trained_rounds(previous_store[client]):
-        raise DamagedFileError(f"Expected to know the latest round of client {client} but its note is damaged.")
+        raise DamagedFileError(
+            f"Expected to find the latest round of client {client} in its states, but it cannot be determined."
+        )
     return trained[-1]
 
 
 def preload_imports() -> None:
-    """Import the packages that a client needs."""
+    """Import the packages that a client needs, so that forked processes need not import them again."""
     for name in ("flwr.app", "flwr.clientapp", "lightning_fcl.deployment.flower"):
         require_package(name, *REQUIRED_FOR)
 
 
 def run_executor(words: Sequence[str]) -> None:
-    """Run ``flower-superexec`` with these arguments until it is told to stop."""
+    """Run ``flower-superexec`` with these arguments until it is stopped.
+
+    Args:
+        words: Arguments of the command.
+
+    Raises:
+        InvalidStateError: If the installed Flower lacks a command.
+    """
     preload_imports()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     superexec, ForkingPopen.run_client = read_command("flower-superexec"), staticmethod(read_command(_CLIENT))
-    # Flower starts a client by the name of its command, and each of its modules looks `Popen` up when it does.
+    # Flower starts a client with the command `flwr-clientapp`. Its modules look up `subprocess.Popen` at each start.
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the clients that have ended
+    # With this setting, the operating system removes ended clients, and this process need not wait for them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.argv = ["flower-superexec", *words]
     superexec()
 
@@ -390,11 +418,15 @@ _CLIENT = "flwr-clientapp"
 
 
 def read_command(name: str) -> Callable[[], None]:
-    """Return the function behind a command of the installed Flower."""
+    """Return the function of a command of the installed Flower.
+
+    Raises:
+        InvalidStateError: If Flower does not have the command.
+    """
     commands = list(entry_points(group="console_scripts", name=name))
     if not commands:
         raise InvalidStateError(
-            f"Expected Flower to have the command `{name}` but flwr {version('flwr')} does not.",
+            f"Expected Flower to have the command `{name}`, but flwr {version('flwr')} does not.",
             hint='Install a supported version: pip install "lightning-fcl[flower]".',
         )
     command: Callable[[], None] = commands[0].load()
@@ -402,7 +434,13 @@ def read_command(name: str) -> Callable[[], None]:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A `subprocess.Popen` that forks this process, which has imported everything, to start a Flower client."""
+    """A `subprocess.Popen` that forks this process to start a Flower client. It starts other programs as usual.
+
+    The forked process has already imported all packages.
+
+    Attributes:
+        run_client: The function of Flower's command for a client.
+    """
 
     run_client: Callable[[], None]
 
@@ -416,7 +454,7 @@ class ForkingPopen(subprocess.Popen[Any]):
             self._run(words)
 
     def _run(self, words: list[str]) -> NoReturn:
-        """Run a client in the forked process, and end the process."""
+        """Run a client in the forked process, and exit the process."""
         try:
             exit_with_parent()
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
@@ -428,11 +466,15 @@ class ForkingPopen(subprocess.Popen[Any]):
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # without the exit handlers of the process that was forked
+            # Exit without the exit handlers that the process inherited by the fork.
+            os._exit(0)
 
 
 def exit_with_parent() -> None:
-    """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
+    """Exit this process 10 s after its parent process has ended.
+
+    Otherwise, a process of Flower would wait for a SuperLink that is gone.
+    """
     parent = os.getppid()
 
     def watch() -> None:

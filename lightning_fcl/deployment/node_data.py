@@ -1,4 +1,4 @@
-"""The data of one machine: a file, a folder of images or a data module, with labels by the names of the classes."""
+"""Data of one machine of a deployment: a file, a folder of images or a data module. Labels are names of classes."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ _PARTS = ("test", "validation")
 
 @dataclass(frozen=True)
 class DataSource:
-    """The place of a machine's data, and how they are read.
+    """The source of a machine's data, and the arguments to read it.
 
     Args:
-        where: An ``.npz`` file with ``x``, shape (n, ...), and ``y``, shape (n,), names of classes or numbers that are
-            not classes. Optional arrays are ``group``, the names of domains, ``classes``, all names in their order,
-            ``mean`` and ``std`` of uint8 images, and ``rounds`` and ``part`` as in `NodeData`. Or a CSV or parquet
-            file, a folder with a folder of images for each class, or a LightningDataModule, as in
-            ``"my_data:Sensors"``.
+        where: Place of the data, in one of these forms. First, an ``.npz`` file with ``x``, shape (n, ...), and ``y``,
+            shape (n,). ``y`` contains names of classes, or numbers that are not classes. Optional arrays are ``group``,
+            the domain of each sample, ``classes``, all class names in their order, ``mean`` and ``std`` of uint8
+            images, and ``rounds`` and ``part`` as in `NodeData`. Second, a CSV or parquet file. Third, a folder with a
+            folder of images for each class. Fourth, a LightningDataModule, for example ``"my_data:Sensors"``.
         table: Arguments of `Table` for a CSV or parquet file, without its path.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.
@@ -76,7 +76,7 @@ class DataSource:
     classes: tuple[str, ...] | None = None
 
     def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
-        """Return this source with the recipe's names of classes, and its columns where this source names none."""
+        """Return this source with the class names of the recipe. Its table arguments override those of the recipe."""
         classes = recipe["data"].get("classes")
         table = {**table_in(recipe["data"].get("data")), **self.table}
         return replace(self, table=table, classes=None if classes is None else tuple(classes))
@@ -87,11 +87,12 @@ class NodeData:
     """The data of one machine.
 
     Args:
-        samples: On a node the training samples. On a server also the samples of other parts.
-        rounds: Whether each sample is of each round, shape (n, rounds). Default: classes or domains decide.
-        split_names: Use of each sample on a server, shape (n,). The server uses ``"test"`` and ``"validation"``.
+        samples: On a node, the training samples. On a server, the samples of all splits.
+        rounds: Whether each sample belongs to each round, shape (n, rounds). Default: the classes or domains of the
+            scenario decide.
+        split_names: Split of each sample on a server, shape (n,). The server uses ``"test"`` and ``"validation"``.
             Default: all samples are test samples.
-        module: The data module that has the samples.
+        module: Data module that the samples come from.
     """
 
     samples: Samples
@@ -100,7 +101,7 @@ class NodeData:
     module: L.LightningDataModule | None = None
 
     def delegate_hooks(self, stream: FederatedStream) -> None:
-        """Let a stream transfer batches by the hooks of the data module."""
+        """Let a stream use the transfer hooks of the data module, if there is one."""
         if self.module is not None:
             stream.data = self.module
             delegate_hooks([self.module], stream, is_prepared=True)
@@ -110,9 +111,12 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
     """Read the data of one machine.
 
     Args:
-        source: The place of the data.
-        seed: Seed of what a data module draws.
-        for_server: Whether a server tests on the data. A node trains on the data, which are the training samples alone.
+        source: Source of the data.
+        seed: Seed of the random numbers in a data module.
+        for_server: Whether the data is the test data of a server. Otherwise, it is the training data of a node.
+
+    Raises:
+        RejectedMessageError: If the data is missing or invalid.
     """
     source = source if isinstance(source, DataSource) else DataSource(str(source))
     path = Path(source.where)
@@ -127,8 +131,10 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
             torchvision = require_package("torchvision", "reads folders of images")
             image_folder = torchvision.datasets.ImageFolder(
                 path,
-                transform=torchvision.transforms.functional.to_tensor,  # scaled to [0, 1]
-                loader=lambda file: read_image(Path(file), None, "RGB").copy(),  # a tensor may be written to
+                # The values of the tensors are scaled to [0, 1].
+                transform=torchvision.transforms.functional.to_tensor,
+                # The copy is writable, as tensors require.
+                loader=lambda file: read_image(Path(file), None, "RGB").copy(),
             )
             x, y = concat_nested([[image[None], torch.tensor([label])] for image, label in image_folder])
             return NodeData(Samples(x, y.numpy(), tuple(image_folder.classes)))
@@ -136,7 +142,7 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
             module_class = resolve_name(source.where)
             if isinstance(module_class, type) and issubclass(module_class, L.LightningDataModule):
                 return _read_module(module_class(**source.init_args), source, seed, for_server)
-        raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {source.where}")
+        raise FileNotFoundError(f"there is no file, folder or LightningDataModule at {source.where}")
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         if isinstance(error, LightningFCLError):
             raise RejectedMessageError(
@@ -145,7 +151,7 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
                 value=error.value,
             ) from error
         raise RejectedMessageError(
-            f"Expected data at {source.where} but {one_line(error)}.",
+            f"Expected data at {source.where}, but {one_line(error)}.",
             hint="Name a file, a folder of images, or a DataModule with its arguments: "
             '--node-config \'client="a" data="a.npz"\', or data="my_data:Sensors" init_args.folder="/data".',
             argument="data",
@@ -153,12 +159,14 @@ def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool =
 
 
 def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> int:
-    """Return the number of a machine's training samples. A note is kept of files that could be read until they change.
+    """Return the number of a machine's training samples.
+
+    Files are read again only if they have changed. A data module is loaded in each call.
 
     Args:
-        source: The place of the data.
-        cache_file: File of the note.
-        seed: Seed of what a data module draws.
+        source: Source of the data.
+        cache_file: JSON file that stores the number of samples of files, and a hash of their names, sizes and times.
+        seed: Seed of the random numbers in a data module.
     """
     source = source if isinstance(source, DataSource) else DataSource(source)
     path = Path(source.where)
@@ -173,7 +181,7 @@ def count_samples(source: DataSource | str, cache_file: Path, seed: int = 0) -> 
 
 
 def _read_module(module: L.LightningDataModule, source: DataSource, seed: int, for_server: bool) -> NodeData:
-    """Read the training samples of a data module. A server needs its test samples, and the classes of all samples."""
+    """Read the training samples of a data module on a node, and the samples of all splits on a server."""
     module.prepare_data()
     splits = ("test", "validation", "train") if for_server else ("train",)
     samples = samples_in(module, splits, seed, source.classes)
@@ -199,20 +207,20 @@ def _read_table(source: DataSource) -> Samples:
 def _read_npz(path: Path, for_server: bool) -> NodeData:
     arrays = read_arrays(path, _WANTED, _MEND)
     if "x" not in arrays or "y" not in arrays:
-        raise ValueError(f"it holds {', '.join(arrays) or 'nothing'}, not `x` and `y`. {_MEND}")
+        raise ValueError(f"it contains {', '.join(arrays) or 'nothing'}, not `x` and `y`. {_MEND}")
     check_arrays(path, arrays, {name: _WANTED[name] for name in arrays}, _MEND)
     x, y = torch.from_numpy(np.ascontiguousarray(arrays["x"], arrays["x"].dtype.newbyteorder("="))), arrays["y"]
     if not len(x):
-        raise ValueError(f"it holds 0 samples. {_MEND}")
+        raise ValueError(f"it contains 0 samples. {_MEND}")
     if x.is_floating_point() and not torch.isfinite(x).all():
-        raise ValueError("`x` holds numbers that are not finite. Correct or drop these samples")
+        raise ValueError("`x` contains non-finite values. Correct or drop these samples")
     _check_part(path, arrays.get("part"), for_server)
     classes = tuple(map(str, arrays["classes"])) if "classes" in arrays else ()
     if y.dtype.kind == "U":
         classes = classes or tuple(np.unique(y).tolist())
         y = label_indices(y, classes, "the labels of its data")
     elif y.dtype.kind in "biu" and y.ndim == 1:
-        raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
+        raise ValueError("`y` contains class numbers, which can differ between machines. Write class names as text")
     if "group" in arrays:
         check_names(np.unique(arrays["group"]).astype(str).tolist(), "group")
     scale = None
@@ -226,27 +234,36 @@ def _read_npz(path: Path, for_server: bool) -> NodeData:
 
 
 def _check_part(path: Path, split: NDArray[Any] | None, for_server: bool) -> None:
-    """Raise ValueError if the array ``part`` of a file has another word than the server uses, or if a node has it."""
+    """Raise an error if a node's file has the array ``part``, or if it has other values than the server uses."""
     if split is None:
         return
     if not for_server:
         raise InvalidValueError(
-            f"Expected data to train on but {path} has `part`, which the test data of a server have.",
+            f"Expected training data, but {path} has the array `part`, which only the test data of a server has.",
             hint="Name the file of this client.",
             argument="data",
         )
     for row in np.flatnonzero(~np.isin(split, _PARTS))[:1]:
         raise UnknownNameError(
-            f'Expected `part` of {path} to be "test" or "validation" for each sample but got "{split[row]}" for sample '
-            f"{row}.",
-            hint=did_you_mean(split[row], _PARTS) or "Remove the samples that are not for tests.",
+            f'Expected `part` of {path} to be "test" or "validation" for each sample, but got "{split[row]}" for '
+            f"sample {row}.",
+            hint=did_you_mean(split[row], _PARTS) or "Remove the samples that the server does not use.",
             argument="part",
             value=str(split[row]),
         )
 
 
 def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientOutline) -> None:
-    """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
+    """Set the samples and the plan of a node's stream, from the node's data and the server's outline.
+
+    Args:
+        stream: Stream of the node.
+        node_data: Data of the node.
+        outline: The server's outline of the client's rounds.
+
+    Raises:
+        ValueError: If the data does not match the outline: other targets, classes, domains or rounds.
+    """
     samples, owner = node_data.samples, f"client {outline.client}"
     targets: IntArray = samples.targets
     if bool(samples.classes) != bool(outline.classes):
@@ -270,10 +287,10 @@ def set_node_data(stream: FederatedStream, node_data: NodeData, outline: ClientO
 
 
 def _domains_of(samples: Samples, owner: str) -> NDArray[Any]:
-    """Return the domain of each sample. Raise ValueError if the data have no domains."""
+    """Return the domain of each sample. Raise MissingValueError if the data has no domains."""
     if samples.group is None:
         raise MissingValueError(
-            f"Expected `group`, the domain of each sample, in the data of {owner} but got none.",
+            f"Expected `group`, the domain of each sample, in the data of {owner}, but got none.",
             hint="Write the data to an .npz file with `group`, or use `ClassIncremental` in the recipe.",
             argument="group",
         )
@@ -281,12 +298,22 @@ def _domains_of(samples: Samples, owner: str) -> NDArray[Any]:
 
 
 def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[str]) -> None:
-    """Let a stream be that of a server, which has samples to test on and knows of the clients only their names."""
+    """Set the samples and the plan of a server's stream. The server has test samples and knows the clients' names only.
+
+    Args:
+        stream: Stream of the server.
+        data: Data of the server.
+        clients: Names of the clients.
+
+    Raises:
+        InvalidValueError: If the scenario assigns single samples to rounds.
+        MissingValueError: If the data has no test samples, or no domains for a domain-incremental scenario.
+    """
     scenario, samples = dealt_by(stream.scenario), data.samples
     if scenario is None:
         raise InvalidValueError(
-            f"Expected `Stationary`, `ClassIncremental` or `DomainIncremental` for a server with `data` but got "
-            f"{stream.scenario}, which deals samples out one by one.",
+            f"Expected `Stationary`, `ClassIncremental` or `DomainIncremental` for a server with `data`, but got "
+            f"{stream.scenario}, which assigns single samples to rounds.",
             hint="Leave `data` and `clients` out, and give the nodes the files and the names that `lightning-fcl "
             "deploy split` writes.",
             argument="data",
@@ -296,7 +323,7 @@ def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[s
     stream.plan = server_plan(scenario, samples, data.split_names, clients, stream.seed)
     if not len(stream.plan.test):
         raise MissingValueError(
-            "Expected `data` of the server to have test samples but got none.",
+            "Expected `data` of the server to have test samples, but got none.",
             hint='Write "test" as `part` of some samples, or give the data module a `test_dataloader` with samples.',
             argument="data",
         )
@@ -305,14 +332,27 @@ def set_server_data(stream: FederatedStream, data: NodeData, clients: Sequence[s
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
-    """Write what each client of a stream would have, and what its server tests on, each to a file of its own."""
+    """Write the training samples of each client of a stream, and the server's test samples, to separate files.
+
+    Args:
+        stream: The stream.
+        folder: Folder of the files.
+
+    Returns:
+        The paths of the files. The server's file is the first one.
+
+    Raises:
+        InvalidValueError: If the stream has transfer hooks, if the recipe lacks settings of the data loaders, or if a
+            sample is not a pair of tensors.
+        MissingValueError: If the stream has no test samples.
+    """
     check_no_hooks("nodes that have them as files", stream.data, stream)
     stream.setup("fit")
     missing = [name for name in stream.inferred_settings if name != "num_workers"]
     if stream.samples.loader_configs and missing:
         raise InvalidValueError(
-            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)} for nodes that have samples "
-            f"and no loaders of {data_name(stream.data)}.",
+            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)}, because the files of nodes "
+            f"do not contain the data loaders of {data_name(stream.data)}.",
             hint=f"Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`.",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -329,9 +369,14 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 
 
 def split_file(folder: Path, client: str) -> Path:
+    """Return the path of a client's file in a folder of `write_split`.
+
+    Raises:
+        InvalidValueError: If the client has the name of the server's file.
+    """
     if client.casefold() == "server":
         raise InvalidValueError(
-            f"Expected a client by another name than the server's file but got {client}.",
+            f"Expected a client name other than `server`, the name of the server's file, but got {client}.",
             hint="Rename the client.",
             argument="client",
             value=client,
@@ -343,12 +388,13 @@ def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArr
     samples = stream.samples
     if not len(rows):
         raise MissingValueError(
-            f"Expected samples to write to {path} but there are none.", hint="Increase `test` of `split` in the recipe."
+            f"Expected samples to write to {path}, but there are none.",
+            hint="Increase `test` of `split` in the recipe.",
         )
     pair = samples.get_stored(rows)
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
         raise InvalidValueError(
-            "Expected samples and targets that are arrays to write a split.",
+            "Expected each sample to be a pair of an input tensor and a target tensor, but got another structure.",
             hint="Give each node a DataModule instead.",
         )
     arrays = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}

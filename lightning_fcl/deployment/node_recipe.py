@@ -1,4 +1,4 @@
-"""What a node is told of a recipe: its parts with every default, and the stream's rounds, classes and tasks."""
+"""The parts of a recipe on a node: module, callbacks, strategy, and the outline of the client's rounds and classes."""
 
 from __future__ import annotations
 
@@ -51,28 +51,35 @@ _TRAINER = (
     "benchmark",
     "detect_anomaly",
 )
-"""What of a Trainer's arguments a client's training depends on."""
+"""Arguments of a Trainer that change the training of a client."""
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
-"""What a node takes of a recipe's stream."""
+"""Arguments of `FederatedStream` that a node uses from a recipe."""
 _BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
-"""What it takes where the recipe leaves it open, whatever the node's own data say: all nodes train alike."""
+"""Values of arguments that the recipe does not set. All nodes use them, even if a node's data loaders have others."""
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
+"""Sections of a recipe that are not part of its fingerprint. Only some entries of `data` are."""
 
 
 @dataclass(frozen=True)
 class ClientOutline:
-    """The stream as one client sees it, without a sample of it.
+    """One client's view of a stream, without samples. The server sends it to the client's node.
 
     Args:
-        groups: Names of what tasks are made of: the classes, or the domains.
-        groups_are_classes: Whether it is the classes.
+        client: Name of the client.
+        classes: Names of all classes. Empty if targets are not classes.
+        groups: Names of the groups that tasks consist of: classes or domains.
+        groups_are_classes: Whether the groups are classes.
         experiences: The client's experience in each round.
-        tasks: The numbers of the groups of each of its experiences.
-        task_classes: All classes of the task of each experience, or nothing.
-        common_tasks: The classes of each task that all clients have in common.
+        tasks: The group numbers of each of the client's experiences.
+        task_classes: All classes of the task of each experience. Empty if tasks are not separate.
+        common_tasks: The classes of each task if all clients have these tasks in common. Otherwise empty.
         new_classes: The classes that are new to the whole federation in each round.
-        is_partitioned: Whether groups tell a round's samples; if not, a node's data must tell its rounds.
-        present: The experiences that clients of the federation are in during each round.
+        old_classes: The classes of earlier experiences of the whole federation in each round.
+        history: Whether a round also contains samples of other rounds, as in `Plan`.
+        samples_per_round: Number of samples in a round. None: all samples of the experience.
+        is_partitioned: Whether the groups determine the samples of a round. Otherwise, the node's data needs
+            ``rounds``.
+        present: The current experiences of the federation's clients in each round.
         in_step: Whether all clients enter each experience in the same round.
     """
 
@@ -94,6 +101,7 @@ class ClientOutline:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ClientOutline:
+        """Return the outline from a dict that was converted to JSON and back."""
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
 
@@ -103,7 +111,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ClientPlan(Plan):
-    """The plan of one client, which knows of the others what the server has told."""
+    """The plan of one client. Its information about other clients comes from the server's outline."""
 
     outline: ClientOutline = field(kw_only=True)
 
@@ -123,18 +131,18 @@ class ClientPlan(Plan):
 
 
 Dealt = ClassIncremental | DomainIncremental
-"""The scenarios in which classes or domains decide the samples of a round."""
+"""Scenarios in which classes or domains determine the samples of a round."""
 
 
 def dealt_by(scenario: Scenario) -> Dealt | None:
-    """Return the scenario of classes or domains that gives clients the same samples. None if there is none."""
+    """Return the scenario of classes or domains that gives clients the same samples, or None."""
     if isinstance(scenario, Stationary):
         return scenario.as_incremental
     return scenario if isinstance(scenario, Dealt) else None
 
 
 def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
-    """Return what a client is told of a stream."""
+    """Return the outline of a stream for one client."""
     plan, scenario = stream.plan, dealt_by(stream.scenario)
     per_round = None if scenario is None else scenario.samples_per_round
     class_splits = [plan.class_split(round_idx) for round_idx in range(plan.num_rounds)]
@@ -162,25 +170,30 @@ def make_outline(stream: FederatedStream, client: str) -> ClientOutline:
 
 
 def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.bool_] | None, seed: int) -> ClientPlan:
-    """The plan of a node's own samples.
+    """Return the plan of a client for the samples of its node.
 
     Args:
-        groups: The number of each sample's class or domain, shape (n,).
-        rounds: Whether each sample is of each round, shape (n, rounds), where the data say so themselves.
+        outline: The server's outline of the client's rounds.
+        groups: Class or domain number of each sample, shape (n,).
+        rounds: Whether each sample belongs to each round, shape (n, rounds). None: the groups determine the samples.
+        seed: Seed of the random choice of samples if the outline limits the samples per round.
+
+    Raises:
+        RejectedMessageError: If ``rounds`` is missing, or has another number of rounds than the outline.
     """
     number = len(outline.experiences)
     if rounds is not None:
         if rounds.shape[1] != number:
             raise RejectedMessageError(
                 f"Expected `rounds` of the data of client {outline.client} to have a column for each of {number} "
-                f"rounds but got {rounds.shape[1]}.",
+                f"rounds, but got {rounds.shape[1]}.",
                 hint="Write the data again with `lightning-fcl deploy split` and this recipe.",
             )
         dealt = [np.flatnonzero(column) for column in rounds.T]
     elif not outline.is_partitioned:
         raise RejectedMessageError(
-            f"Expected the data of client {outline.client} to say in `rounds` which samples come in which round: this "
-            "scenario deals them out one by one.",
+            f"Expected the array `rounds` in the data of client {outline.client}, because this scenario assigns single "
+            "samples to rounds, but got none.",
             hint="Write the data with `lightning-fcl deploy split`.",
         )
     else:
@@ -201,6 +214,7 @@ def client_plan(outline: ClientOutline, groups: IntArray, rounds: NDArray[np.boo
 
 
 def _rows(outline: ClientOutline, groups: IntArray, round_idx: int, seed: int) -> IntArray:
+    """Return the indices of a client's samples in a round, ascending."""
     experience = outline.experiences[round_idx]
     has_all_samples = len(outline.tasks) == 1 and not outline.classes
     group_indices = outline.tasks[experience] if experience < len(outline.tasks) else ()
@@ -220,7 +234,16 @@ def server_plan(
     clients: Sequence[str],
     seed: int,
 ) -> Plan:
-    """A plan in which clients have tasks and no samples, and the server's samples are tested on, each in its part."""
+    """Return the plan of a server. Clients have tasks but no samples. The server's samples are test samples.
+
+    Args:
+        scenario: The scenario.
+        samples: Samples of the server.
+        client_of_sample: Split of each sample, shape (n,): ``"test"``, ``"validation"`` or an unused one. Default: all
+            samples are test samples.
+        clients: Names of the clients.
+        seed: Seed of the plan.
+    """
     sample_domains = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
     domains, group = np.unique(sample_domains, return_inverse=True)
     check_classes(samples, scenario)
@@ -244,7 +267,7 @@ def server_plan(
 
 @dataclass(frozen=True)
 class NodeRecipe:
-    """What a node trains with."""
+    """The objects that a node needs to train: module, stream, strategy, callbacks and arguments of the Trainer."""
 
     module: L.LightningModule
     stream: FederatedStream
@@ -254,18 +277,22 @@ class NodeRecipe:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as `lightning-fcl deploy` has written it: with every default."""
+    """Read a recipe that `lightning-fcl deploy` has written, with every default.
+
+    Raises:
+        InvalidValueError: If the file is another one.
+    """
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
         raise InvalidValueError(
-            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not.",
+            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written, but a section is missing.",
             hint="Write it again with `lightning-fcl deploy flower`.",
         )
     return content
 
 
 def recipe_fingerprint(recipe: Mapping[str, Any]) -> str:
-    """A short name of what nodes do with a recipe: another one has another name."""
+    """Return a fingerprint of the settings of a recipe that nodes use. Different settings have different ones."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
     data |= {"table": table_in(recipe["data"].get("data"))}
@@ -284,7 +311,7 @@ def table_in(data: Any) -> dict[str, Any]:
 
 
 def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
-    """Seed all random numbers with the recipe's seed. Return the stream of a node, without data."""
+    """Seed all random numbers with the recipe's seed. Return the stream of a node without data."""
     seed = recipe["seed_everything"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
     data_settings = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
@@ -292,7 +319,7 @@ def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
 
 
 def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
-    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
+    """Return new objects for the training on a node. With the recipe's seed, `lightning-fcl fit` creates equal ones."""
     stream, trainer = make_stream(recipe), recipe["trainer"]
     module = _made(recipe["model"])
     callback_specs = trainer.get("callbacks") or []
@@ -301,14 +328,18 @@ def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
     federated_strategy = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
     if not isinstance(federated_strategy, FederatedStrategy) or not isinstance(module, L.LightningModule):
         raise InvalidValueError(
-            f"Expected a `FederatedStrategy` and a LightningModule but got {federated_strategy} and {module}."
+            f"Expected a `FederatedStrategy` and a LightningModule, but got {federated_strategy} and {module}."
         )
     arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
     return NodeRecipe(module, stream, federated_strategy, [one for one in callbacks if runs_on_nodes(one)], arguments)
 
 
 def runs_on_nodes(callback: Callback) -> bool:
-    """Whether a callback acts while a client trains: a method does, what watches or prepares a federation does not."""
+    """Return whether a callback runs on nodes.
+
+    Methods run on nodes. Checkpoints, early stopping, progress bars and other callbacks of `lightning_fcl.callbacks` do
+    not. All other callbacks run on nodes.
+    """
     if isinstance(callback, MethodBase):
         return True
     watches = isinstance(callback, Checkpoint | EarlyStopping | ProgressBar)
@@ -316,12 +347,19 @@ def runs_on_nodes(callback: Callback) -> bool:
 
 
 def _made(spec: Any, hint: Any = None) -> Any:
-    """What a part of a recipe stands for, and all that is in it."""
+    """Return the object that a value of a recipe describes, including all nested objects.
+
+    Optimizers and schedulers need parameters that do not exist yet. For them, return a `partial`.
+
+    Args:
+        spec: The value.
+        hint: Type annotation of the argument that gets the object.
+    """
     if isinstance(spec, Mapping) and "class_path" in spec:
         kind = resolve_class(spec["class_path"])
         arguments = _arguments(kind, spec.get("init_args") or {})
         if isinstance(kind, type) and issubclass(kind, Optimizer | LRScheduler):
-            return partial(kind, **arguments)  # whose parameters come later
+            return partial(kind, **arguments)
         return kind(**arguments)
     if isinstance(spec, Mapping):
         if kind := dataclass_type(hint):
@@ -334,5 +372,6 @@ def _made(spec: Any, hint: Any = None) -> Any:
 
 
 def _arguments(kind: Any, init_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a class with the objects that the recipe describes."""
     types = all_argument_types(kind)
     return {name: _made(value, types.get(name)) for name, value in init_args.items()}

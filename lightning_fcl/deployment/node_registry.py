@@ -1,4 +1,4 @@
-"""Which client is on which node, and a round's messages: who is sent one, whose answer counts, who is asked again."""
+"""Registry of the nodes: the client of each node, and the messages and answers of a round."""
 
 from __future__ import annotations
 
@@ -22,65 +22,85 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_INTERVAL_S = 60.0
-"""Seconds that a node has to name its client. Then the server ignores it until it answers, and asks again."""
+"""Seconds within which a new node must name its client. Afterwards, the server ignores the node, and asks it again."""
 
 HELLO_LIFETIME = 600.0
-"""Seconds for which such an answer is accepted. On a slow device, imports alone can take more than a minute."""
+"""Seconds for which the server accepts a late answer of a node. On a slow device, imports can take over a minute."""
 
 RETRY_INTERVAL_S = 3.0
-"""Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
+"""Seconds after which the server asks a rejected node again, or repeats a message to a lost client."""
 
 REMIND_SECONDS = 60.0
-"""Least number of seconds between two warnings that the server waits."""
+"""Minimum number of seconds between two warnings that the server is waiting."""
 
-_REASONS = 5  # reasons in a message about ignored nodes
-_LOOK = 0.2  # seconds between two looks at who is connected, or for answers
+# Maximum number of reasons in a message about ignored nodes.
+_REASONS = 5
+# Seconds between two requests for connected nodes or for answers.
+_LOOK = 0.2
 
 MakeParcel = Callable[[str, int], Parcel]
-"""Makes what a client on a node gets."""
+"""Function that returns the message for a client on a node."""
 
 AcceptAnswer = Callable[[str, "RecordDict", Mapping[str, Any]], bool]
-"""Takes in a client's answer to a head, and says whether it counts."""
+"""Function that processes the answer of a client to a message with some header. It returns whether it is accepted."""
 
 
 @dataclass
 class NodeInfo:
-    """What is known of a node that is connected."""
+    """State of a connected node.
+
+    Attributes:
+        key: Hash of the node's public key.
+        client: Client that the node claims to be. Empty before the first answer.
+        reason: Reason why the server ignores the node. Empty if it does not.
+        is_admitted: Whether the server trains the client on this node.
+        is_compatible: Whether the node has the same initial values as the server for tensors that are not transferred.
+        asked_at: Time when the server last asked the node which client it trains.
+        messages: Messages with this question that have no answer yet.
+    """
 
     key: str
-    client: str = ""  # that it says it is
-    reason: str = ""  # it is not let in
+    client: str = ""
+    reason: str = ""
     is_admitted: bool = False
-    is_compatible: bool = False  # whether it has what never travels as the server has it
-    asked_at: float = -math.inf  # when it was asked last who it is
-    messages: list[str] = field(default_factory=list)  # that asked it, and have no answer yet
+    is_compatible: bool = False
+    asked_at: float = -math.inf
+    messages: list[str] = field(default_factory=list)
 
 
 @dataclass
 class ClientTurn:
-    """How a client stands in a round."""
+    """State of a client in the current round.
+
+    Attributes:
+        waiting: Messages without an answer, by name: the node that got the message, and the header of the message.
+        due_at: Time from which the server may send the next message.
+        is_counted: Whether the server has accepted an answer.
+        is_rejected: Whether the server has got answers, but has accepted none.
+        lost_reason: Reason why a message got no answer.
+    """
 
     waiting: dict[str, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
-    """Its messages that have no answer yet: to which node each went, and its head."""
-
-    due_at: float = -math.inf  # when it may be sent one again
-    is_counted: bool = False  # whether one of its answers counts
-    is_rejected: bool = False  # whether it has answered, and no answer counts
-    lost_reason: str = ""  # why there was no answer to a message
+    due_at: float = -math.inf
+    is_counted: bool = False
+    is_rejected: bool = False
+    lost_reason: str = ""
 
 
 class NodeRegistry:
-    """Which client is on which node, and how each stands in the round at hand.
+    """The nodes of a deployment, their clients, and the state of each client in the current round.
 
-    A node is asked who it is until it is let in, and its client for an answer in the round until one counts.
+    The server asks each node which client it trains, until the node is admitted. In a round, it sends messages to a
+    client until it accepts an answer.
 
     Args:
-        link: The way to the nodes.
-        recipe: The recipe's fingerprint.
-        seconds: A round waits so long for all of its clients,
-        longest: and then until there are enough, but no longer than this, and as long for them to be there at first.
-        claimed_clients: Whose each key has been, by its name: it stays that client's.
-        registered: Whether all keys are registered with the SuperLink: a client's name then stays its key's as well.
+        link: Connection to the nodes.
+        recipe: Fingerprint of the recipe.
+        seconds: Seconds for which a round waits for all of its clients.
+        longest: Additional seconds for which a round waits for enough answers. Also the seconds that a round waits for
+            enough clients to join.
+        claimed_clients: Client of each key, by the hash of the key. A key always belongs to its first client.
+        registered: Whether the SuperLink only admits registered keys. A client then always belongs to its first key.
     """
 
     def __init__(
@@ -99,22 +119,26 @@ class NodeRegistry:
         self._turns: dict[str, ClientTurn] = {}
         self._needed, self._reminded = 1, -math.inf
         self._clients: Collection[str] = ()
-        self.samples: dict[str, int] = {}  # how many each client says it has
+        # Number of samples that each client has reported.
+        self.samples: dict[str, int] = {}
 
     def start_round(self, hello: Mapping[str, Any], state_digest: str, clients: Collection[str]) -> None:
-        """Set the question that nodes are asked in this round, the state that they should hold, and the run's clients.
+        """Prepare a round. If the state differs from the last round, the server asks all nodes for their clients again.
 
-        If the state is another one than before, all nodes are asked again.
+        Args:
+            hello: Header of the message that asks a node which client it trains.
+            state_digest: Digest of the tensors that are not transferred.
+            clients: Names of the clients of the run.
         """
         self._hello, self._clients = Parcel(hello), clients
         if state_digest != self._held:
             self._held, self._nodes = state_digest, {}
 
     def wait_for_nodes(self, clients: Sequence[str], min_clients: int) -> dict[str, int]:
-        """Wait until enough clients are there, and return the node of each client that is.
+        """Wait until enough clients have joined. Return the node of each client that has joined.
 
         Raises:
-            InvalidStateError: If there are too few clients after `join-timeout`.
+            InvalidStateError: If too few clients have joined after ``join_timeout`` seconds.
         """
         began = time.monotonic()
         while True:
@@ -125,37 +149,40 @@ class NodeRegistry:
             if time.monotonic() - began > self._longest:
                 raise InvalidStateError(
                     f"Expected at least {min_clients} of the clients {format_names(clients)} to join within "
-                    f"{self._longest:g} s "
-                    f"but {format_names(node_by_client) or 'none'} joined.{self._ignored()}",
-                    hint="Start their nodes, or decrease `min-clients` in the run's configuration.",
+                    f"{self._longest:g} s, but {format_names(node_by_client) or 'none'} joined.{self._ignored()}",
+                    hint="Start their nodes, or decrease `min-clients` in the run configuration.",
                 )
             if self._should_remind(began + RETRY_INTERVAL_S):
                 missing, num_missing = (
                     format_names(client for client in clients if client not in node_by_client),
                     min_clients - len(node_by_client),
                 )
-                log.warning("Waiting for %d more clients to join, of %s.%s", num_missing, missing, self._ignored())
+                log.warning("Waiting for %d more of the clients %s to join.%s", num_missing, missing, self._ignored())
             time.sleep(_LOOK)
 
     def _should_remind(self, earliest_time: float) -> bool:
-        """Return whether a warning about waiting is due: not before a time, and at most once in `REMIND_SECONDS`."""
+        """Return whether a warning about waiting is due: after a given time, and at most once in `REMIND_SECONDS`."""
         current_time = time.monotonic()
         due = current_time >= max(earliest_time, self._reminded + REMIND_SECONDS)
         self._reminded = current_time if due else self._reminded
         return due
 
     def _ignored(self) -> str:
-        """Return a text about the connected nodes that are not let in, and the setting that lets them in."""
+        """Return a text about the connected nodes that the server ignores, and the setting that admits them."""
         ignored = [one for one in self._nodes.values() if one.reason]
         reasons = list(dict.fromkeys(one.reason for one in ignored))
         text = f" Ignored {len(ignored)} connected nodes. {' '.join(reasons[:_REASONS])}" if ignored else ""
         if strange := sorted({one.client for one in ignored if one.client} - {*self._clients}):
             names = ",".join(strange)
-            text += f' To train these clients, set `data` and clients="{names}" of the run\'s configuration.'
+            text += f' To train the clients of these nodes, set `data` and clients="{names}" in the run configuration.'
         return text
 
     def refresh_nodes(self) -> dict[str, int]:
-        """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
+        """Update the connected nodes from their answers. Ask new and rejected nodes which clients they train.
+
+        Returns:
+            The node of each admitted client.
+        """
         current_time = time.monotonic()
         previous_nodes = self._nodes
         self._nodes = {node: previous_nodes.get(node) or NodeInfo(key) for node, key in self._link.nodes().items()}
@@ -174,8 +201,8 @@ class NodeRegistry:
         for node in overdue:
             self._welcome(
                 node,
-                f"Expected an answer of node {node} within {JOIN_INTERVAL_S:g} s but got none. If it was started "
-                "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
+                f"Expected an answer from node {node} within {JOIN_INTERVAL_S:g} s, but got none. If the SuperNode was "
+                "started with `--isolation process`, start `lightning-fcl deploy executor` for it.",
             )
         strange = [node for node, one in sorted(self._nodes.items()) if not (one.is_admitted or one.messages)]
         due = [node for node in strange if current_time - self._nodes[node].asked_at >= RETRY_INTERVAL_S] + overdue
@@ -186,16 +213,17 @@ class NodeRegistry:
         return self._let_in()
 
     def _let_in(self) -> dict[str, int]:
+        """Return the node of each admitted client."""
         return {one.client: node for node, one in self._nodes.items() if one.is_admitted}
 
     @property
     def compatible_nodes(self) -> set[int]:
-        """The nodes that have what never travels as the server has it."""
+        """Nodes that have the same initial values as the server for tensors that are not transferred."""
         return {node for node, one in self._nodes.items() if one.is_compatible}
 
     @property
     def duplicate_claims(self) -> dict[str, list[str]]:
-        """Of clients that several nodes say they are, these: first who is let in."""
+        """Clients that several nodes claim to be, with these nodes. The admitted node is the first one."""
         nodes_by_client = {client: [node] for client, node in self._let_in().items()}
         for node, info in self._nodes.items():
             if not info.is_admitted and info.client in nodes_by_client:
@@ -203,6 +231,7 @@ class NodeRegistry:
         return {client: [*map(str, nodes)] for client, nodes in nodes_by_client.items() if len(nodes) > 1}
 
     def _welcome(self, node: int, answer: RecordDict | str) -> None:
+        """Admit a node because of its answer, or ignore it and log the reason."""
         info, greeting = self._nodes[node], parse_join_request(answer, self._recipe)
         previous_status = info.client, info.reason
         info.client = info.client if isinstance(answer, str) else greeting.client
@@ -217,43 +246,45 @@ class NodeRegistry:
         log.info("Client %s joined on node %d with %d samples.", info.client, node, greeting.samples)
 
     def _fault(self, node: int, info: NodeInfo) -> str:
-        """Why a node may not be the client that it says it is; "": it may."""
+        """Return the reason why a node cannot be the client that it claims to be. Empty if it can."""
         client, has = info.client, self._let_in().get(info.client)
         if client not in self._clients:
             return (
-                f"Expected node {node} to be one of the clients {format_names(self._clients)} of the run but it is "
-                f"{client}. "
-                "Correct `client` of its node config, or set `data` and `clients` of the run's configuration."
+                f"Expected node {node} to be one of the clients {format_names(self._clients)} of the run, but it is "
+                f"{client}. Correct `client` in its node config, or set `data` and `clients` in the run configuration."
             )
         if client != (was := self._claimed.get(info.key, client)):
-            return f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
+            return (
+                f"Expected node {node} to be client {was}, because its key belongs to this client, but the node claims "
+                f"to be {client}."
+            )
         if has is not None:
             return (
-                f"Expected one node for each client but got two for {client}: node {has} has it, and node {node} "
-                f"says that it is {client}, too. Give each its own `client` in the node config. If it was started "
-                "again, it is let in when the one before is no longer connected."
+                f"Expected one node for each client, but got two for {client}: node {has} is admitted, and node {node} "
+                f"also claims to be {client}. Give each node a different `client` in its node config. If the SuperNode "
+                "was started again, it is admitted when its previous node is no longer connected."
             )
         if self._registered and info.key not in self._claimed and client in self._claimed.values():
             return (
-                f"Expected node {node} to have the key that client {client} has had in this run but it has another. "
-                "Start it with that key, or name its client otherwise."
+                f"Expected node {node} to have the first key of client {client} in this run, but its key is different. "
+                "Start the node with the first key, or give its client another name."
             )
         return ""
 
     def rejection_reason(self, client: str) -> str:
-        """Why a client is not among those that are there."""
+        """Return the reason why a client has no admitted node."""
         return next(
             (one.reason for one in self._nodes.values() if one.reason and one.client == client), "not connected"
         )
 
     @property
     def num_accepted_answers(self) -> int:
-        """The clients of whom an answer counts."""
+        """Number of clients with an accepted answer."""
         return sum(turn.is_counted for turn in self._turns.values())
 
     @property
     def has_enough_answers(self) -> bool:
-        """Whether so many have answered as can be asked for: those of whom no answer counts are as if not wanted."""
+        """Whether the round has enough accepted answers. Clients with only rejected answers are not needed."""
         return self.num_accepted_answers >= max(
             1, min(self._needed, sum(not turn.is_rejected for turn in self._turns.values()))
         )
@@ -261,17 +292,25 @@ class NodeRegistry:
     def collect_answers(
         self, clients: Sequence[str], min_clients: int, parcel: MakeParcel, take: AcceptAnswer
     ) -> dict[str, str]:
-        """Send clients their messages, and take their answers, until enough answers count.
+        """Send messages to clients and process their answers until enough answers are accepted.
 
-        The round begins when enough clients are there. It waits for all nodes that are connected then, also for those
-        that have not yet answered who they are, but at most `round-timeout` once it has enough answers. If too few
-        clients are left, the round is sent to clients that join or come back, and again to clients that have not
-        answered within `round-timeout` or of which no answer counts, after longer and longer pauses. After
-        `round-timeout`, clients of which no answer counts are no longer needed. After `join-timeout` more, the round
-        ends with the answers that it has.
+        The round begins when enough clients have joined. It waits for all nodes that are connected at this time, also
+        for nodes that have not answered yet. When it has enough answers, it waits at most ``round_timeout`` in total.
+
+        If too few clients remain, clients that join or reconnect get the message, too. Clients whose answer is
+        missing after ``round_timeout``, or was rejected, get the message again after longer and longer pauses.
+
+        After ``round_timeout``, the round no longer needs clients with only rejected answers. After ``join_timeout``
+        more seconds, the round ends with the answers that it has.
+
+        Args:
+            clients: Names of the sampled clients.
+            min_clients: Number of answers that the round needs.
+            parcel: Function that returns the message for a client on a node.
+            take: Function that processes an answer, and returns whether it is accepted.
 
         Returns:
-            The clients that have not answered, and why.
+            The reason for each client without any answer.
         """
         nodes = self.wait_for_nodes(clients, min_clients)
         self._turns, self._needed = {client: ClientTurn() for client in clients}, min_clients
@@ -290,9 +329,10 @@ class NodeRegistry:
                 break
             if unknown or current_time - refresh_time >= RETRY_INTERVAL_S:
                 refresh_time, nodes = current_time, self.refresh_nodes()
-                for client, turn in self._turns.items():  # of those under way to the gone Flower says so minutes later
+                # For a message to a node that is gone, Flower reports an error only minutes later.
+                for client, turn in self._turns.items():
                     for message in [name for name, (node, _) in turn.waiting.items() if nodes.get(client) != node]:
-                        self._lose(client, message, "its node has gone before it had answered")
+                        self._lose(client, message, "its node disconnected before it answered")
                 should_resend = late or sum(turn.is_counted or bool(turn.waiting) for turn in turns) < min_clients
                 self._send(
                     nodes if should_resend else {c: node for c, node in nodes.items() if node in unknown}, parcel
@@ -304,7 +344,10 @@ class NodeRegistry:
                 )
                 number = self.num_accepted_answers
                 log.warning(
-                    "Waiting for uploads of the clients %s. The round has %d of %d.", names, number, min_clients
+                    "Waiting for uploads of the clients %s. The round has %d of %d required uploads.",
+                    names,
+                    number,
+                    min_clients,
                 )
             time.sleep(_LOOK)
         slow = f"no answer within {self._seconds:g} s"
@@ -318,10 +361,11 @@ class NodeRegistry:
 
     @property
     def _unheard(self) -> set[int]:
-        """Nodes that have not answered yet who they are, nor failed to answer before."""
+        """Nodes that have not named their client yet, and that the server does not ignore."""
         return {node for node, one in self._nodes.items() if one.messages and not one.reason}
 
     def _send(self, nodes: Mapping[str, int], parcel: MakeParcel) -> None:
+        """Send the message of the round to the clients on some nodes that need it and are due."""
         current_time = time.monotonic()
         due = [
             c for c, turn in self._turns.items() if c in nodes and not turn.is_counted and turn.due_at < current_time
@@ -332,9 +376,11 @@ class NodeRegistry:
         for message, node in node_by_message.items():
             turn = self._turns[clients[node]]
             turn.waiting[message] = node, parcels[node].header
-            turn.due_at = current_time + self._seconds * len(turn.waiting)  # a slow node works off all that it is sent
+            # The pauses grow because a slow node processes all messages that it got in sequence.
+            turn.due_at = current_time + self._seconds * len(turn.waiting)
 
     def _listen(self, take: AcceptAnswer, began: float) -> None:
+        """Process the answers that have arrived."""
         pending_messages = {
             m: (client, head) for client, turn in self._turns.items() for m, (_, head) in turn.waiting.items()
         }
@@ -352,7 +398,8 @@ class NodeRegistry:
                 turn.due_at = current_time + RETRY_INTERVAL_S + current_time - began
 
     def _lose(self, client: str, message: str, reason: str) -> None:
+        """Remove a message that cannot be answered any more, so that the client can get the next one."""
         turn = self._turns[client]
         turn.waiting.pop(message, None)
         turn.lost_reason, turn.due_at = reason, turn.due_at if turn.waiting else -math.inf
-        log.info("Client %s is lost: %s", client, reason)
+        log.info("Client %s did not answer a message of the round: %s", client, reason)

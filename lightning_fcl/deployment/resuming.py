@@ -1,4 +1,4 @@
-"""Checkpoints of a deployment's server: one after every round, and the check that none is missing."""
+"""Checkpoints of a deployment's server: a checkpoint after each round, and a check that no round is missing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ _load = partial(torch.load, map_location="cpu", weights_only=True)
 
 
 class LastCheckpoint(Checkpoint):
-    """A checkpoint of the last round, written after every round, beside those that a recipe's own callbacks write.
+    """A callback that saves a checkpoint after each round, in addition to the checkpoint callbacks of the recipe.
 
-    A node keeps its state of the last two rounds: a server with an older checkpoint cannot continue with it.
+    A node stores only the client states before and after its last round. Therefore a server with an older checkpoint
+    cannot continue with the node.
+
+    Args:
+        path: File of the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +34,7 @@ class LastCheckpoint(Checkpoint):
 
 
 def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
-    """Raise InvalidStateError if a run's record has rounds that its newest checkpoint lacks.
+    """Raise InvalidStateError if the record of a run has rounds that its newest checkpoint lacks.
 
     The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
     """
@@ -40,6 +44,6 @@ def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
         problem = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {checkpoint_round}"
         raise InvalidStateError(
             f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {problem}. Clients "
-            "cannot repeat the rounds between.",
+            "cannot train the missing rounds again.",
             hint=f"Restore {out / LAST} from a backup, or choose another `out` to start a new run.",
         )

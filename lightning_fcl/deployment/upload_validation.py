@@ -1,4 +1,4 @@
-"""What a client may answer: to hello, and to a download. What is not so is refused, for that client alone."""
+"""Validation of the answers of nodes. If an answer is invalid, the server rejects this answer only."""
 
 from __future__ import annotations
 
@@ -35,43 +35,60 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 MAX_INTEGER = 2**31 - 1
-"""A number of samples that nobody has."""
+"""Upper limit for numbers of samples. No client has this number of samples."""
 
 HEADER_FIELDS = ("federation", "round", "message")
-"""What an answer repeats of the head of the message that it answers."""
+"""Header fields that an answer repeats from the message that it answers."""
 
 _EXPLAINED = {
     "other-version": "The node and the server run different versions of lightning-fcl. Install one version everywhere.",
     "other-recipe": "The node and the server have different recipes. Deploy the same recipe on all machines.",
-    "other-model": "The state that the server sends does not fit the model of the node. Deploy the same recipe on all "
+    "other-model": "The tensors from the server do not match the model of the node. Deploy the same recipe on all "
     "machines.",
     "unnamed-client": "The node config does not name the client. Start the node with --node-config 'client=\"a\" ...'.",
     OTHER_ROUND: "The state of the client is of a later round than the server. Restore the server's newest checkpoint.",
-    LOST_STATE: "The node has lost what the server sends once. The server sends it again.",
+    LOST_STATE: "The node has lost tensors that the server sends only once. The server sends them again.",
     UNUSABLE_DATA: "The node cannot use its data. Read the log of the node, and correct its data or its node config.",
 }
 _DETAILS = "Read the log of the node, which has the details."
 
-_LONGEST = 230  # characters of a name, as a file's name has them
-_SQUARES = torch.finfo(torch.float32).max  # what those of an entry's change may sum up to
+# Maximum number of characters in a name, so that a file can have the name.
+_LONGEST = 230
+# Maximum sum of the squares of an update of a tensor of another type.
+_SQUARES = torch.finfo(torch.float32).max
+# Maximum sum of the squares of an update of an int32 or int64 tensor.
 _FURTHEST = {kind: float(torch.iinfo(kind).max >> 10) ** 2 for kind in (torch.int32, torch.int64)}
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a node says of itself."""
+    """A node's answer to the question which client it trains.
+
+    Attributes:
+        client: Client that the node claims to be. Empty if it is unknown.
+        samples: Number of samples of the client.
+        client_round_counts: Digest of the node's initial values of tensors that are not transferred.
+        error: Reason why the server ignores the node. Empty if it does not.
+    """
 
     client: str
-    samples: int = 0  # that it has in all
-    client_round_counts: object = ""  # a digest of what never travels
-    error: str = ""  # why it is not welcome
+    samples: int = 0
+    client_round_counts: object = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A client's answer to a download."""
+    """A client's answer to a download.
 
-    num_samples: int  # that it has trained on; 0: it has none in this round
+    Attributes:
+        num_samples: Number of samples that the client has trained on. 0: the client has no samples in this round.
+        num_replay_samples: Number of replay samples that the client has trained on.
+        has_diverged: Whether the loss of the client was non-finite in a step.
+        tensors: The tensors of the upload by name.
+    """
+
+    num_samples: int
     num_replay_samples: int = 0
     has_diverged: bool = False
     tensors: State = field(default_factory=dict)
@@ -84,20 +101,30 @@ class Upload:
 
 @dataclass(frozen=True)
 class UploadLimits:
-    """What a client may send."""
+    """Limits of a client's upload.
 
-    max_message_bytes: int  # of its arrays
-    max_samples: int  # that it may count as
-    max_replay_samples: int  # remembered samples that it may count as
-    max_update_norm: float  # of the server's `mean` entries: so many times the larger of their norm and 1
-    num_clients: int = 1  # that are asked in the round
+    Attributes:
+        max_message_bytes: Maximum size of the tensors in bytes.
+        max_samples: Maximum number of samples.
+        max_replay_samples: Maximum number of replay samples.
+        max_update_norm: Maximum norm of the update, as a multiple of the larger of 1 and the norm of the server's
+            averaged tensors.
+        num_clients: Number of the sampled clients in the round.
+    """
+
+    max_message_bytes: int
+    max_samples: int
+    max_replay_samples: int
+    max_update_norm: float
+    num_clients: int = 1
 
 
 def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
-    """What a node answers to hello, by the server's recipe's fingerprint: of whoever is not welcome, why.
+    """Return a node's answer to the question which client it trains. For an invalid answer, the result has an error.
 
     Args:
-        answer: Its answer, or why there is none.
+        answer: Answer of the node, or the reason why there is none.
+        recipe: Fingerprint of the server's recipe.
     """
     client = ""
     try:
@@ -118,36 +145,41 @@ def parse_join_request(answer: RecordDict | str, recipe: str) -> JoinRequest:
 
 
 def _check_not_refused(head: Mapping[str, Any], sender: str) -> None:
-    """Raise RejectedMessageError with the code of the error that a node has sent in place of an answer."""
+    """Raise RejectedMessageError if a node has sent the code of an error."""
     if "refused" not in head:
         return
     code, argument = str(head["refused"]), str(head.get("argument", ""))
     if not CODE.fullmatch(code) or (argument and not ARGUMENT.fullmatch(argument)):
         raise RejectedMessageError(
-            f"Expected an error of {sender} to be a code and the name of an argument but got {code!r:.40} and "
+            f"Expected an error of {sender} to be a code and the name of an argument, but got {code!r:.40} and "
             f"{argument!r:.40}."
         )
     argument_text = f" about `{argument}`" if argument else ""
     raise RejectedMessageError(
-        f"Expected an answer of {sender} but got the error `{code}`{argument_text}. {_EXPLAINED.get(code, _DETAILS)}",
+        f"Expected an answer of {sender}, but got the error `{code}`{argument_text}. {_EXPLAINED.get(code, _DETAILS)}",
         argument=argument or None,
         code=code,
     )
 
 
 def parse_int(head: Mapping[str, Any], name: str, minimum: int, maximum: int, hint: str = "") -> int:
-    """Return a whole number of a head. Raise RejectedMessageError if it is not within the limits."""
+    """Return an integer from a header. Raise RejectedMessageError if it is missing or outside of the limits."""
     value = head.get(name)
     if type(value) is not int or not minimum <= value <= maximum:
         value_text = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
         raise RejectedMessageError(
-            f"Expected `{name}` to be a whole number from {minimum} to {maximum} but got {value_text}.", hint=hint
+            f"Expected `{name}` to be a whole number from {minimum} to {maximum}, but got {value_text}.", hint=hint
         )
     return value
 
 
 def parse_file_name(head: Mapping[str, Any], description: str) -> str:
-    """A name of a head, which one file can have, and which may be taken for no other."""
+    """Return a name from a header. Raise RejectedMessageError if it cannot be a file name or is not unique in Unicode.
+
+    Args:
+        head: The header.
+        description: Name of the header field, also for the error message.
+    """
     name = head.get(description)
     if (
         not isinstance(name, str)
@@ -158,9 +190,8 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
         or len(quote(name, safe="")) > _LONGEST
     ):
         raise RejectedMessageError(
-            f"Expected the name of a {description}, not `..`, of letters that are printed, in Unicode's form NFKC, at "
-            "most "
-            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}.",
+            f"Expected the name of a {description} to be 1 to {_LONGEST} printable characters in Unicode form NFKC, "
+            f"also after percent-encoding, and not `.` or `..`, but got {str(name)[:40]!r}.",
             hint=f"Use a shorter name of letters, digits, `_` and `-` for the {description}.",
         )
     return name
@@ -169,17 +200,17 @@ def parse_file_name(head: Mapping[str, Any], description: str) -> str:
 def parse_upload(
     answer: RecordDict, sent_header: Mapping[str, Any], client: str, server_state: State, limits: UploadLimits
 ) -> Upload:
-    """Return what a client answers to a download.
+    """Return a client's answer to a download.
 
     Args:
         answer: The answer.
-        sent_header: The head of the message that it answers.
-        client: The client.
-        server_state: The server's entries that clients upload.
-        limits: What a client may send.
+        sent_header: Header of the message that the client answers.
+        client: Name of the client.
+        server_state: The server's tensors that clients upload.
+        limits: Limits of the upload.
 
     Raises:
-        RejectedMessageError: If the answer is another one, or beyond the limits.
+        RejectedMessageError: If the answer is for another message, or exceeds the limits.
     """
     sender = f"client {client}"
     with as_rejection(sender):
@@ -193,7 +224,7 @@ def parse_upload(
             if type(actual) is not type(expected) or actual != expected:
                 raise RejectedMessageError(
                     f"Expected an answer of client {client} to this round's download, with `{name}` {expected!r}, but "
-                    f"got {str(actual)[:40]!r}: it is old, or another's."
+                    f"got {str(actual)[:40]!r}. The answer belongs to another message or client."
                 )
         samples = parse_int(head, "samples", 0, limits.max_samples, _MORE)
         if samples == 0:
@@ -202,22 +233,22 @@ def parse_upload(
         return Upload(samples, rehearsed, head.get("diverged") is True, tensors_of(answer))
 
 
-_MORE = "Set `max-samples` of the run's configuration if it has more than it said when it joined."
+_MORE = "Set `max-samples` of the run configuration if the client has more samples than it reported when it joined."
 
 
 def decode_upload(
     upload: Upload, server: FederatedServer, client_rounds: ClientRounds, limits: UploadLimits
 ) -> Uploads:
-    """Return the decoded upload of a client, whose numbers are within the limits.
+    """Decode the upload of a client, and check its values.
 
     Args:
-        upload: What the client has sent.
+        upload: Upload of the client.
         server: The server.
-        client_rounds: The client.
-        limits: What a client may send.
+        client_rounds: The client's round.
+        limits: Limits of the upload.
 
     Raises:
-        RejectedMessageError: If the upload cannot be decoded, or is beyond the limits.
+        RejectedMessageError: If the upload cannot be decoded, or exceeds the limits.
     """
     (client,) = client_rounds.client_ids
     sender = f"client {client}"
@@ -227,7 +258,7 @@ def decode_upload(
             server.decode(uploads)
         except InvalidValueError as error:
             raise RejectedMessageError(
-                f"Expected {sender} to send the entries of this recipe's model. {error}",
+                f"Expected {sender} to send the tensors of this recipe's model. {error}",
                 hint="Deploy the same recipe on all machines.",
                 argument=error.argument,
                 code="other-model",
@@ -237,15 +268,15 @@ def decode_upload(
 
 
 def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, sender: str) -> None:
-    """Raise RejectedMessageError if sums with a decoded upload would overflow, or it is far from the server's state.
+    """Raise RejectedMessageError if an upload is too large for sums, or too far from the server's state.
 
-    Numbers that are not finite are left out: the server drops the upload, or they are the server's own.
+    Non-finite values are ignored here. The server drops such uploads, unless its own values are also non-finite.
 
     Args:
-        uploads: The upload of one client.
-        server_state: The server's state.
-        limits: What a client may send.
-        sender: The client, for messages.
+        uploads: Decoded upload of one client.
+        server_state: State of the server.
+        limits: Limits of the upload.
+        sender: Name of the client, for messages.
     """
     changes = {name: squared_change(torch.zeros_like(value), value) for name, value in _updates(uploads).items()}
     for name, squares in changes.items():
@@ -253,8 +284,8 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
         max_squares = _FURTHEST.get(kind, _SQUARES)
         if not squares <= max_squares:
             raise RejectedMessageError(
-                f"Expected `{name}` of {sender} to be at most {math.sqrt(max_squares):.2g} from the server's but it is "
-                f"{math.sqrt(squares):.2g}, with which sums overflow.",
+                f"Expected the update of `{name}` of {sender} to have a norm of at most {math.sqrt(max_squares):.2g}, "
+                f"but got {math.sqrt(squares):.2g}. Sums of such updates overflow.",
                 hint="Decrease the learning rate.",
             )
         narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
@@ -263,23 +294,22 @@ def check_numbers(uploads: Uploads, server_state: State, limits: UploadLimits, s
             room = (info.max - server_state[name].detach().cpu().double().abs()) / limits.num_clients
             if bool((uploads.update(name)[0].cpu().double().abs() > room).any()):
                 raise RejectedMessageError(
-                    f"Expected `{name}` of {sender} to leave room for the sum of {limits.num_clients} clients in "
-                    f"{kind} "
-                    "but it does not.",
+                    f"Expected the update of `{name}` of {sender} to be small enough for a sum of {limits.num_clients} "
+                    f"clients in {kind}, but it is too large.",
                     hint="Use a wider type, such as float32 or int64.",
                 )
     means = {name: squares for name, squares in changes.items() if uploads.reductions[name].averages}
     times = relative_update_norm({n: s for n, s in means.items() if server_state[n].is_floating_point()}, server_state)
     if not times <= limits.max_update_norm:
         raise RejectedMessageError(
-            f"Expected an update of {sender} of at most {limits.max_update_norm:g} times the larger of the server's "
-            f"norm and 1 but it is of {times:.3g} times.",
-            hint="Decrease the learning rate, or increase `max-update-norm` in the run's configuration.",
+            f"Expected the norm of an update of {sender} to be at most {limits.max_update_norm:g} times the larger of "
+            f"1 and the norm of the server's averaged tensors, but got {times:.3g} times.",
+            hint="Decrease the learning rate, or increase `max-update-norm` in the run configuration.",
         )
 
 
 def _updates(uploads: Uploads) -> State:
-    """Return the updates of one client in double precision."""
+    """Return the updates of one client in double precision, by name."""
     updates: State = {}
     for name, value in uploads.values.items():
         wide = value[0].detach().cpu().to(torch.complex128 if value.is_complex() else torch.float64)

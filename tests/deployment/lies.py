@@ -123,18 +123,18 @@ def less(message):
     return replace(message, arrays={n: v for n, v in message.arrays.items() if n != name})
 
 
-WHOLE = "Expected `samples` to be a whole number from 0 to [0-9]+ but got"
-TOO_MANY = "Expected `rehearsed` to be a whole number from 0 to [0-9]+ but got"
-RECORDS = "Expected .* to have the records `head` and `arrays` of lightning-fcl but got [0-9]+ records"
-FORM_OF_ARRAYS = "Expected the arrays of .* to be encoded as `bytes` but `.*` are not"
-NO_CODE = "Expected an error of .* to be a code and the name of an argument but got"
-NESTED = "Expected text, numbers and truth values but `.*` is none of them"
-LONG = "Expected a message's text to have at most [0-9]+ letters but got"
-LARGE = "Expected at most [0-9]+ bytes of client 1 but got"
-NO_ARRAY = f"Expected `.*` to be an array of numbers but got|{LARGE}"
-OLD = "it is old, or another's"
-ENTRIES = f"Expected client 1 to send the entries of this recipe's model[.] Expected|{LARGE}"
-FAR = "with which sums overflow"
+WHOLE = "Expected `samples` to be a whole number from 0 to [0-9]+, but got"
+TOO_MANY = "Expected `rehearsed` to be a whole number from 0 to [0-9]+, but got"
+RECORDS = "Expected the records `head` and `arrays` of lightning-fcl from .*, but got [0-9]+ records"
+FORM_OF_ARRAYS = "Expected the arrays of .* to be encoded as `bytes`, but got another encoding of `.*`"
+NO_CODE = "Expected an error of .* to be a code and the name of an argument, but got"
+NESTED = "Expected the header to contain text, numbers and booleans, but `.*` has another type"
+LONG = "Expected the header of a message to have at most [0-9]+ characters, but got"
+LARGE = "Expected at most [0-9]+ bytes in the arrays of client 1, but got"
+NO_ARRAY = f"Expected `.*` to have a supported type and the number of bytes of its shape, but got|{LARGE}"
+OLD = "The answer belongs to another message or client"
+ENTRIES = f"Expected client 1 to send the tensors of this recipe's model[.] Expected|{LARGE}"
+FAR = "Sums of such updates overflow"
 FORM = f"Expected `.*` to be torch.float32 of shape .* but got|{NO_ARRAY}"
 
 KINDS = {
@@ -197,10 +197,10 @@ KINDS = {
     "a type of 10,000 letters": (put(dtype="z" * 10_000), FORM),
     "a message of 4 MB": (put(lambda d: d + b"\0" * 4_000_000), LARGE),
     "weights of 3e38": (numbers(lambda v: np.full_like(v, 3e38)), FAR),
-    "weights of 1e19": (numbers(lambda v: np.full_like(v, 1e19)), f"{FAR}|times the larger of the server's norm and 1"),
+    "weights of 1e19": (numbers(lambda v: np.full_like(v, 1e19)), f"{FAR}|times the larger of 1 and the norm"),
     "an update of a million times the usual": (
         numbers(lambda v: v * 1e6),
-        "Expected an update of client 1 of at most 1000 times the larger of the server's norm and 1",
+        "Expected the norm of an update of client 1 to be at most 1000 times the larger of 1 and the norm of the server",
     ),
 }
 """Of an answer to a download: what is done to it, and what its refusal says."""
@@ -217,14 +217,14 @@ HELLOS = {
     "half a letter": (saying(client="\ud800"), "Expected the name of a client"),
     "a name that is not printed": (saying(client="1\x1b[2J"), "Expected the name of a client"),
     "a name that may be taken for another": (saying(client="\uff11"), "Expected the name of a client.*NFKC"),
-    "a name that is there": (saying(client="0"), "Expected one node for each client but got two for 0"),
+    "a name that is there": (saying(client="0"), "Expected one node for each client, but got two for 0"),
     "another version": (saying(client="9", version="0.0.9"), "Expected client 9 to run lightning-fcl"),
     "a version of 10,000 letters": (saying(client="9", version="9" * 10_000), "Expected client 9 to run .* 9{300}"),
     "another recipe": (saying(client="9", recipe="0"), "Expected client 9 to have the recipe"),
     "samples without end": (saying(samples=float("inf")), "Expected `samples`"),
     "more samples than anybody has": (saying(client="9", samples=2**40), "Expected `samples` to be a whole number"),
     "no samples": (without("samples"), "Expected `samples`"),
-    "an array": (more("w"), "Expected at most 0 bytes of an answer to hello but got 4"),
+    "an array": (more("w"), "Expected at most 0 bytes in the arrays of an answer to hello, but got 4"),
     "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
     "a name of no client of the run": (
         saying(client="9"),

@@ -57,7 +57,7 @@ def test_an_honest_answer_is_read_to_the_bit():
 def test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit():
     honest, _, read = answer_to(server_state())
     more = saying(samples=13)(honest)
-    with pytest.raises(RejectedMessageError, match=r"from 0 to 12 but got 13[.] Set `max-samples` of the run"):
+    with pytest.raises(RejectedMessageError, match=r"from 0 to 12, but got 13[.] Set `max-samples` of the run"):
         read(more)
     assert read(more, replace(LIMITS, max_samples=13)).samples == 13
 
@@ -85,12 +85,12 @@ def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
     for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
         honest, _, read = answer_to(server_state(), rule)
         read(honest)
-        with pytest.raises(RejectedMessageError, match="with which sums overflow"):
+        with pytest.raises(RejectedMessageError, match="Sums of such updates overflow"):
             read(numbers(lambda v: np.full_like(v, 3e38))(honest))
     honest, _, read = answer_to({"count": torch.tensor([5])})
     read(honest)
     far = Parcel({**honest.head}, {"count": torch.tensor([2**62])})
-    with pytest.raises(RejectedMessageError, match="with which sums overflow"):
+    with pytest.raises(RejectedMessageError, match="Sums of such updates overflow"):
         read(Message.of(far))
 
 
@@ -101,7 +101,7 @@ def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
     honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
     read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, num_clients=3))
     third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
-    with pytest.raises(RejectedMessageError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
+    with pytest.raises(RejectedMessageError, match=r"small enough for a sum of 3 clients|Sums of such updates overflow"):
         read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, num_clients=3))
 
 
@@ -123,7 +123,7 @@ def test_how_far_an_update_goes_is_measured_on_averaged_floating_point_entries()
     large = numbers(lambda v: v * 100)(honest)
     read(large, UploadLimits(10**8, 12, 30, 1000.0))
     with pytest.raises(
-        RejectedMessageError, match=r"at most 0\.5 times the larger of the server's norm and 1 but it is of 9"
+        RejectedMessageError, match=r"at most 0\.5 times the larger of 1 and the norm of .*, but got 9"
     ):
         read(large, UploadLimits(10**8, 12, 30, 0.5))
     small = {"w": torch.zeros(4)}  # of a norm below 1
@@ -144,13 +144,13 @@ def test_whatever_fails_is_a_refusal(monkeypatch):
         KeyError("\ud800"),
     ):
         monkeypatch.setattr("lightning_fcl.deployment.upload_validation.tensors_of", Mock(side_effect=error))
-        with pytest.raises(RejectedMessageError, match=f"can be read but got {type(error).__name__}"):
+        with pytest.raises(RejectedMessageError, match=f"Expected a readable message from client 1, but got {type(error).__name__}"):
             read(honest)
 
 
 def test_bits_that_are_neither_true_nor_false_are_refused():
     assert to_tensor("w", b"\0\1\0", "torch.bool", (3,)).tolist() == [False, True, False]
-    with pytest.raises(RejectedMessageError, match="true or false"):
+    with pytest.raises(RejectedMessageError, match="to be 0 or 1"):
         to_tensor("w", b"\0\1\2", "torch.bool", (3,))
 
 

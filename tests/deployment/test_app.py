@@ -147,7 +147,7 @@ def test_a_recipe_that_nobody_has_deployed_is_no_recipe_for_a_node(tmp_path):
 
 def test_rounds_of_data_that_do_not_fit_the_stream_are_refused():
     outline = ClientOutline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
-    with pytest.raises(RejectedMessageError, match="a column for each of 2 rounds but got 3"):
+    with pytest.raises(RejectedMessageError, match="a column for each of 2 rounds, but got 3"):
         client_plan(outline, np.zeros(4, int), np.ones((4, 3), bool), 0)
 
 

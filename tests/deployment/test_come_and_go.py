@@ -136,7 +136,7 @@ def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_ar
         assert members.wait_for_nodes(["a"], 1) == {"a": 7}
         air.clock.sleep(1)
     assert members.duplicate_claims == {"a": ["7", "8"]}
-    assert "got two for a: node 7 has it, and node 8 says that it is a, too" in caplog.text
+    assert "got two for a: node 7 is admitted, and node 8 also claims to be a" in caplog.text
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
     del air.there[7]
     since = air.clock.now
@@ -150,7 +150,8 @@ def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, 
     air.there = {8: client("b"), 9: client("b")}
     assert members.wait_for_nodes(["a", "b"], 1) == {"b": 9}
     assert (
-        "Ignored node 8 (client b): Expected node 8 to be client a, as its key has been, but it says b." in caplog.text
+        "Ignored node 8 (client b): Expected node 8 to be client a, because its key belongs to this client, but the node "
+        "claims to be b." in caplog.text
     )
     air.there = {8: client("a")}
     assert members.wait_for_nodes(["a", "b"], 1) == {"a": 8}
@@ -166,7 +167,7 @@ def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_i
         if registered:
             assert one.wait_for_nodes(["a"], 1) == {"a": 7} and claimed == {"mine": "a"}
             air.there = {8: client("a")}
-            with pytest.raises(RuntimeError, match="Expected node 8 to have the key that client a has had in this run"):
+            with pytest.raises(RuntimeError, match="Expected node 8 to have the first key of client a in this run"):
                 one.wait_for_nodes(["a"], 1)
             air.there = {8: client("a"), 9: client("a")}
             assert one.wait_for_nodes(["a"], 1) == {"a": 9} and claimed == {"mine": "a"}
@@ -180,7 +181,7 @@ def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, membe
     times = air.asked(7)
     assert times[0] == 0 and 20 <= times[-1] <= 20 + RETRY_INTERVAL_S + 1
     assert all(RETRY_INTERVAL_S <= later - one <= RETRY_INTERVAL_S + 1 for one, later in pairwise(times))
-    error = "Expected an answer of client a but got the error `unusable-data`."
+    error = "Expected an answer of client a, but got the error `unusable-data`."
     assert caplog.text.count(f"Ignored node 7 (client a): {error}") == 1
 
 
@@ -198,7 +199,7 @@ def test_gather_node_without_an_answer_waits_for_it_once_and_at_most_for_the_rou
     for _ in range(3):  # now it has had its time
         since = air.clock.now
         assert gather(["a", "b"], 1) == 1 and air.clock.now - since < 1
-    assert "start `lightning-fcl deploy executor` beside it" in caplog.text
+    assert "start `lightning-fcl deploy executor` for it" in caplog.text
 
 
 def test_gather_node_that_answers_late_who_it_is_gets_the_round(air, gather):
@@ -211,7 +212,7 @@ def test_reach_node_that_needs_longer_than_the_time_to_ask_again_joins(air, memb
     air.there, air.takes = {7: client("a")}, {7: JOIN_INTERVAL_S + 20}
     assert members.wait_for_nodes(["a"], 1) == {"a": 7}
     assert JOIN_INTERVAL_S + 20 <= air.clock.now - 100 < JOIN_INTERVAL_S + 25
-    assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer of node 7" in caplog.text
+    assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer from node 7" in caplog.text
 
 
 def test_gather_does_not_wait_for_nodes_that_connect_after_the_round_began(air, gather):
@@ -227,12 +228,12 @@ def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them
     with pytest.raises(RuntimeError) as ended:
         members.wait_for_nodes(["a", "b"], 1)
     assert 100 < air.clock.now - 100 < 101
-    setting = 'set `data` and clients="plant-a,plant-b,plant-c" of the run\'s configuration'
-    waiting = [one for one in caplog.records if one.getMessage().startswith("Waiting for 1 more clients")]
+    setting = 'set `data` and clients="plant-a,plant-b,plant-c" in the run configuration'
+    waiting = [one for one in caplog.records if one.getMessage().startswith("Waiting for 1 more of the clients")]
     assert {one.levelno for one in waiting} == {logging.WARNING} and len(waiting) == 2  # after 3 s and 63 s
     for text in [one.getMessage() for one in waiting] + [str(ended.value)]:
         assert setting in text and "Ignored 4 connected nodes." in text and "`unusable-data`" in text
-        assert "Expected node 8 to be one of the clients a, b, c of the run but it is plant-b." in text
+        assert "Expected node 8 to be one of the clients a, b, c of the run, but it is plant-b." in text
     ignored = [one.getMessage() for one in caplog.records if one.getMessage().startswith("Ignored node")]
     assert [line.split(":")[0] for line in ignored] == [
         *(f"Ignored node {number} (client plant-{name})" for number, name in ((7, "a"), (8, "b"), (9, "c"))),
@@ -247,16 +248,16 @@ def test_gather_warns_once_a_minute_about_the_clients_that_it_waits_for(air, gat
     air.there = {7: client("a"), 8: stalling("b")}
     gather(["a", "b"], 2)
     said = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert said == ["Waiting for uploads of the clients b. The round has 1 of 2."]  # after 60 s of 120 s
+    assert said == ["Waiting for uploads of the clients b. The round has 1 of 2 required uploads."]  # after 60 s of 120 s
 
 
 def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members, caplog):
     air.there = {7: refusing, 8: client("b")}
     with pytest.raises(
-        RuntimeError, match=r"at least 2 of the clients a, b to join within 100 s but b joined\..*`unusable-data`"
+        RuntimeError, match=r"at least 2 of the clients a, b to join within 100 s, but b joined\..*`unusable-data`"
     ):
         members.wait_for_nodes(["a", "b"], 2)
-    assert "Waiting for 1 more clients to join, of a. Ignored 1 connected nodes. Expected an answer" in caplog.text
+    assert "Waiting for 1 more of the clients a to join. Ignored 1 connected nodes. Expected an answer" in caplog.text
     assert 100 < air.clock.now - 100 < 101
 
 

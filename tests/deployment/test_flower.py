@@ -70,7 +70,7 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
     assert [*sent.values()] == [7, 8, 9, 10, 11]
     found = {sent[message]: answer for message, answer in link.answers(sent)}
     assert found.keys() == {7, 8, 9, 11}
-    assert "can be read but got ValueError: no message" in found[11]
+    assert "Expected a readable answer, but got ValueError: no message" in found[11]
     assert "Node Unavailable" in found[7]
     assert [unpack(found[node]).header["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
 

@@ -54,7 +54,7 @@ def lying(wire, lies):
 
 
 def reasons(caplog, round_idx):
-    beginning = f"Round {round_idx}: nothing of client 1: "
+    beginning = f"Round {round_idx}: problem with client 1: "
     said = [record.getMessage() for record in caplog.records]
     return [line.removeprefix(beginning) for line in said if line.startswith(beginning)]
 
@@ -70,7 +70,7 @@ def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, s
     fit = prepared.serve(lying(wire, lies)(prepared.nodes()), min_clients=2)
     assert same(honest, fit.model)
     wanted = [message for _, message in KINDS.values()]
-    for round_idx, others in enumerate(([], ["it is old, or another's"])):
+    for round_idx, others in enumerate(([], ["The answer belongs to another message or client"])):
         for message, reason in zip(wanted + others, reasons(caplog, round_idx), strict=True):
             assert re.search(message, reason), reason
     assert "Round 0: dropped the upload of client 1 (not finite" in caplog.text
@@ -109,7 +109,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
 def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
     fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(prepared.nodes()), min_clients=3)
     assert same(prepared.simulated.model, fit.model)
-    assert [one["dropped"]["1"] for one in prepared.rounds()] == ["a second answer, which does not count"] * 2
+    assert [one["dropped"]["1"] for one in prepared.rounds()] == ["a second answer, which the server ignored"] * 2
 
 
 @pytest.mark.seconds
@@ -126,7 +126,7 @@ def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared
     assert same(honest, fit.model)
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     for round_idx in (0, 1):
-        named = rf"at least 3 clients in round {round_idx} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
+        named = rf"at least 3 clients in round {round_idx}, but got 2 \(1: .* got -3\..*\)\. The run continues with these"
         assert re.search(named, caplog.text)
 
 
@@ -141,7 +141,7 @@ def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wi
 
     nodes[1].answer = boasts
     prepared.serve(wire(nodes), min_clients=3)
-    named = "Client {} says that it has 1000000 samples, more than 100 times as many as others"
+    named = "Client {} reports 1000000 samples, more than 100 times the median of the clients"
     assert [named.format(client) in caplog.text for client in prepared.clients] == [False, True, False]
 
 
@@ -156,10 +156,10 @@ def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire
     report = (prepared.folder / "first" / "report.html").read_text()
     assert "limits of an update" in report and f"{max(sizes):,}" in report
     short = {"min_clients": 3, "round_timeout": 0, "join_timeout": 0.1}
-    with pytest.raises(RuntimeError, match="a whole number from 0 to 5 but got"):
+    with pytest.raises(RuntimeError, match="a whole number from 0 to 5, but got"):
         prepared.serve(wire(nodes), max_samples=5, **short)
     (prepared.folder / "deployed").rename(prepared.folder / "second")
-    with pytest.raises(RuntimeError, match=r"at most 0\.001 times the larger of the server's norm and 1 but it is of"):
+    with pytest.raises(RuntimeError, match=r"at most 0\.001 times the larger of 1 and the norm of .*, but got"):
         prepared.serve(wire(nodes), max_update_norm=0.001, **short)
 
 

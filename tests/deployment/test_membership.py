@@ -32,15 +32,15 @@ def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_r
     app = one.app()
     settings = {"out": str(one.folder / "deployed"), "min-clients": 3, "join-timeout": 150}
     said = at.stream(app, settings)
-    assert "WARNING Waiting for 3 more clients to join, of 0, 1, 2." in said
+    assert "WARNING Waiting for 3 more of the clients 0, 1, 2 to join." in said
     for name in NAMES.values():
         assert re.search(
             rf"WARNING Ignored node \d+ \(client {name}\): Expected node \d+ to be one of the clients", said
         )
-    expected = "Expected at least 3 of the clients 0, 1, 2 to join within 150 s but none joined. Ignored 3 connected"
+    expected = "Expected at least 3 of the clients 0, 1, 2 to join within 150 s, but none joined. Ignored 3 connected"
     assert expected in said
     # A node that connects late is missing from the first lists; the last one follows the end of the wait.
-    listed = re.findall(r"To train these clients, set `data` and clients=\"(.*?)\" of the run's configuration", said)
+    listed = re.findall(r"To train the clients of these nodes, set `data` and clients=\"(.*?)\" in the run configuration", said)
     assert listed[-1:] == ["plant-a,plant-b,plant-c"]
     settings |= {"clients": listed[-1], "data": str(one.folder / "data" / "server.npz"), "join-timeout": 900}
     said = at.stream(app, settings)

@@ -251,11 +251,11 @@ def test_server_rejects_other_words_in_part(tmp_path):
     server = FederatedStream(scenario=Stationary())
     set_server_data(server, read_data(path, for_server=True), ["a"])
     assert (len(server.plan.test), len(server.plan.validation)) == (40, 40)
-    with pytest.raises(RejectedMessageError, match=r"to train on but .* Name the file of this client"):
+    with pytest.raises(RejectedMessageError, match=r"Expected training data, but .* Name the file of this client"):
         read_data(path)
     assert len(read_data(write_npz(tmp_path, x, y)).samples) == len(x)
     np.savez(path, x=x, y=y, part=np.array(["validation"] * 80))
-    with pytest.raises(ValueError, match="to have test samples but got none"):
+    with pytest.raises(ValueError, match="to have test samples, but got none"):
         set_server_data(server, read_data(path, for_server=True), ["a"])
 
 
@@ -271,9 +271,9 @@ def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
     set_server_data(server, read_data(path, for_server=True), ["0"])
     assert server.plan.num_rounds == 2
     for source in (write_npz(tmp_path, x, y), write_csv(tmp_path, x, y)):
-        with pytest.raises(ValueError, match=r"data of client 0 .*\.npz file with `group`"):
+        with pytest.raises(ValueError, match=r"data of client 0, .*\.npz file with `group`"):
             node_of(simulated, "0", source)
-        with pytest.raises(ValueError, match=r"data of the server .*\.npz file with `group`"):
+        with pytest.raises(ValueError, match=r"data of the server, .*\.npz file with `group`"):
             set_server_data(server, read_data(source, for_server=True), ["0"])
 
 
@@ -374,7 +374,7 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
     names, source = ["0", "1", "2"], DataSource(str(tmp_path / "server.csv"))
     nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in names]
     one.clients = []
-    with pytest.raises(MissingValueError, match=r"Set both in the run's configuration: clients="):
+    with pytest.raises(MissingValueError, match=r"Set both in the run configuration: clients="):
         one.serve(wire(nodes), source, min_clients=3)
     one.clients = names
     deployed = one.serve(wire(nodes), source, min_clients=3)
