@@ -1,4 +1,4 @@
-"""Fixes that error messages of deployments, recipes and published models name, as rows of calls."""
+"""Rows of calls that test the hints of error messages about deployments, recipes and published models."""
 
 import http.server
 import io
@@ -42,7 +42,7 @@ from lightning_fcl.zoo.registry import get_entry
 ROWS: dict[str, Row] = {}
 
 
-# Rows of deployments
+# Rows about deployments
 
 
 class Dateless(http.server.BaseHTTPRequestHandler):
@@ -63,7 +63,7 @@ def closed_port():
 
 
 def compare_clocks(lab, at):
-    """Compare the clock with that of a server at an address: of one that is there, or of another."""
+    """Compare the clock with a server's clock. ``at`` is an address, or names a server that this function starts."""
     if at == "dateless":
         with http.server.HTTPServer(("127.0.0.1", 0), Dateless) as server:
             threading.Thread(target=server.handle_request, daemon=True).start()
@@ -78,12 +78,12 @@ def configure(lab, **node):
 
 
 def check_size(lab, limit):
-    """Check a message of 1000 numbers, 4000 bytes and a header, against a limit."""
+    """Check a message with 1000 float32 values (4000 bytes) against a limit in bytes."""
     check_records(to_record(Parcel({}, {"w": torch.ones(1000)})), limit)
 
 
 def take_targets(lab, server, node, classes=None):
-    """Give a client targets that are classes or numbers, as those of the server may be."""
+    """Read a client's targets on a node, for a server whose targets are classes or numbers."""
     x, columns = np.zeros((4, 1), np.float32), {"target": ["y"], "features": ["a"]}
     outline = make_outline(set_up(FederatedStream.from_arrays(x, server, ["a"] * 4, scenario=Stationary())), "a")
     file = written(lab, "a.csv", "\n".join(["a,y", *(f"0,{value}" for value in node)]))
@@ -97,7 +97,7 @@ def set_up(stream):
 
 
 def take_parts(lab, parts):
-    """Give a server samples of these parts."""
+    """Give a server samples with these values of `part`."""
     path = lab.folder / "server.npz"
     np.savez(path, x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2), part=np.array(parts))
     set_server_data(FederatedStream(scenario=Stationary()), read_data(path, for_server=True), ["a"])
@@ -146,7 +146,7 @@ def split_modules(lab, pairs=False, **loading):
 
 
 def share_pairs(lab, module):
-    """Give a node samples of two tensors: by a data module of its own, or by a file."""
+    """Give a node samples that consist of two tensors, by a data module or by a file."""
     if not module:
         return split_modules(lab, True, batch_size=4, shuffle=True, drop_last=False)
     data = read_data(DataSource(*loads(lab, True)[:1], init_args={"pairs": True}))
@@ -155,7 +155,7 @@ def share_pairs(lab, module):
 
 
 def train_method(lab, deployed):
-    """Train a method that only a simulation can."""
+    """Train a method that only a simulation supports."""
     if deployed:
         check_deployable(Participation(), Pipeline(), [callbacks.FedCBDR()])
     else:
@@ -163,14 +163,14 @@ def train_method(lab, deployed):
 
 
 class Sums(UploadTransform):
-    """A transform with which the server sees sums only."""
+    """A transform with which the server only sees sums."""
 
     stage = Stage.MASK
     sums_only = True
 
 
 def mask_uploads(lab, deployed):
-    """Let a server see sums only, in a deployment or in a simulation."""
+    """Use a transform with which the server only sees sums, in a deployment or in a simulation."""
     pipeline = Pipeline([Sums()])
     if deployed:
         check_deployable(Participation(), pipeline, [])
@@ -188,7 +188,7 @@ ROWS |= {
     "SuperLink without a port": Row(
         compare_clocks, {"at": "127.0.0.1"}, {"at": "there"}, "Give it as `host:port`", argument="superlink"
     ),
-    "SuperLink that is not there": Row(
+    "SuperLink that does not run": Row(
         compare_clocks,
         {"at": f"127.0.0.1:{closed_port()}"},
         {"at": "there"},
@@ -243,7 +243,7 @@ ROWS |= {
         {"shuffle": False},
         "Write `shuffle: false`.",
     ),
-    "split of samples that are no arrays": Row(
+    "split of samples that are not arrays": Row(
         share_pairs, {"module": False}, {"module": True}, "Give each node a DataModule instead"
     ),
     "method that cannot be deployed": Row(
@@ -252,18 +252,18 @@ ROWS |= {
 }
 
 
-# Rows of recipes
+# Rows about recipes
 
 
 def listed_name(lab, words):
-    """Return the first word that a command prints."""
+    """Return the first word of the output of a command."""
     with redirect_stdout(io.StringIO()) as printed:
         command(lab, words)
     return printed.getvalue().split()[0]
 
 
 def import_model(lab, text):
-    """Read a recipe whose model is of a module of the user's own."""
+    """Read a recipe with a model of a user-defined module."""
     written(lab, "fixes_own_module.py", text)
     lab.env.syspath_prepend(str(lab.folder))
     return recipe(lab, "--model fixes_own_module.Mine")
@@ -274,19 +274,19 @@ def quickstart_model():
 
 
 def follow_file(lab, content):
-    """Read a recipe whose model is in another file."""
+    """Read a recipe that refers to another file for the model."""
     written(lab, "model.yaml", content)
     return recipe(lab, files=["model: model.yaml"])
 
 
 def name_file(lab, name):
-    """Read a recipe in another folder than that of its model."""
+    """Read a recipe that is in another folder than its model."""
     written(lab, "models/model.yaml", quickstart_model())
     return recipe(lab, f"--config {written(lab, 'recipes/r.yaml', {'model': name})}")
 
 
 def fit_alone(lab, name):
-    """Fit a recipe for a round, or a file with settings alone."""
+    """Fit a recipe for one round, or a settings file without a recipe."""
     written(lab, "settings.yaml", {"trainer": {"enable_progress_bar": False, "max_epochs": 1}})
     command(lab, f"fit {name} --config settings.yaml --data.partition IID --data.partition.num_clients 2 --out out")
 
@@ -316,7 +316,7 @@ ROWS |= {
         {"name": "../models/model.yaml"},
         "Write ../models/model.yaml: names of files are relative to",
     ),
-    "unknown recipe, of the list": Row(
+    "unknown recipe, name from the list": Row(
         lambda lab, name=None: find_recipe(name or listed_name(lab, "ls recipes")),
         {"name": "zzz"},
         {"name": None},
@@ -327,7 +327,7 @@ ROWS |= {
 
 
 def with_damaged_optimizer(lab):
-    """Write a checkpoint of the run whose optimizer has no groups of parameters."""
+    """Write a checkpoint whose optimizer has no parameter groups."""
     path = lab.checkpoint()
     content = torch.load(path, weights_only=True)
     torch.save({**content, "optimizer_states": [{}]}, path.with_name("changed.ckpt"))
@@ -347,10 +347,10 @@ ROWS |= {
 }
 
 
-# Rows of published models
+# Rows about published models
 
 ROWS |= {
-    "unknown model, of the list": Row(
+    "unknown model, name from the list": Row(
         lambda lab, name: get_entry(name or listed_name(lab, "zoo ls")),
         {"name": "zzz"},
         {"name": None},

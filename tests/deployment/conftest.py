@@ -1,4 +1,4 @@
-"""A recipe in a folder, its simulation, and the same as a server and nodes in this process, messages as on the wire."""
+"""Fixtures that simulate a recipe, and that deploy it with a server and nodes in this process or on SuperNodes."""
 
 import json
 import shutil
@@ -24,7 +24,8 @@ from lightning_fcl.runs.recipe import Recipe
 from .machines import Machines
 from .recipes import classes, strategy
 
-if find_spec("flwr") is None:  # the extra `flower` is not installed
+# Without the extra `flower`, no test of this folder can run.
+if find_spec("flwr") is None:
     collect_ignore_glob = ["test_*"]
 
 BASE = {
@@ -52,14 +53,14 @@ def load(path):
 
 
 def over(base, more):
-    """One recipe over another."""
+    """Return a recipe in which the values of another recipe override or extend those of the first one."""
     if isinstance(base, dict) and isinstance(more, dict) and "class_path" not in more:
         return {**base, **{name: over(base.get(name), value) for name, value in more.items()}}
     return more
 
 
 class Wire:
-    """Nodes in this process: what they are sent, and what they answer, goes through Flower's records."""
+    """A link to nodes in this process. All messages and answers are converted to Flower's records and back."""
 
     def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))
@@ -75,9 +76,10 @@ class Wire:
         return new
 
     def answers(self, messages):
-        for message in reversed(messages):  # in no order that anything may hang on
+        # The order differs from the order of sending, because the server must not depend on it.
+        for message in reversed(messages):
             number, given = self.sent[message]
-            if given is None:  # it has been asked, and did not answer
+            if given is None:  # The node got the message before, and did not answer.
                 continue
             self.sent[message] = number, None
             parcel = unpack(to_record(given))
@@ -91,7 +93,7 @@ class Wire:
 
 
 class Rehearsal:
-    """A recipe, its simulation and its deployment, in a folder."""
+    """A recipe, its simulation and its deployment in a folder."""
 
     def __init__(self, folder, more=()):
         self.folder, self.earlier = folder, set()
@@ -102,7 +104,7 @@ class Rehearsal:
         self.recipe = read_recipe(self.path)
 
     def simulate(self, *words):
-        """The simulation; the shares of its clients are then in files."""
+        """Simulate the recipe, and write the data of its clients to files. Return the fit."""
         self.simulated = run_cli(
             "fit",
             Recipe.of_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
@@ -118,63 +120,65 @@ class Rehearsal:
             write_split(stream, self.folder / "data")
 
     def node(self, client, recipe=None):
+        """Return a node of a client. All nodes store their states in one folder, as nodes of one machine do."""
         data = self.folder / "data" / f"{client}.npz"
-        return Node(recipe or self.recipe, client, str(data), self.folder / "memories")  # clients may share a machine
+        return Node(recipe or self.recipe, client, str(data), self.folder / "memories")
 
     def nodes(self):
-        """A node for each client."""
+        """Return a node for each client."""
         return [self.node(client) for client in self.clients]
 
     def app(self):
-        """The recipe as a Flower app."""
+        """Write the recipe as a Flower app, and return the folder of the app."""
         write_app(self.recipe, self.folder / "app", "rehearsal")
         return self.folder / "app"
 
     def settings(self):
-        """What a run is told of this rehearsal."""
+        """Return the run configuration of this recipe: results folder, test data and clients."""
         data = str(self.folder / "data" / "server.npz")
         return {"out": str(self.folder / "deployed"), "data": data, "clients": ",".join(self.clients)}
 
     def config(self, client):
-        """The node config of a client."""
+        """Return the node config of a client."""
         data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories"
         return f'client="{client}" data="{data}" state-dir="{memories}"'
 
     def weights(self):
-        """What the server's newest checkpoint holds."""
+        """Return the weights in the server's newest checkpoint."""
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
 
     def rounds(self, of="deployed"):
-        """What the deployment has recorded of each round, or the simulation."""
+        """Return the record of each round of the deployment or of the simulation."""
         return read_results(self.folder / of)["record"]["rounds"]
 
     def anew(self):
-        """Let another run begin where there has been none: nobody remembers anything of it."""
+        """Delete the results and client states of the last run, so that another run can start."""
         self.earlier |= {path.name for path in (self.folder / "memories").glob("*")}
         for name in ("deployed", "memories"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def ended(self):
-        """Whether the server is done: this file is written last."""
+        """Return whether the server has finished. It writes this file last."""
         return (self.folder / "deployed" / "files.txt").exists()
 
     def memory(self, client):
-        """The folder of what a client keeps of this run: who is late may still write to that of an earlier one."""
+        """Return the folder of a client's state in this run. Late nodes of earlier runs can write to other folders."""
         own = (self.folder / "memories").glob(f"*/{client}")
         return next((folder for folder in own if folder.parent.name not in self.earlier), None)
 
     def begun(self, client):
-        """The last round that a client has begun; -1 before its first."""
+        """Return the last round that a client has begun, or -1 before its first round."""
         folder = self.memory(client)
         begun = folder is not None and (folder / "round.json").exists()
         return json.loads((folder / "round.json").read_text())["round"] if begun else -1
 
     def holds(self, module):
-        """Whether the server's newest checkpoint holds a module's bits."""
+        """Return whether the server's newest checkpoint is bitwise identical to a module."""
         weights = self.weights()
         return all(torch.equal(value, weights[name]) for name, value in state_tensors(module).items())
 
     def serve(self, link, data="server", **terms):
+        """Run the server of a deployment on the nodes of a link. Return the fit."""
         where = str(self.folder / "data" / "server.npz") if data == "server" else data
         terms = DeploymentConfig(**{"join_timeout": 1, "round_timeout": 30, **terms})
         return serve(self.path, link, self.folder / "deployed", terms, where, self.clients if where else ())
@@ -182,19 +186,19 @@ class Rehearsal:
 
 @pytest.fixture
 def rehearsal(tmp_path):
-    """Makes a rehearsal of a recipe."""
+    """Return a function that makes a `Rehearsal` of a recipe."""
     return lambda more=(): Rehearsal(tmp_path, more)
 
 
 @pytest.fixture
 def wire():
-    """Makes a link to nodes in this process."""
+    """Return the class of a link to nodes in this process."""
     return Wire
 
 
 @pytest.fixture
 def same():
-    """Whether two modules hold the same bits."""
+    """Return a function that returns whether two modules are bitwise identical."""
 
     def equal(one, other):
         a, b = state_tensors(one), state_tensors(other)
@@ -205,7 +209,7 @@ def same():
 
 @pytest.fixture
 def machines(tmp_path):
-    """Makes processes on loopback, which end with the test."""
+    """Return a function that makes `Machines`, whose processes end with the test."""
     made = []
 
     def make(*words, **options):
@@ -219,7 +223,7 @@ def machines(tmp_path):
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory):
-    """Makes a rehearsal of a recipe, its simulation, and a SuperLink with a SuperNode for each client."""
+    """Return a function that simulates a recipe, and starts a SuperLink with a SuperNode for each client."""
     made = []
 
     def connected(recipe, beat):

@@ -1,4 +1,4 @@
-"""What a client may send in place of an honest answer, each with what its refusal says."""
+"""Invalid answers that a malicious client can send, each with a pattern of the error message."""
 
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
@@ -19,14 +19,14 @@ FLOAT = "torch.float32"
 
 
 def server_with(state, rule="mean"):
-    """A server whose entries are those of a state."""
+    """Return a server with the tensors of a state."""
     server = FederatedServer(ClientStore())
     server.start_fit(nn.Module(), extra_tensors={name: (value, rule) for name, value in state.items()})
     return server
 
 
 def read_upload(message, sent, client, server, limits):
-    """The upload of a client as a server reads it, and its decoded state."""
+    """Return the upload of a client as a server reads it, with the decoded tensors."""
     upload = parse_upload(message.record(), sent, client, server.state, limits)
     state = {}
     if upload.num_samples:
@@ -39,7 +39,7 @@ def read_upload(message, sent, client, server, limits):
 
 @dataclass(frozen=True)
 class Message:
-    """An answer as it goes over the wire, all of which can be another."""
+    """A transmitted answer. Tests can change each part of it."""
 
     head: dict
     arrays: dict
@@ -54,33 +54,37 @@ class Message:
         return cls(dict(record.config_records["head"]), dict(record.array_records["arrays"]))
 
     def record(self):
-        """As Flower sends it."""
+        """Return the answer as a Flower record."""
         own = {"head": ConfigRecord(self.head), "arrays": ArrayRecord(self.arrays)}
         return RecordDict({name: value for name, value in {**own, **self.others}.items() if value is not None})
 
 
 def saying(**words):
-    """With other words in its head."""
+    """Return a function that changes or adds header values."""
     return lambda message: replace(message, head={**message.head, **words})
 
 
 def without(*words):
+    """Return a function that removes header values."""
     return lambda message: replace(message, head={n: v for n, v in message.head.items() if n not in words})
 
 
 def holding(**records):
-    """With other records; None: without them."""
+    """Return a function that changes or adds records. None removes a record."""
     return lambda message: replace(message, others=records)
 
 
 def first(message):
-    """The name of the smallest array of 32-bit floating-point numbers."""
+    """Return the name of the smallest array of 32-bit floating-point numbers."""
     names = [name for name, array in message.arrays.items() if array.dtype == FLOAT]
     return min(names, key=lambda name: prod(message.arrays[name].shape))
 
 
 def put(data=None, dtype=None, shape=None, stype=None):
-    """With other bytes of the first array (data, or what a function makes of them), type, shape or encoding."""
+    """Return a function that changes the bytes, type, shape or encoding of the array that `first` names.
+
+    ``data`` is the new bytes, or a function of the old bytes.
+    """
 
     def change(message):
         name = first(message)
@@ -93,7 +97,7 @@ def put(data=None, dtype=None, shape=None, stype=None):
 
 
 def numbers(make):
-    """With other numbers in each array of 32-bit floating-point numbers, made of the honest ones that travel."""
+    """Return a function that replaces the values of each float32 array by a function of the honest values."""
 
     def change(message):
         arrays = dict(message.arrays)
@@ -111,14 +115,14 @@ def numbers(make):
 
 
 def more(name):
-    """With an entry more."""
+    """Return a function that adds an array."""
     return lambda message: replace(
         message, arrays={**message.arrays, name: Array(FLOAT, (1,), "bytes", np.zeros(1, np.float32).tobytes())}
     )
 
 
 def less(message):
-    """Without its first array."""
+    """Return the message without the array that `first` names."""
     name = first(message)
     return replace(message, arrays={n: v for n, v in message.arrays.items() if n != name})
 
@@ -139,90 +143,93 @@ FORM = f"Expected `.*` to be torch.float32 of shape .* but got|{NO_ARRAY}"
 
 KINDS = {
     "samples: infinity": (saying(samples=float("inf")), WHOLE),
-    "samples: no number": (saying(samples=float("nan")), WHOLE),
+    "samples: not a number": (saying(samples=float("nan")), WHOLE),
     "samples: 2**63 - 1": (saying(samples=BIG), WHOLE),
-    "samples: ten times its own": (saying(samples=10**4), WHOLE),
+    "samples: more than the client has": (saying(samples=10**4), WHOLE),
     "samples: negative": (saying(samples=-3), WHOLE),
     "samples: a float": (saying(samples=3.0), WHOLE),
     "samples: true": (saying(samples=True), WHOLE),
     "samples: text": (saying(samples="12"), WHOLE),
     "samples: 10,000 digits": (saying(samples="9" * 10_000), WHOLE),
     "samples: a list": (saying(samples=[12]), NESTED),
-    "samples: none": (without("samples"), WHOLE),
+    "samples: missing": (without("samples"), WHOLE),
     "rehearsed: 2**63 - 1": (saying(rehearsed=BIG), TOO_MANY),
-    "rehearsed: none": (without("rehearsed"), TOO_MANY),
+    "rehearsed: missing": (without("rehearsed"), TOO_MANY),
     "no head": (holding(head=None), RECORDS),
     "a head of arrays": (holding(head=ArrayRecord()), RECORDS),
     "an empty head": (holding(head=ConfigRecord()), OLD),
-    "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
-    "a word of 100,000 brackets": (saying(nested="[" * 100_000), LONG),
-    "a word whose name has 100,000 letters": (saying(**{"z" * 100_000: 1}), LONG),
-    "30,000 words": (saying(**{str(number): number for number in range(30_000)}), LONG),
+    "a header value of bytes": (saying(more=b"[" * 10_000), NESTED),
+    "a header value of 100,000 brackets": (saying(nested="[" * 100_000), LONG),
+    "a header value with a name of 100,000 letters": (saying(**{"z" * 100_000: 1}), LONG),
+    "30,000 header values": (saying(**{str(number): number for number in range(30_000)}), LONG),
     "a code of 50 MB": (lambda m: replace(saying(refused="x" * 50_000_000)(m), arrays={}), LONG),
     "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
-    "a code that is not printed": (saying(refused="\x1b[31m\n\u202e"), NO_CODE),
-    "a text in place of a code": (saying(refused="Expected 3 labels but got 12."), NO_CODE),
-    "a text in place of an argument": (saying(refused="invalid-value", argument="12 patients"), NO_CODE),
-    "a code that nobody knows": (saying(refused="z-z"), "got the error `z-z`. Read the log of the node"),
+    "a code that is not printable": (saying(refused="\x1b[31m\n\u202e"), NO_CODE),
+    "a text instead of a code": (saying(refused="Expected 3 labels but got 12."), NO_CODE),
+    "a text instead of an argument": (saying(refused="invalid-value", argument="12 patients"), NO_CODE),
+    "an unknown code": (saying(refused="z-z"), "got the error `z-z`. Read the log of the node"),
     "another client's name": (saying(client="2"), OLD),
     "another federation": (saying(federation="0" * 32), OLD),
     "another round": (saying(round=7), OLD),
-    "a round that is true": (saying(round=False), OLD),
+    "a boolean round": (saying(round=False), OLD),
     "another message": (saying(message="0" * 32), OLD),
-    "no message": (without("message"), OLD),
-    "an entry more": (more("more"), ENTRIES),
-    "an entry of 100,000 letters": (more("z" * 100_000), ENTRIES),
-    "an entry less": (less, ENTRIES),
+    "no message name": (without("message"), OLD),
+    "an additional tensor": (more("more"), ENTRIES),
+    "an additional tensor with a name of 100,000 letters": (more("z" * 100_000), ENTRIES),
+    "a missing tensor": (less, ENTRIES),
     "no arrays": (holding(arrays=None), RECORDS),
-    "arrays of 64 MB more": (holding(more=ArrayRecord({"w": Array(FLOAT, (2**24,), "bytes", bytes(2**26))})), RECORDS),
-    "text of 50 MB more": (holding(more=ConfigRecord({"text": "x" * 50_000_000})), RECORDS),
+    "additional arrays of 64 MB": (
+        holding(more=ArrayRecord({"w": Array(FLOAT, (2**24,), "bytes", bytes(2**26))})),
+        RECORDS,
+    ),
+    "additional text of 50 MB": (holding(more=ConfigRecord({"text": "x" * 50_000_000})), RECORDS),
     "metrics": (holding(more=MetricRecord({"loss": 0.5})), RECORDS),
     "1,000 records": (holding(**{str(number): ConfigRecord() for number in range(1000)}), RECORDS),
     "another encoding of arrays": (put(stype="numpy.ndarray"), FORM_OF_ARRAYS),
     "an encoding of 100,000 letters": (put(stype="z" * 100_000), FORM_OF_ARRAYS),
     "no bytes": (put(b""), NO_ARRAY),
     "a pickle": (put(b"\x80\x04K\x01."), NO_ARRAY),
-    "all has changed, to nothing": (put(b"\xff\xff"), NO_ARRAY),
-    "all has changed, to too little": (put(lambda d: b"\xff\xff" + d[:-4]), NO_ARRAY),
-    "nothing has changed, to something": (put(b"\0\0" + b"\0" * 4), NO_ARRAY),
-    "cut short": (put(lambda d: d[:-4]), NO_ARRAY),
-    "longer than it is": (put(lambda d: d + b"\0" * 4), NO_ARRAY),
+    "a change mask without values": (put(b"\xff\xff"), NO_ARRAY),
+    "a change mask with too few values": (put(lambda d: b"\xff\xff" + d[:-4]), NO_ARRAY),
+    "an empty change mask with a value": (put(b"\0\0" + b"\0" * 4), NO_ARRAY),
+    "too few bytes": (put(lambda d: d[:-4]), NO_ARRAY),
+    "too many bytes": (put(lambda d: d + b"\0" * 4), NO_ARRAY),
     "a negative shape": (put(shape=(-1,)), FORM),
     "a shape of many ones": (put(shape=(1,) * 100 + (10,)), FORM),
-    "a shape of nothing": (put(b"", shape=(0,)), FORM),
-    "another shape of as many numbers": (put(shape=(10, 1)), r"to be torch.float32 of shape \(10,\) but"),
+    "an empty shape": (put(b"", shape=(0,)), FORM),
+    "another shape of the same size": (put(shape=(10, 1)), r"to be torch.float32 of shape \(10,\) but"),
     "integers for floats": (put(dtype="torch.int32"), FORM),
     "objects": (put(dtype="object"), FORM),
-    "a type that is a name of torch": (put(dtype="torch.save"), FORM),
+    "a type that is another name in torch": (put(dtype="torch.save"), FORM),
     "a type of 10,000 letters": (put(dtype="z" * 10_000), FORM),
     "a message of 4 MB": (put(lambda d: d + b"\0" * 4_000_000), LARGE),
     "weights of 3e38": (numbers(lambda v: np.full_like(v, 3e38)), FAR),
     "weights of 1e19": (numbers(lambda v: np.full_like(v, 1e19)), f"{FAR}|times the larger of 1 and the norm"),
     "an update of a million times the usual": (
         numbers(lambda v: v * 1e6),
-        "Expected the norm of an update of client 1 to be at most 1000 times the larger of 1 and the norm of the server",
+        "Expected the norm of an update of client 1 to be at most 1000 times the larger of 1 and the norm of the",
     ),
 }
-"""Of an answer to a download: what is done to it, and what its refusal says."""
+"""Invalid answers to a download: the change of an honest answer, and a pattern of the error message."""
 
 HELLOS = {
     "no head": (holding(head=None), RECORDS),
-    "a word of 100,000 letters": (saying(more="[" * 100_000), LONG),
-    "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
+    "a header value of 100,000 letters": (saying(more="[" * 100_000), LONG),
+    "a header value of bytes": (saying(more=b"[" * 10_000), NESTED),
     "a name of two dots": (saying(client=".."), "Expected the name of a client"),
     "no name": (saying(client=""), "Expected the name of a client"),
     "a name that is a number": (saying(client=7), "Expected the name of a client"),
-    "a name longer than a file's": (saying(client="x" * 300), "Expected the name of a client"),
-    "a name of 100 letters that are long for a file": (saying(client="\u4e2d" * 100), "Expected the name of a client"),
-    "half a letter": (saying(client="\ud800"), "Expected the name of a client"),
-    "a name that is not printed": (saying(client="1\x1b[2J"), "Expected the name of a client"),
-    "a name that may be taken for another": (saying(client="\uff11"), "Expected the name of a client.*NFKC"),
+    "a name that is too long for a file": (saying(client="x" * 300), "Expected the name of a client"),
+    "a name that is too long after percent-encoding": (saying(client="\u4e2d" * 100), "Expected the name of a client"),
+    "half of a surrogate pair": (saying(client="\ud800"), "Expected the name of a client"),
+    "a name that is not printable": (saying(client="1\x1b[2J"), "Expected the name of a client"),
+    "a name that looks like another one": (saying(client="\uff11"), "Expected the name of a client.*NFKC"),
     "a name that is there": (saying(client="0"), "Expected one node for each client, but got two for 0"),
     "another version": (saying(client="9", version="0.0.9"), "Expected client 9 to run lightning-fcl"),
     "a version of 10,000 letters": (saying(client="9", version="9" * 10_000), "Expected client 9 to run .* 9{300}"),
     "another recipe": (saying(client="9", recipe="0"), "Expected client 9 to have the recipe"),
-    "samples without end": (saying(samples=float("inf")), "Expected `samples`"),
-    "more samples than anybody has": (saying(client="9", samples=2**40), "Expected `samples` to be a whole number"),
+    "infinite samples": (saying(samples=float("inf")), "Expected `samples`"),
+    "samples: 2**40": (saying(client="9", samples=2**40), "Expected `samples` to be a whole number"),
     "no samples": (without("samples"), "Expected `samples`"),
     "an array": (more("w"), "Expected at most 0 bytes in the arrays of an answer to hello, but got 4"),
     "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
@@ -232,4 +239,4 @@ HELLOS = {
     ),
     "metrics": (holding(more=MetricRecord({"loss": 0.5})), RECORDS),
 }
-"""Of an answer to hello."""
+"""Invalid answers to the question which client a node trains, as in `KINDS`."""

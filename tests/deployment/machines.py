@@ -1,4 +1,4 @@
-"""A SuperLink, SuperNodes and the processes that stay beside them, on loopback."""
+"""A SuperLink, SuperNodes and their executors as processes on the loopback interface."""
 
 import json
 import os
@@ -25,7 +25,8 @@ def runs(*programs):
 
 
 constant.HEARTBEAT_MIN_INTERVAL = {beat}
-if not runs("flower-superlink", "flower-superexec", "flwr-serverapp"):  # a server may take long to start
+# A server needs the default interval, because its start can take long.
+if not runs("flower-superlink", "flower-superexec", "flwr-serverapp"):
     constant.HEARTBEAT_DEFAULT_INTERVAL = {beat}
     constant.HEARTBEAT_CALL_TIMEOUT = {beat} / 2
 constant.MAX_RETRY_DELAY = 1
@@ -57,7 +58,7 @@ for line in sys.stdin:
 
 
 class Fork:
-    """A process that another one has forked, and looks after; what is used here of a `subprocess.Popen`."""
+    """A process that was forked by another process, with the used methods of `subprocess.Popen`."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -77,7 +78,7 @@ class Fork:
 
 
 class Machines:
-    """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
+    """A SuperLink, SuperNodes and their executors as processes on the loopback interface. `close` ends all of them."""
 
     def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
         self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}
@@ -111,7 +112,7 @@ class Machines:
             return there.connect_ex(("127.0.0.1", self.port)) == 0
 
     def node(self, name, config, *more):
-        """A SuperNode and the process that stays beside it."""
+        """Start a SuperNode and its executor."""
         self.supernode(name, config, *more)
         self.executor(name)
 
@@ -121,7 +122,7 @@ class Machines:
         self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
 
     def executor(self, name):
-        """The process that stays beside a SuperNode: a fork of one that has imported what all of them need."""
+        """Start the executor of a SuperNode: a fork of a process that has imported the packages."""
         if "executors" not in self.running:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
             self.start("executors", "python", "-c", EXECUTORS, **pipes)
@@ -131,17 +132,17 @@ class Machines:
         self.running[f"{name}-stays"] = Fork(int(of_all.stdout.readline()))
 
     def own_executor(self, name):
-        """The same, as the page about deployments starts it."""
+        """Start the executor of a SuperNode with the command of docs/deploy.md."""
         at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
 
     def sends(self, name):
-        """Whether a SuperNode has begun to send an answer, and not ended."""
+        """Return whether a SuperNode is sending an answer."""
         log = (self.folder / f"{name}.log").read_text()
         return log.rfind("Sending: ") > log.rfind("Sent successfully")
 
     def hasten(self, beat):
-        """Let Flower look for messages more often than every 3 s, and notice within two beats that somebody is gone."""
+        """Let Flower look for messages more often than every 3 s, and notice lost nodes after 2 * ``beat`` seconds."""
         (self.folder / "haste").mkdir()
         (self.folder / "haste" / "sitecustomize.py").write_text(HASTE.format(beat=beat))
         self.environment["PYTHONPATH"] = f"{self.folder / 'haste'}:{self.environment['PYTHONPATH']}"
@@ -154,7 +155,7 @@ class Machines:
         return ended
 
     def connect(self, more=""):
-        """Write where `flwr` finds the SuperLink, and whom it trusts."""
+        """Write the configuration of `flwr`: the address of the SuperLink and the trusted certificate."""
         connection = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\n'
         trusted = "insecure = true" if "--insecure" in self.trust else f'root-certificates = "{self.trust[-1]}"'
         (self.folder / "flwr").mkdir(exist_ok=True)
@@ -166,7 +167,7 @@ class Machines:
         self.flwr("run", app, "here", "--run-config", said)
 
     def stream(self, app, settings):
-        """Run an app, and return what `flwr run --stream` shows until the run has ended."""
+        """Run an app, and return the output of `flwr run --stream` until the end of the run."""
         said = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
         ended = self.flwr("run", app, "here", "--stream", "--run-config", said, check=False)
         return re.sub(r"\x1b\[[0-9;]*m", "", ended.stdout + ended.stderr)

@@ -1,17 +1,18 @@
-"""Parts of recipes, and a recipe whose clients remember, over that of `conftest`."""
+"""Parts of recipes, and a recipe with replay and distillation. They override the recipe in `conftest`."""
 
 
 def strategy(**arguments):
-    """One client at a time, as nodes train."""
+    """Return a strategy that trains one client at a time, as nodes do."""
     return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"max_vectorized_clients": 1, **arguments}}
 
 
 def method(name, **arguments):
+    """Return a method of the library as a callback."""
     return {"class_path": f"lightning_fcl.callbacks.{name}", "init_args": arguments}
 
 
 def classes(**arguments):
-    """A class-incremental scenario."""
+    """Return a class-incremental scenario."""
     return {"class_path": "ClassIncremental", "init_args": arguments}
 
 

@@ -1,4 +1,4 @@
-"""A client's answer is read in one place: whatever is wrong with it is a refusal of that client alone, by name."""
+"""Validation of a client's answer: invalid answers raise an error that names the client and the reason."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ def server_state(**more):
 
 
 def answer_to(state, rule="mean", **head):
-    """An honest answer to a download, and how it is read."""
+    """Return an honest answer to a download, its tensors, and a function that reads an answer."""
     trained = {
         n: (v + torch.randn(v.shape) / 50 if v.is_floating_point() else v + 1).to(v.dtype) for n, v in state.items()
     }
@@ -38,7 +38,7 @@ def answer_to(state, rule="mean", **head):
     return Message.of(Parcel(said, trained)), trained, read
 
 
-def test_an_honest_answer_is_read_to_the_bit():
+def test_read_upload_honest_answer_is_bitwise_identical():
     kinds = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
     more = {str(kind): torch.ones(5, 3).to(kind) for kind in kinds} | {
         "single": torch.tensor(2.0),
@@ -54,7 +54,7 @@ def test_an_honest_answer_is_read_to_the_bit():
     assert read(saying(samples=0)(message)).samples == 0
 
 
-def test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit():
+def test_upload_above_max_samples_is_read_with_larger_limit():
     honest, _, read = answer_to(server_state())
     more = saying(samples=13)(honest)
     with pytest.raises(RejectedMessageError, match=r"from 0 to 12, but got 13[.] Set `max-samples` of the run"):
@@ -63,7 +63,7 @@ def test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lie_is_refused_by_name(kind):
+def test_read_upload_invalid_answer_raises_with_reason(kind):
     change, message = KINDS[kind]
     honest, _, read = answer_to(server_state())
     with pytest.raises(RejectedMessageError, match=message) as refused:
@@ -73,15 +73,15 @@ def test_a_lie_is_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HELLOS if "is there" not in kind and "of the run" not in kind])
-def test_a_hello_that_lies_is_not_welcome(kind):
+def test_join_request_invalid_has_reason(kind):
     change, message = HELLOS[kind]
     honest = Message.of(Parcel({"client": "1", "version": __version__, "recipe": "r", "samples": 12, "held": ""}))
     found = parse_join_request(change(honest).record(), "r")
     assert re.search(message, found.error) and len(found.error) <= 500 and found.error.isprintable()
 
 
-def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
-    """Of no reduction: sums of squares, which Krum and server optimizers need, would overflow."""
+def test_upload_near_float32_maximum_raises_for_each_reduction():
+    """For each reduction: sums of squares, which Krum and server optimizers need, would overflow."""
     for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
         honest, _, read = answer_to(server_state(), rule)
         read(honest)
@@ -95,17 +95,19 @@ def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
-def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
-    """Where not even one number more fits, whoever sends it is refused, and not the round."""
+def test_upload_narrow_type_raises_if_sum_would_overflow(kind):
+    """If the sum could overflow, only the answer of this client is rejected, and the round continues."""
     largest = float(torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max)
     honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
     read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, num_clients=3))
     third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
-    with pytest.raises(RejectedMessageError, match=r"small enough for a sum of 3 clients|Sums of such updates overflow"):
+    with pytest.raises(
+        RejectedMessageError, match=r"small enough for a sum of 3 clients|Sums of such updates overflow"
+    ):
         read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, num_clients=3))
 
 
-def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client():
+def test_upload_ignores_large_and_non_finite_server_values():
     masks = {
         "mask": torch.tensor([0.0, -torch.inf, torch.nan]),
         "lowest": torch.full((4,), torch.finfo(torch.float32).min),
@@ -118,23 +120,22 @@ def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client()
     assert torch.equal(found["lowest"], masks["lowest"]) and torch.equal(found["1.bias"], state["1.bias"] + 1)
 
 
-def test_how_far_an_update_goes_is_measured_on_averaged_floating_point_entries():
+def test_max_update_norm_uses_averaged_floating_point_tensors():
     honest, _, read = answer_to(server_state(steps=torch.tensor(0)))
     large = numbers(lambda v: v * 100)(honest)
     read(large, UploadLimits(10**8, 12, 30, 1000.0))
-    with pytest.raises(
-        RejectedMessageError, match=r"at most 0\.5 times the larger of 1 and the norm of .*, but got 9"
-    ):
+    with pytest.raises(RejectedMessageError, match=r"at most 0\.5 times the larger of 1 and the norm of .*, but got 9"):
         read(large, UploadLimits(10**8, 12, 30, 0.5))
-    small = {"w": torch.zeros(4)}  # of a norm below 1
+    # The norm is below 1, so the limit is relative to 1.
+    small = {"w": torch.zeros(4)}
     honest, _, read = answer_to(small)
     read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 0.4)})), UploadLimits(10**8, 12, 30, 1.0))
     _, _, read = answer_to(small, "sum")
     read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 1e6)})), UploadLimits(10**8, 12, 30, 1.0))
 
 
-def test_whatever_fails_is_a_refusal(monkeypatch):
-    """Also what nobody has thought of: of the machine's memory, of recursion, of text."""
+def test_read_upload_unexpected_error_becomes_rejection(monkeypatch):
+    """Unexpected errors of memory, recursion or text also become a RejectedMessageError."""
     honest, _, read = answer_to(server_state())
     for error in (
         MemoryError(),
@@ -144,17 +145,19 @@ def test_whatever_fails_is_a_refusal(monkeypatch):
         KeyError("\ud800"),
     ):
         monkeypatch.setattr("lightning_fcl.deployment.upload_validation.tensors_of", Mock(side_effect=error))
-        with pytest.raises(RejectedMessageError, match=f"Expected a readable message from client 1, but got {type(error).__name__}"):
+        with pytest.raises(
+            RejectedMessageError, match=f"Expected a readable message from client 1, but got {type(error).__name__}"
+        ):
             read(honest)
 
 
-def test_bits_that_are_neither_true_nor_false_are_refused():
+def test_to_tensor_invalid_boolean_byte_raises():
     assert to_tensor("w", b"\0\1\0", "torch.bool", (3,)).tolist() == [False, True, False]
     with pytest.raises(RejectedMessageError, match="to be 0 or 1"):
         to_tensor("w", b"\0\1\2", "torch.bool", (3,))
 
 
-def test_a_reason_is_a_line_that_can_be_kept():
+def test_sanitize_reason_returns_one_printable_line():
     assert sanitize_reason("x" * 500) == "x" * 500
     assert sanitize_reason("x" * 501) == "x" * 497 + "..."
     assert sanitize_reason("a\nb\x00\ud800\u202e") == "a b   "

@@ -1,4 +1,4 @@
-"""What `lightning-fcl deploy` writes, and what the page about it says."""
+"""The files that `lightning-fcl deploy` writes, and the commands of docs/deploy.md."""
 
 import json
 import re
@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "deploy.md"
 
 
 @pytest.mark.seconds
-def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(tmp_path, monkeypatch, capsys):
+def test_deploy_flower_writes_app_and_recipe_with_defaults(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["deploy", "flower", "quickstart", "--out", "app", "--trainer.max_epochs", "3"])
     files = {path.name: path.read_text() for path in (tmp_path / "app").iterdir()}
@@ -61,8 +61,8 @@ def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(t
 
 
 @pytest.mark.seconds
-def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
-    """The same weights, methods and settings, from the recipe's seed."""
+def test_build_node_recipe_equals_parsed_recipe(rehearsal):
+    """The weights, methods and settings are identical for the same seed of the recipe."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T")]}})
     L.seed_everything(3)
     parsed, made = load_recipe(Recipe((one.path,))), build_node_recipe(one.recipe)
@@ -74,8 +74,8 @@ def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     assert made.strategy.settings.local_epochs == parsed.strategy.settings.local_epochs
 
 
-def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(tmp_path):
-    """For scenarios of classes and domains, without a word in its data about rounds."""
+def test_client_plan_from_outline_equals_simulation(tmp_path):
+    """In scenarios of classes and domains, whose data files need no rounds."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(240, 3)).astype(np.float32), np.array(["b", "a", "d", "c"])[np.arange(240) % 4]
     group = np.array(["north", "south", "east"])[np.arange(240) % 3]
@@ -104,7 +104,7 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
             ]
 
 
-def test_data_of_a_folder_of_images_and_of_a_data_module_are_read(tmp_path, monkeypatch):
+def test_read_data_image_folder_and_data_module(tmp_path, monkeypatch):
     from PIL import Image
 
     for name, grey in (("cat", 0), ("dog", 255)):
@@ -133,26 +133,27 @@ class Sensors(L.LightningDataModule):
     set_node_data(stream, data, ClientOutline("a", names, names, True, (0,), tasks, (), (), ((0, 1, 2),), ((),)))
     batch = stream.on_after_batch_transfer([torch.ones(2, 2), torch.zeros(2)], 0)
     assert torch.equal(batch[0], torch.ones(2, 2) / 255) and stream.batch_size == 3
-    empty = [torch.empty(0), torch.empty(0)]  # the only batch of a server's round
+    # A round of the server has one empty batch.
+    empty = [torch.empty(0), torch.empty(0)]
     assert stream.on_after_batch_transfer(empty, 0) is empty
     with pytest.raises(ValueError, match="as files, but `Sensors` overrides `on_after_batch_transfer`"):
         write_split(FederatedStream(data.module, ClassIncremental(3)), tmp_path / "shares")
 
 
-def test_a_recipe_that_nobody_has_deployed_is_no_recipe_for_a_node(tmp_path):
+def test_read_recipe_not_deployed_raises(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {}")
     with pytest.raises(ValueError, match="that `lightning-fcl deploy` has written"):
         read_recipe(tmp_path / "recipe.yaml")
 
 
-def test_rounds_of_data_that_do_not_fit_the_stream_are_refused():
+def test_client_plan_wrong_number_of_rounds_raises():
     outline = ClientOutline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
     with pytest.raises(RejectedMessageError, match="a column for each of 2 rounds, but got 3"):
         client_plan(outline, np.zeros(4, int), np.ones((4, 3), bool), 0)
 
 
-def test_the_pages_commands_are_those_of_the_tests():
-    """Every program of the page, with each of its options, is started by a test."""
+def test_deploy_page_commands_are_tested():
+    """Each program of the page is started by a test, with each of its options."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL))
     tested = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
     for line in filter(None, blocks.splitlines()):

@@ -1,4 +1,4 @@
-"""A node runs with what `requirements-client.txt` names, and what these packages bring: nothing else is installed."""
+"""A node in an environment with only the packages in `requirements-client.txt` and their dependencies."""
 
 import re
 import subprocess
@@ -32,7 +32,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 import torch
 
-TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as Flower sets them in its process
+# Flower sets these attributes in a process of a client.
+TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 app = client_app(Path(HERE))
 config = {"client": "1", "data": DATA, "state-dir": HERE + "/device"}
@@ -50,8 +51,8 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, install, tmp_path):
-    """To the same upload as where everything is."""
+def test_node_runs_with_client_requirements_only(rehearsal, wire, install, tmp_path):
+    """Its uploads are identical to those in an environment with all packages."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", memory_size=20)]}})
     one.simulate()
     link = wire(one.nodes())

@@ -1,4 +1,4 @@
-"""Nodes that come, go, stall, come back and say that they are somebody else: with a clock that the test sets."""
+"""Nodes that join, leave, stall, reconnect or claim another client, with a clock that the test controls."""
 
 import logging
 from itertools import count, pairwise
@@ -18,11 +18,12 @@ def record(head):
 
 
 class Clock:
-    """Time that passes while one sleeps."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self):
         self.now = 100.0
-        self.later = {}  # what is done after some seconds, once
+        # Functions that run once, by the number of seconds after which they run.
+        self.later = {}
 
     def monotonic(self):
         return self.now
@@ -34,11 +35,12 @@ class Clock:
 
 
 class Air:
-    """A link to nodes, each a function of what it is sent and of the time; None: it does not answer yet."""
+    """A link to nodes. A node is a function of a message and the time. It returns None if it does not answer yet."""
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
-        self.keys, self.takes = {}, {}  # of some nodes: the key, and the seconds that an answer takes
+        # Keys of nodes, and the seconds that their answers take.
+        self.keys, self.takes = {}, {}
         self.answers_of_the_gone = "it is gone"
 
     def nodes(self):
@@ -60,18 +62,18 @@ class Air:
                 yield message, answer
 
     def asked(self, node, kind="hello"):
-        """When a node was sent a message of some kind."""
+        """Return the times when a node got a message of some kind."""
         return [when for when, number, what in self.log if (number, what) == (node, kind)]
 
 
 def client(name):
-    """A node of a client that always answers."""
+    """Return a node of a client that always answers."""
     head = {"client": name, "version": __version__, "recipe": "r", "held": "", "samples": 9}
     return lambda parcel, now: record(head)
 
 
 def changing(*parts):
-    """A node that answers as another one from some time on."""
+    """Return a node that behaves like other nodes, each from a given time."""
     return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
 
 
@@ -80,12 +82,12 @@ def silent(parcel, now):
 
 
 def stalling(name):
-    """A node that stalls as it trains."""
+    """Return a node that stalls when it trains."""
     return lambda parcel, now: client(name)(parcel, now) if parcel.header["kind"] == "hello" else None
 
 
 def refusing(parcel, now):
-    """A node without its data."""
+    """A node that cannot use its data."""
     return record({"client": "a", "version": __version__, "recipe": "r", "refused": "unusable-data", "argument": ""})
 
 
@@ -110,7 +112,7 @@ def members(air):
 
 @pytest.fixture
 def gather(air, members):
-    """Gathers answers of clients, within 20 s, or 100 s more; what was taken is in its `taken`."""
+    """Return a function that collects answers within 20 s, or up to 100 s more. Its `taken` lists the answers."""
 
     def run(wanted, needed, counts=lambda answer: True):
         run.taken = []
@@ -128,7 +130,7 @@ def gather(air, members):
     return run
 
 
-def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_are_named(air, members, caplog):
+def test_second_node_for_client_is_admitted_after_first_is_gone(air, members, caplog):
     air.there = {7: client("a")}
     assert members.wait_for_nodes(["a"], 1) == {"a": 7} and members.duplicate_claims == {}
     air.there[8] = client("a")
@@ -144,21 +146,21 @@ def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_ar
     assert members.duplicate_claims == {}
 
 
-def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, members, caplog):
+def test_key_keeps_its_client_on_other_nodes(air, members, caplog):
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "mine"}
     assert members.wait_for_nodes(["a", "b"], 1) == {"a": 7}
     air.there = {8: client("b"), 9: client("b")}
     assert members.wait_for_nodes(["a", "b"], 1) == {"b": 9}
     assert (
-        "Ignored node 8 (client b): Expected node 8 to be client a, because its key belongs to this client, but the node "
-        "claims to be b." in caplog.text
+        "Ignored node 8 (client b): Expected node 8 to be client a, because its key belongs to this client, but the "
+        "node claims to be b." in caplog.text
     )
     air.there = {8: client("a")}
     assert members.wait_for_nodes(["a", "b"], 1) == {"a": 8}
 
 
-def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_it(air, caplog):
-    """Also while the node with that key is away, and in a run that goes on: a key without a name takes none that is."""
+def test_registered_keys_client_keeps_its_first_key(air, caplog):
+    """Also while the node with the key is away, and in a resumed run: a new key cannot claim the client."""
     claimed = {}
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "other", 9: "mine"}
     for registered in (True, False):
@@ -175,7 +177,7 @@ def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_i
     assert one.wait_for_nodes(["a"], 1) == {"a": 8}
 
 
-def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, members, caplog):
+def test_node_without_data_is_asked_until_data_exists(air, members, caplog):
     air.there = {7: changing((0, refusing), (20, client("a")))}
     assert members.wait_for_nodes(["a"], 1) == {"a": 7}
     times = air.asked(7)
@@ -185,8 +187,8 @@ def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, membe
     assert caplog.text.count(f"Ignored node 7 (client a): {error}") == 1
 
 
-def test_gather_node_without_an_answer_waits_for_it_once_and_at_most_for_the_rounds_time(air, gather, caplog):
-    """Also if it comes back under another number before each round, as a SuperNode without a key of its own does."""
+def test_collect_answers_waits_once_for_silent_node_until_timeout(air, gather, caplog):
+    """Also if the node gets another number before each round, as a SuperNode without a registered key does."""
     air.there = {7: client("a"), 8: silent}
     assert gather(["a", "b"], 1) == 1 and gather.left == {"b": "not connected"}
     assert 20 < air.clock.now - 100 < 21
@@ -196,33 +198,34 @@ def test_gather_node_without_an_answer_waits_for_it_once_and_at_most_for_the_rou
         since = air.clock.now
         assert gather(["a", "b"], 1) == 1 and 20 < air.clock.now - since < 21
     air.clock.sleep(JOIN_INTERVAL_S)
-    for _ in range(3):  # now it has had its time
+    # After `JOIN_INTERVAL_S`, rounds no longer wait for the node.
+    for _ in range(3):
         since = air.clock.now
         assert gather(["a", "b"], 1) == 1 and air.clock.now - since < 1
     assert "start `lightning-fcl deploy executor` for it" in caplog.text
 
 
-def test_gather_node_that_answers_late_who_it_is_gets_the_round(air, gather):
+def test_collect_answers_sends_round_to_node_that_joins_late(air, gather):
     air.there = {7: client("a"), 8: changing((0, silent), (10, client("b")))}
     assert gather(["a", "b"], 1) == 2 and gather.left == {} and gather.taken == ["a", "b"]
     assert 10 <= air.clock.now - 100 < 11
 
 
-def test_reach_node_that_needs_longer_than_the_time_to_ask_again_joins(air, members, caplog):
+def test_wait_for_nodes_admits_node_slower_than_join_interval(air, members, caplog):
     air.there, air.takes = {7: client("a")}, {7: JOIN_INTERVAL_S + 20}
     assert members.wait_for_nodes(["a"], 1) == {"a": 7}
     assert JOIN_INTERVAL_S + 20 <= air.clock.now - 100 < JOIN_INTERVAL_S + 25
     assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer from node 7" in caplog.text
 
 
-def test_gather_does_not_wait_for_nodes_that_connect_after_the_round_began(air, gather):
+def test_collect_answers_ignores_nodes_connected_after_round_start(air, gather):
     air.there = {7: changing((0, stalling("a")), (5, client("a")))}
     air.clock.later = {2: lambda: air.there.update({8: silent, 9: stalling("c")})}
     assert gather(["a", "b", "c"], 1) == 1 and 5 <= air.clock.now - 100 < 6
     assert air.asked(9, "train") == []
 
 
-def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them_in(air, members, caplog):
+def test_wait_for_nodes_lists_unexpected_clients_with_setting(air, members, caplog):
     air.there = {number: client(f"plant-{name}") for number, name in enumerate("abc", start=7)}
     air.there[10] = refusing
     with pytest.raises(RuntimeError) as ended:
@@ -230,7 +233,9 @@ def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them
     assert 100 < air.clock.now - 100 < 101
     setting = 'set `data` and clients="plant-a,plant-b,plant-c" in the run configuration'
     waiting = [one for one in caplog.records if one.getMessage().startswith("Waiting for 1 more of the clients")]
-    assert {one.levelno for one in waiting} == {logging.WARNING} and len(waiting) == 2  # after 3 s and 63 s
+    assert {one.levelno for one in waiting} == {logging.WARNING} and len(
+        waiting
+    ) == 2  # The warnings come after 3 s and 63 s.
     for text in [one.getMessage() for one in waiting] + [str(ended.value)]:
         assert setting in text and "Ignored 4 connected nodes." in text and "`unusable-data`" in text
         assert "Expected node 8 to be one of the clients a, b, c of the run, but it is plant-b." in text
@@ -244,14 +249,16 @@ def test_reach_nodes_with_other_names_are_listed_with_the_setting_that_lets_them
     assert members.wait_for_nodes(["a", "b"], 1) == {"b": 8}
 
 
-def test_gather_warns_once_a_minute_about_the_clients_that_it_waits_for(air, gather, caplog):
+def test_collect_answers_warns_once_a_minute_about_missing_clients(air, gather, caplog):
     air.there = {7: client("a"), 8: stalling("b")}
     gather(["a", "b"], 2)
     said = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert said == ["Waiting for uploads of the clients b. The round has 1 of 2 required uploads."]  # after 60 s of 120 s
+    assert said == [
+        "Waiting for uploads of the clients b. The round has 1 of 2 required uploads."
+    ]  # The only warning comes after 60 s of 120 s.
 
 
-def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members, caplog):
+def test_wait_for_nodes_too_few_clients_raises_with_reasons(air, members, caplog):
     air.there = {7: refusing, 8: client("b")}
     with pytest.raises(
         RuntimeError, match=r"at least 2 of the clients a, b to join within 100 s, but b joined\..*`unusable-data`"
@@ -261,15 +268,15 @@ def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members,
     assert 100 < air.clock.now - 100 < 101
 
 
-def test_where_something_else_never_travels_all_are_asked_anew(air, members):
+def test_start_round_changed_state_digest_asks_all_nodes_again(air, members):
     air.there = {7: client("a")}
     members.wait_for_nodes(["a"], 1)
     members.start_round(HELLO, "other", CLIENTS)
     assert members.wait_for_nodes(["a"], 1) == {"a": 7} and len(air.asked(7)) == 2 and members.compatible_nodes == set()
 
 
-def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_again(air, gather):
-    """Its new node is there before Flower has noticed that the old one is gone."""
+def test_lost_client_on_another_node_gets_round_again(air, gather):
+    """The new node connects before Flower notices that the old node is gone."""
     air.there = {7: stalling("a"), 8: client("b")}
     air.clock.later = {2: lambda: air.there.update({9: client("a")}), 40: lambda: air.there.pop(7)}
     assert gather(["a", "b"], 2) == 2 and gather.left == {}
@@ -279,7 +286,7 @@ def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_
 
 
 def lost_in_training(name, until):
-    """A node whose client's process crashes as often as it trains."""
+    """Return a node whose client process crashes when it trains, until a given time."""
 
     def node(parcel, now):
         if parcel.header["kind"] == "train" and now < until:
@@ -289,8 +296,8 @@ def lost_in_training(name, until):
     return node
 
 
-def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_its_time(air, gather):
-    """Flower keeps that of a SuperNode to itself whose answer before it was one of a run that is over."""
+def test_lost_answer_resends_round_after_round_timeout(air, gather):
+    """Flower loses an answer of a SuperNode if the SuperNode's previous answer belonged to a finished run."""
     sent = []
 
     def loses_the_first(parcel, now):
@@ -303,8 +310,8 @@ def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_
     assert 20 < air.clock.now - 100 < 20 + RETRY_INTERVAL_S + 1
 
 
-def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(air, gather):
-    """It works off all that it is sent, one after the other."""
+def test_slow_node_gets_round_again_after_longer_pauses(air, gather):
+    """A node processes its messages in sequence, so more messages would only make it slower."""
     air.there = {7: stalling("a"), 8: client("b")}
     assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
     pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
@@ -313,14 +320,14 @@ def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(ai
     )
 
 
-def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):
+def test_crashed_client_process_gets_round_again_on_same_node(air, gather):
     air.there = {7: lost_in_training("a", 10), 8: client("b")}
     assert gather(["a", "b"], 2) == 2 and gather.taken == ["b", "a"]
     times = air.asked(7, "train")
     assert len(times) > 1 and min(b - a for a, b in pairwise(times)) >= RETRY_INTERVAL_S
 
 
-def test_a_round_with_enough_does_not_wait_for_who_is_lost_and_no_longer_than_its_time_for_others(air, gather):
+def test_round_with_enough_answers_ends_without_lost_or_slow_clients(air, gather):
     air.there = {7: lost_in_training("a", 1000), 8: client("b")}
     assert gather(["a", "b", "c"], 1) == 1 and air.clock.now - 100 < 1
     assert gather.left == {"a": "it has crashed", "c": "not connected"}
@@ -329,13 +336,13 @@ def test_a_round_with_enough_does_not_wait_for_who_is_lost_and_no_longer_than_it
     assert gather.left == {"a": "no answer within 20 s"} and gather.taken == ["b"]
 
 
-def test_a_round_with_too_few_ends_with_its_time(air, gather):
+def test_round_with_too_few_answers_ends_after_both_timeouts(air, gather):
     air.there = {7: lost_in_training("a", 1000), 8: client("b")}
     assert gather(["a", "b"], 2) == 1 and 120 < air.clock.now - 100 < 121
     assert gather.left == {"a": "it has crashed"}
 
 
-def test_who_comes_late_makes_up_for_who_stalls(air, gather):
+def test_late_client_replaces_stalled_client(air, gather):
     air.there = {7: stalling("a"), 8: client("b")}
     air.clock.later = {5: lambda: air.there.update({9: client("c")})}
     assert gather(["a", "b", "c"], 2) == 2 and gather.left == {"a": "no answer within 20 s"}
@@ -343,12 +350,12 @@ def test_who_comes_late_makes_up_for_who_stalls(air, gather):
 
 
 def liar_until(since, clock):
-    """Whether an answer counts: those of `a` from some time on, and all others."""
+    """Return a function that accepts answers of client `a` only after a given time, and all other answers."""
     return lambda answer: unpack(answer).header["client"] != "a" or clock.now - 100 >= since
 
 
-def test_a_round_that_needs_all_ends_with_its_time_without_a_client_of_whom_no_answer_counts(air, gather):
-    """It is asked again meanwhile, after ever longer pauses."""
+def test_round_that_needs_all_ends_without_rejected_client(air, gather):
+    """Until then, the client gets the message again after longer and longer pauses."""
     air.there = {7: client("a"), 8: client("b")}
     assert gather(["a", "b"], 2, liar_until(1000, air.clock)) == 1 and 20 < air.clock.now - 100 < 21
     assert gather.has_enough_answers and gather.left == {} and gather.taken.count("b") == 1
@@ -356,13 +363,13 @@ def test_a_round_that_needs_all_ends_with_its_time_without_a_client_of_whom_no_a
     assert len(pauses) == 2 and RETRY_INTERVAL_S <= pauses[0] < pauses[1]
 
 
-def test_a_client_whose_later_answer_counts_is_in_the_round(air, gather):
+def test_later_valid_answer_of_client_is_accepted(air, gather):
     air.there = {7: client("a"), 8: client("b")}
     assert gather(["a", "b"], 2, liar_until(2, air.clock)) == 2 and air.clock.now - 100 < 2 + 2 * RETRY_INTERVAL_S + 1
 
 
-def test_a_round_that_needs_all_waits_for_who_does_not_answer_whoever_lies(air, gather):
-    """Until the time that it was told; and it needs no fewer where others may yet answer."""
+def test_round_waits_for_missing_client_despite_rejected_client(air, gather):
+    """The round waits until its end, and needs no fewer answers while other clients can still answer."""
     air.there = {7: client("a"), 8: client("b"), 9: changing((0, stalling("c")), (50, client("c")))}
     assert gather(["a", "b", "c"], 3, liar_until(1000, air.clock)) == 2 and 50 <= air.clock.now - 100 < 51
     assert gather.has_enough_answers
@@ -372,8 +379,8 @@ def test_a_round_that_needs_all_waits_for_who_does_not_answer_whoever_lies(air, 
     assert not gather.has_enough_answers and gather.left == {"c": "no answer within 20 s"}
 
 
-def test_gather_round_in_which_no_answer_counts_asks_again_until_its_time(air, gather):
-    """An error of all clients, such as a full disk, ends no run at once."""
+def test_round_without_valid_answers_asks_again_until_timeout(air, gather):
+    """A temporary error of all clients, such as a full disk, does not end the run immediately."""
     air.there = {7: client("a")}
     assert gather(["a"], 1, liar_until(50, air.clock)) == 1 and 50 <= air.clock.now - 100 < 120
     since = air.clock.now
@@ -381,10 +388,11 @@ def test_gather_round_in_which_no_answer_counts_asks_again_until_its_time(air, g
     assert not gather.has_enough_answers
 
 
-def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, gather):
-    """Its client is sent the round again, on its new node."""
+def test_answer_of_disconnected_node_is_not_awaited(air, gather):
+    """The client gets the message again on its new node."""
     air.there = {7: stalling("a"), 8: client("b")}
-    air.answers_of_the_gone = None  # Flower does not say so
+    # Flower does not report that the node is gone.
+    air.answers_of_the_gone = None
 
     def comes_back():
         del air.there[7]

@@ -1,4 +1,4 @@
-"""The process beside a SuperNode: which programs it forks for, and Flower's commands that it needs."""
+"""The executor of a SuperNode: the programs that it forks or starts, and the Flower commands that it needs."""
 
 import os
 import subprocess
@@ -22,14 +22,14 @@ def test_forking_popen_forks_for_a_client_and_starts_other_programs(tmp_path):
     words = ["/bin/flwr-clientapp", "--token", "t"]
     child = Forks(words)
     assert os.waitpid(child.pid, 0) == (child.pid, 0)
-    assert told.read_text() == f"{os.getpid()} {words}"  # in this program, not in that of the command
+    assert told.read_text() == f"{os.getpid()} {words}"  # The client ran in a fork of this process.
     told.unlink()
     other = Forks([sys.executable, "-c", "import os; print(os.getppid())"], stdout=subprocess.PIPE, text=True)
     assert other.communicate()[0].strip() == str(os.getpid()) and not told.exists()
 
 
-def test_read_command_finds_those_of_flower_and_names_the_version_that_lacks_one():
+def test_read_command_missing_command_names_flower_version():
     for name in ("flower-superexec", "flwr-clientapp"):
         assert callable(read_command(name))
-    with pytest.raises(RuntimeError, match=r"command `flwr-none` but flwr 1\.4[12]\.\d+ does not\. Install"):
+    with pytest.raises(RuntimeError, match=r"command `flwr-none`, but flwr 1\.4[12]\.\d+ does not\. Install"):
         read_command("flwr-none")

@@ -1,4 +1,4 @@
-"""The way to the nodes over Flower: which answer is whose, and which node is which."""
+"""The connection to the nodes over Flower: the sender of each answer, and the identity of each node."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from lightning_fcl.deployment.messages import GridLink, Parcel, to_record, unpac
 
 
 class Grid:
-    """What Flower brings in answer to each message."""
+    """A replacement of Flower's grid that answers each message with a given function."""
 
     def __init__(self, answers):
         self.sent, self.answers = {}, answers
@@ -30,7 +30,7 @@ class Grid:
 
 @pytest.fixture
 def app(monkeypatch):
-    """Flower's server in this process."""
+    """Set the task identity that Flower's server has, so that messages can be made in this process."""
     for name in ("run_id", "node_id", "task_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
 
@@ -41,7 +41,7 @@ def answer_of(message, said, **forged):
     return reply
 
 
-def test_a_node_goes_by_its_key_where_flower_knows_it():
+def test_nodes_are_identified_by_public_key():
     class Known:
         def get_nodes(self):
             return [
@@ -53,15 +53,16 @@ def test_a_node_goes_by_its_key_where_flower_knows_it():
     assert len({*keys.values()}) == 3
 
 
-def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(app):
-    """Flower's report of a node that is gone comes from the SuperLink; what a node sends may say anything."""
+def test_answers_ignore_forged_sender_and_message(app):
+    """The SuperLink reports nodes that are gone. A node can write any sender into its answer."""
 
     def answers(message):
         node = message.metadata.dst_node_id
         if node == 7:
             return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
         if node == 11:
-            raise ValueError("no message")  # as where its bytes are none
+            # Flower raises an error if it cannot read the bytes of a message.
+            raise ValueError("no message")
         forged = {"reply_to_message_id": "id-0", "src_node_id": 7} if node == 8 else {}
         return None if node == 10 else answer_of(message, f"I am {node}", **forged)
 
@@ -75,8 +76,8 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
     assert [unpack(found[node]).header["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
 
 
-def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
-    """Flower waits minutes for the rest where the sender was killed as it sent it."""
+def test_incomplete_answer_does_not_delay_other_answers(app, monkeypatch):
+    """If a sender was killed while it sent an answer, Flower waits minutes for the rest of the answer."""
     monkeypatch.setattr("lightning_fcl.deployment.messages._PATIENCE", 0.2)
     rest = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A server rejects modules whose state comes from values that only training has."""
+"""A server rejects modules whose state depends on values that steps gather in training."""
 
 import pytest
 
@@ -25,7 +25,7 @@ class Gaussian(Classifier):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("gathers", [True, False])
-def test_server_rejects_state_of_gathered_values(rehearsal, wire, monkeypatch, tmp_path, gathers):
+def test_serve_state_from_gathered_values_raises(rehearsal, wire, monkeypatch, tmp_path, gathers):
     name = f"gaussian_{gathers}".lower()
     (tmp_path / f"{name}.py").write_text(MODULE.replace("{gathers}", str(gathers)))
     monkeypatch.syspath_prepend(tmp_path)

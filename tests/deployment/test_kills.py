@@ -1,4 +1,4 @@
-"""SuperNodes, executors and the SuperLink that are killed or stopped, and started again, at random moments."""
+"""SuperNodes, executors and the SuperLink are killed or stopped at random times, and started again."""
 
 import os
 import random
@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROUNDS = 8
 RECIPE = {**REPLAY, "data": {"scenario": classes(num_experiences=2, rounds_per_experience=ROUNDS // 2)}}
-BEAT = 5  # seconds; who has not been heard of for twice as long is gone
+# Seconds between two heartbeats. Flower reports a node as gone after two missed heartbeats.
+BEAT = 5
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +27,20 @@ def started(connect):
 
 @pytest.fixture
 def connected(started):
-    """A SuperLink with its SuperNodes, which all tests here have together."""
+    """Return a SuperLink with its SuperNodes. All tests of this file share them."""
     one, _, _ = started
     one.anew()
     return started
 
 
 def kept_by(one, client):
+    """Return the client state that a node has stored."""
     return ClientStore("disk", one.memory(client) / "now")[client]
 
 
 @pytest.fixture
 def moments(capsys):
-    """Random numbers whose seed is printed: set `LIGHTNING_FCL_SEED` to have them again."""
+    """Return a random generator. Its seed is printed. Set `LIGHTNING_FCL_SEED` to repeat a test with this seed."""
     seed = int(os.environ.get("LIGHTNING_FCL_SEED") or random.SystemRandom().randrange(10**6))
     with capsys.disabled():
         print(f"\nLIGHTNING_FCL_SEED={seed}")
@@ -46,7 +48,7 @@ def moments(capsys):
 
 
 @pytest.mark.flower
-def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_those_of_the_simulation(connected, moments):
+def test_killed_and_restarted_processes_equal_simulation(connected, moments):
     one, simulated, at = connected
     settings = {**one.settings(), "min_clients": 3, "round_timeout": 20.0, "join_timeout": 400.0}
 
@@ -55,7 +57,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
         at.supernode(client, one.config(client))
 
     def rest(client):
-        """Let a client's process rest while it sends nothing: a SuperNode with a part of an answer waits for good."""
+        """Stop a client's executor while it sends nothing. A SuperNode with a part of an answer would wait forever."""
         at.signal(f"{client}-stays", signal.SIGSTOP)
         time.sleep(1)
         while at.sends(client):
@@ -101,7 +103,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
 
 
 @pytest.mark.long
-def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_on(connected, moments):
+def test_restarted_supernode_rejoins_while_others_continue(connected, moments):
     one, _, at = connected
     at.run(one.app(), **one.settings(), min_clients=2, round_timeout=15.0)
     lost = moments.choice(one.clients)
@@ -115,16 +117,15 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     assert len(rounds) == ROUNDS and there[0] and not all(there)
     assert any(there[there.index(False) :])
     assert all(len(round_idx["upload_bytes"]) >= 2 for round_idx in rounds)
-    claimed = [
-        round_idx["duplicate_claims"] for round_idx in rounds if "duplicate_claims" in round_idx
-    ]  # none where it took so long to start
+    # No round has duplicate claims if the new SuperNode needed a long time to start.
+    claimed = [round_idx["duplicate_claims"] for round_idx in rounds if "duplicate_claims" in round_idx]
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
     assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]
 
 
 @pytest.mark.long
-def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
-    """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
+def test_stalled_supernode_does_not_stop_rounds(connected):
+    """The other clients continue in this round and later rounds, also after Flower reports the node as gone."""
     one, _, at = connected
     at.run(one.app(), **one.settings(), min_clients=2, round_timeout=20.0)
     at.wait_for(lambda: one.begun("2") >= 0)

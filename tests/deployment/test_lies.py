@@ -1,4 +1,4 @@
-"""What one client sends, whatever it is, ends no round: the result is the honest clients' model, to the bit."""
+"""Invalid answers of one client end no round. The result is bitwise identical to the honest clients' model."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def prepared(rehearsal):
 
 @pytest.fixture
 def honest(prepared, wire):
-    """The model of clients 0 and 2, and why client 1 is not among them."""
+    """Return the model of clients 0 and 2, without the malicious client 1."""
     link = wire([prepared.node("0"), prepared.node("2")])
     fit = prepared.serve(link, min_clients=2)
     (prepared.folder / "deployed").rename(prepared.folder / "honest")
@@ -37,7 +37,10 @@ def honest(prepared, wire):
 
 
 def lying(wire, lies):
-    """A link on which client 1 answers each download by lies: a function of its honest answer, and its earlier ones."""
+    """Return a link on which client 1 sends invalid answers to each download.
+
+    ``lies`` is a function of the honest answer, of earlier honest answers, and of the download.
+    """
 
     before = []
 
@@ -54,14 +57,15 @@ def lying(wire, lies):
 
 
 def reasons(caplog, round_idx):
+    """Return the logged reasons why answers of client 1 were not accepted in a round."""
     beginning = f"Round {round_idx}: problem with client 1: "
     said = [record.getMessage() for record in caplog.records]
     return [line.removeprefix(beginning) for line in said if line.startswith(beginning)]
 
 
 @pytest.mark.seconds
-def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, same, caplog):
-    """Numbers that are not finite, and answers of the round before, as well."""
+def test_each_invalid_answer_is_logged_and_changes_nothing(prepared, honest, wire, same, caplog):
+    """Also non-finite values, and answers of the round before."""
 
     def lies(answer, before, parcel):
         yield from (change(answer) for change, _ in KINDS.values())
@@ -79,8 +83,8 @@ def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, s
 
 
 @pytest.mark.seconds
-def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wire, same, caplog):
-    """From nodes that connect after clients 0 and 1, and before client 2."""
+def test_each_invalid_join_request_is_logged_and_changes_nothing(prepared, wire, same, caplog):
+    """The malicious nodes connect after clients 0 and 1, and before client 2."""
 
     class Late(wire):
         def nodes(self):
@@ -106,32 +110,34 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
 
 
 @pytest.mark.seconds
-def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
+def test_repeated_answer_counts_once(prepared, wire, same):
     fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(prepared.nodes()), min_clients=3)
     assert same(prepared.simulated.model, fit.model)
     assert [one["dropped"]["1"] for one in prepared.rounds()] == ["a second answer, which the server ignored"] * 2
 
 
 @pytest.mark.seconds
-def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, wire, same):
+def test_valid_answer_after_invalid_answer_is_accepted(prepared, wire, same):
     lies = lying(wire, lambda answer, *_: [saying(round=9)(answer), answer])
     fit = prepared.serve(lies(prepared.nodes()), min_clients=3)
     assert same(prepared.simulated.model, fit.model)
 
 
 @pytest.mark.seconds
-def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared, honest, wire, same, caplog):
+def test_run_that_needs_all_clients_continues_without_malicious_client(prepared, honest, wire, same, caplog):
     lies = lying(wire, lambda answer, *_: [saying(samples=-3)(answer)])
     fit = prepared.serve(lies(prepared.nodes()), min_clients=3, round_timeout=2)
     assert same(honest, fit.model)
     assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     for round_idx in (0, 1):
-        named = rf"at least 3 clients in round {round_idx}, but got 2 \(1: .* got -3\..*\)\. The run continues with these"
+        named = (
+            rf"at least 3 clients in round {round_idx}, but got 2 \(1: .* got -3\..*\)\. The run continues with these"
+        )
         assert re.search(named, caplog.text)
 
 
 @pytest.mark.seconds
-def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wire, caplog):
+def test_client_reporting_far_more_samples_is_logged(prepared, wire, caplog):
     nodes = prepared.nodes()
     really = nodes[1].answer
 
@@ -146,7 +152,7 @@ def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wi
 
 
 @pytest.mark.seconds
-def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire):
+def test_max_samples_and_max_update_norm_limit_uploads(prepared, wire):
     nodes = prepared.nodes()
     prepared.serve(wire(nodes), min_clients=3)
     rounds = prepared.rounds()
@@ -168,7 +174,7 @@ FORMS = [{"dtype": "torch.float16"}, {"dtype": "torch.bool"}, {"dtype": ".."}, {
 
 
 def damaged(rng, data):
-    """Bytes with some others, some less or some more."""
+    """Return bytes in which a bit is flipped, or some bytes are deleted or inserted, at random."""
     data, place = bytearray(data or b"x"), rng.randrange(len(data or b"x"))
     how, few = rng.randrange(3), rng.randrange(1, 9)
     if how == 0:
@@ -181,7 +187,7 @@ def damaged(rng, data):
 
 
 def mutated(rng, message, others):
-    """A message of which something, or two things, are otherwise, at random."""
+    """Return a message with one or two random changes."""
     if rng.random() < 0.3:
         message = rng.choice(list(KINDS.values()))[0](message)
     for _ in range(rng.randrange(1, 3)):
@@ -202,8 +208,8 @@ def mutated(rng, message, others):
 
 
 @pytest.mark.slow
-def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(prepared, honest, wire, same, caplog):
-    """Read by the real decoder: each is refused by name, or could be an honest client's."""
+def test_random_invalid_messages_change_nothing(prepared, honest, wire, same, caplog):
+    """The server's decoder rejects each message, or the message could be from an honest client."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     rng, may, sent = random.Random(seed), [], []
@@ -239,8 +245,8 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("rule", ["mean", "median", "TrimmedMean", "Krum"])
-def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, wire):
-    """What the server makes of two honest uploads and a large one lies between the honest ones; a mean does not."""
+def test_robust_reductions_bound_malicious_upload(rule, rehearsal, wire):
+    """The aggregate of two honest uploads and a large one is between the honest ones. A mean is not."""
     where = "lightning_fcl.federation.robust"
     kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"num_malicious_clients": 1}}
     chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule

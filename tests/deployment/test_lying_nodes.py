@@ -1,4 +1,4 @@
-"""SuperNodes that lie, over a real SuperLink: each kind of lie once, and the honest clients' model to the bit."""
+"""Malicious SuperNodes send each kind of invalid answer over a real SuperLink, and do not change the model."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ LIARS = ["1", "3", "4", "5", "6"]
 
 ROUNDS = -(-len(KINDS) // len(LIARS))
 
-CLIENT = f'''"""A node that lies, if its client is one that does: in each round by another kind of lie."""
+CLIENT = f'''"""A node that sends another kind of invalid answer in each round, if its client is malicious."""
 
 import sys
 from pathlib import Path
@@ -63,7 +63,7 @@ MANY_ROUNDS = {
 }
 
 
-def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsal, wire, machines):
+def test_invalid_answers_over_superlink_are_logged_and_change_nothing(rehearsal, wire, machines):
     one, at = rehearsal(MANY_ROUNDS), machines()
     one.simulate("--trainer.max_epochs", "1")
     honest = one.serve(wire([one.node("0"), one.node("2")]), min_clients=2)

@@ -1,4 +1,4 @@
-"""Nodes whose names the server does not expect, and clocks that differ, on a real SuperLink."""
+"""Nodes with unexpected client names, and clocks that differ, on a real SuperLink."""
 
 import re
 import time
@@ -16,7 +16,7 @@ NAMES = {"0": "plant-a", "1": "plant-b", "2": "plant-c"}
 
 @pytest.fixture
 def linked(rehearsal, machines):
-    """A recipe of one round, and a SuperLink with a SuperNode for each client, all with other names than the recipe."""
+    """Return a recipe of one round, and a SuperLink with SuperNodes whose client names are not in the recipe."""
     one, at = rehearsal({"trainer": {"max_epochs": 1}}), machines()
     one.simulate()
     at.link()
@@ -27,7 +27,7 @@ def linked(rehearsal, machines):
     return one, at
 
 
-def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_rounds(linked):
+def test_flwr_run_stream_shows_ignored_nodes_setting_and_rounds(linked):
     one, at = linked
     app = one.app()
     settings = {"out": str(one.folder / "deployed"), "min-clients": 3, "join-timeout": 150}
@@ -39,8 +39,10 @@ def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_r
         )
     expected = "Expected at least 3 of the clients 0, 1, 2 to join within 150 s, but none joined. Ignored 3 connected"
     assert expected in said
-    # A node that connects late is missing from the first lists; the last one follows the end of the wait.
-    listed = re.findall(r"To train the clients of these nodes, set `data` and clients=\"(.*?)\" in the run configuration", said)
+    # A node that connects late is missing in the first lists. The last list is complete, after the waiting time.
+    listed = re.findall(
+        r"To train the clients of these nodes, set `data` and clients=\"(.*?)\" in the run configuration", said
+    )
     assert listed[-1:] == ["plant-a,plant-b,plant-c"]
     settings |= {"clients": listed[-1], "data": str(one.folder / "data" / "server.npz"), "join-timeout": 900}
     said = at.stream(app, settings)
@@ -52,7 +54,7 @@ def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_r
     assert one.ended()
 
 
-def test_deploy_clock_compares_the_clock_with_that_of_a_superlink(machines, error_of, monkeypatch, capsys, tmp_path):
+def test_deploy_clock_compares_clock_with_superlink(machines, error_of, monkeypatch, capsys, tmp_path):
     at = machines()
     words = ["deploy", "clock", "--superlink", at.address, "--insecure"]
     assert f"Expected a SuperLink at {at.address} but the connection failed" in error_of(words)

@@ -1,4 +1,4 @@
-"""Messages are read as they were sent, and damaged ones are rejected."""
+"""Messages are read without changes, and damaged messages are rejected."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, 
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_a_message_is_opened_as_it_was_sent(dtype):
-    """Also over Flower's own coding of arrays, of which some are empty."""
+def test_unpack_returns_sent_parcel(dtype):
+    """Also after Flower's encoding of arrays, and with empty arrays."""
     state = {
         "w": torch.randn(7, 5).mul(3).to(dtype),
         "one": torch.ones((), dtype=dtype),
@@ -31,24 +31,24 @@ def test_a_message_is_opened_as_it_was_sent(dtype):
 @pytest.mark.parametrize(
     ("text", "message"), [("[" * 100_000, "RecursionError"), ("{", "JSONDecodeError"), ("[1]", "TypeError|ValueError")]
 )
-def test_a_servers_text_that_cannot_be_read_is_refused(text, message):
-    with pytest.raises(
-        RejectedMessageError, match=f"Expected a readable message from the server, but got ({message})"
-    ):
+def test_unpack_invalid_nested_text_raises(text, message):
+    with pytest.raises(RejectedMessageError, match=f"Expected a readable message from the server, but got ({message})"):
         unpack(to_record(Parcel({"nested": text})))
 
 
 @pytest.mark.parametrize("form", [("torch.save", (3,)), ("torch.float32", (-3, -1)), ("torch.float32", (2,))])
-def test_a_servers_array_of_another_form_is_refused(form):
+def test_unpack_array_of_wrong_type_or_shape_raises(form):
     record = to_record(Parcel({}, {"w": torch.zeros(3)}))
     array = record.array_records["arrays"]["w"]
     array.dtype, array.shape = form
-    with pytest.raises(RejectedMessageError, match="Expected `w` to have a supported type .*, but got 12 bytes of type torch"):
+    with pytest.raises(
+        RejectedMessageError, match=r"Expected `w` to have a supported type .*, but got 12 bytes of type torch"
+    ):
         unpack(record)
 
 
 @pytest.mark.seconds
-def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
+def test_compressed_upload_needs_fewer_bytes(rehearsal, wire):
     top = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
     one = rehearsal({"trainer": {"strategy": strategy(compression=top), "max_epochs": 1}})
     one.simulate()

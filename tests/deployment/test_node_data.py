@@ -1,4 +1,4 @@
-"""The samples of nodes and servers are those of the simulation for each kind of data. Invalid files are rejected."""
+"""Data of nodes and servers: samples are identical to those of the simulation, and invalid files are rejected."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ class Trains(L.LightningDataModule):
 
 @pytest.fixture(autouse=True)
 def sensors(tmp_path, monkeypatch):
-    """Data modules of the user's own, beside the recipe."""
+    """Write user-defined data modules to a module in the import path."""
     (tmp_path / "sensors.py").write_text(SENSORS)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -79,7 +79,7 @@ COLUMNS = {"target": ["label"], "features": ["a", "b"]}
 
 
 def arrays():
-    """Samples of two clients, of numbers that single precision holds."""
+    """Return inputs in single precision, labels and owners of the samples of two clients."""
     rng = np.random.default_rng(0)
     return rng.normal(size=(80, 2)).astype(np.float32), LABELS[rng.integers(4, size=80)], np.arange(80) % 2
 
@@ -106,7 +106,7 @@ FILES = {"npz": write_npz, "csv": write_csv, "parquet": write_parquet}
 
 
 def node_of(stream, client, source):
-    """The stream of a node, which gets what the server sends as JSON."""
+    """Return the stream of a node. The outline of the server is converted to JSON and back."""
     outline = ClientOutline.from_dict(json.loads(json.dumps(asdict(make_outline(stream, client)))))
     node = FederatedStream(seed=stream.seed, batch_size=8)
     set_node_data(node, read_data(source, stream.seed), outline)
@@ -114,12 +114,13 @@ def node_of(stream, client, source):
 
 
 def rounds_of(stream, client):
-    """The samples of each round of a client, in their order."""
+    """Return the samples of each round of a client in their order."""
     there = [number for number in range(stream.plan.num_rounds) if client in stream.plan.train[number]]
     return {number: stream.client_samples(client, number, 0) for number in there}
 
 
 def check_equal(node, simulated, client):
+    """Raise AssertionError unless a client has identical samples in each round of two streams."""
     here, there = rounds_of(node, client), rounds_of(simulated, client)
     assert here.keys() == there.keys() and here
     for number, pair in there.items():
@@ -130,7 +131,7 @@ def check_equal(node, simulated, client):
 @pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.parametrize("scenario", [ClassIncremental(2, rounds_per_experience=2), Stationary(2)], ids=str)
 @pytest.mark.parametrize("kind", FILES)
-def test_node_with_a_file_trains_on_the_samples_of_the_simulation(tmp_path, kind, scenario, seed):
+def test_node_with_file_has_samples_of_simulation(tmp_path, kind, scenario, seed):
     x, y, owner = arrays()
     simulated = FederatedStream.from_arrays(x, y, owner, scenario=scenario, split=Split(test=0.0), seed=seed)
     simulated.setup("fit")
@@ -139,7 +140,7 @@ def test_node_with_a_file_trains_on_the_samples_of_the_simulation(tmp_path, kind
         check_equal(node_of(simulated, str(client), source), simulated, str(client))
 
 
-def test_node_with_a_folder_of_images_trains_on_the_samples_of_the_simulation(tmp_path):
+def test_node_with_image_folder_has_samples_of_simulation(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.integers(256, size=(12, 3, 4, 4), dtype=np.uint8), np.array(["cat", "dog"]).repeat(6)
     for number, (image, label) in enumerate(zip(x, y, strict=True)):
@@ -152,7 +153,7 @@ def test_node_with_a_folder_of_images_trains_on_the_samples_of_the_simulation(tm
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_node_with_a_data_module_trains_on_the_training_samples_of_the_simulation(seed):
+def test_node_with_data_module_has_training_samples_of_simulation(seed):
     from sensors import Sensors
 
     simulated = FederatedStream({"a": Sensors(1), "b": Sensors(2, 80)}, ClassIncremental(2), seed=seed)
@@ -166,7 +167,7 @@ def test_node_with_a_data_module_trains_on_the_training_samples_of_the_simulatio
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(seed):
+def test_server_with_data_module_has_test_samples_of_simulation(seed):
     from sensors import Sensors
 
     simulated = FederatedStream(Sensors(1), ClassIncremental(2), "IID", seed=seed)
@@ -182,7 +183,7 @@ def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(s
     assert server.plan.clients == ("a", "b") and server.plan.tasks["a"] == simulated.plan.tasks["0"]
 
 
-def test_server_with_a_data_module_needs_test_samples():
+def test_server_data_module_without_test_loader_raises():
     server = FederatedStream(scenario=Stationary(2))
     set_server_data(server, read_data("sensors:Tests", for_server=True), ["a"])
     assert len(server.plan.test) == 20 and server.plan.num_rounds == 2
@@ -192,21 +193,21 @@ def test_server_with_a_data_module_needs_test_samples():
         read_data("sensors:Tests")
 
 
-def test_most_samples_counts_training_samples(tmp_path):
+def test_count_samples_counts_training_samples(tmp_path):
     source = DataSource("sensors:Sensors", init_args={"site": 1, "samples": 100})
     assert count_samples(source, tmp_path / "note.json") == 60
     longer = replace(source, init_args={"site": 1, "samples": 200})
     assert count_samples(longer, tmp_path / "note.json") == 120
 
 
-def test_arguments_of_a_data_module_that_do_not_fit_name_the_node_config():
+def test_read_data_wrong_module_argument_names_node_config():
     with pytest.raises(RejectedMessageError, match=r"sits.*init_args\.folder=") as caught:
         read_data(DataSource("sensors:Sensors", init_args={"sits": 1}))
     assert caught.value.argument == "data"
 
 
-def test_node_config_names_columns_and_arguments():
-    """The node config prevails over the run's configuration, in which Flower needs every name."""
+def test_node_config_sets_columns_and_arguments():
+    """The node config overrides the run configuration, in which Flower requires each name."""
     from types import SimpleNamespace
 
     run = {"target": "label", "features": "a, b", "init_args.window": 5, "data": "server.csv", "clients": ""}
@@ -218,7 +219,7 @@ def test_node_config_names_columns_and_arguments():
     assert _source("server.csv", run).table == {"target": ["label"], "features": ["a", "b"]}
 
 
-def test_recipe_with_tables_names_columns_classes_and_scale(tmp_path):
+def test_recipe_table_sets_columns_classes_and_scale(tmp_path):
     x, y, _ = arrays()
     own = write_csv(tmp_path, x, y)
     given = {**COLUMNS, "mean": [1.0, 2.0], "std": [2.0, 4.0], "path": "elsewhere.csv"}
@@ -235,7 +236,7 @@ def test_recipe_with_tables_names_columns_classes_and_scale(tmp_path):
     assert len(read_data(DataSource(own.where, COLUMNS)).samples) == len(x)
 
 
-def test_server_rejects_other_words_in_part(tmp_path):
+def test_read_data_invalid_part_raises_with_fix(tmp_path):
     x, y, _ = arrays()
     path = tmp_path / "server.npz"
     for word, fix in (("tests", "Did you mean test"), ("TEST", "Did you mean test"), ("train", "Remove the samples")):
@@ -245,7 +246,8 @@ def test_server_rejects_other_words_in_part(tmp_path):
         ) as caught:
             read_data(path, for_server=True)
         assert caught.value.argument == "part"
-    np.savez(path, x=x[:79], y=y[:79], part=np.array(["test"] * 79))  # as the last message says
+    # Follow the hint of the last message: remove the sample.
+    np.savez(path, x=x[:79], y=y[:79], part=np.array(["test"] * 79))
     assert len(read_data(path, for_server=True).samples) == 79
     np.savez(path, x=x, y=y, part=np.array(["test", "validation"] * 40))
     server = FederatedStream(scenario=Stationary())
@@ -259,7 +261,7 @@ def test_server_rejects_other_words_in_part(tmp_path):
         set_server_data(server, read_data(path, for_server=True), ["a"])
 
 
-def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
+def test_domain_incremental_without_group_raises(tmp_path):
     x, y, _ = arrays()
     place = np.array(["north", "south"])[(x[:, 0] > 0).astype(int)]
     scenario, path = DomainIncremental(), tmp_path / "own.npz"
@@ -278,7 +280,7 @@ def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
 
 
 @pytest.mark.seconds
-def test_server_with_another_word_in_part_asks_no_node(rehearsal, wire):
+def test_serve_invalid_part_sends_no_message(rehearsal, wire):
     one = rehearsal()
     one.simulate()
     path = one.folder / "data" / "server.npz"
@@ -304,7 +306,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_invalid_file_of_a_node_is_rejected_by_name(tmp_path, case):
+def test_read_data_invalid_file_raises_with_name(tmp_path, case):
     columns, message = REJECTED[case]
     np.savez(tmp_path / "own.npz", **columns)
     with pytest.raises(RejectedMessageError, match=rf"own\.npz.*{message}"):
@@ -313,7 +315,7 @@ def test_invalid_file_of_a_node_is_rejected_by_name(tmp_path, case):
 
 @pytest.mark.parametrize("again", ["x.npy", "x"])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_file_with_two_members_of_one_name_is_rejected_by_name(tmp_path, again):
+def test_read_data_file_with_duplicate_members_raises(tmp_path, again):
     path = tmp_path / "own.npz"
     np.savez(path, x=X, y=Y)
     with ZipFile(path, "a") as archive:
@@ -322,7 +324,7 @@ def test_file_with_two_members_of_one_name_is_rejected_by_name(tmp_path, again):
         read_data(path)
 
 
-def test_file_of_another_byte_order_is_read(tmp_path):
+def test_read_data_other_byte_order(tmp_path):
     np.savez(tmp_path / "own.npz", x=np.arange(12, dtype=">f4").reshape(4, 3), y=Y)
     assert read_data(tmp_path / "own.npz").samples.x.tolist() == np.arange(12).reshape(4, 3).tolist()
 
@@ -340,7 +342,7 @@ REGRESSION = {
 
 
 def write_sites(folder, targets):
-    """A CSV file for each of three clients, and one for the server; the recipe's data, which has all of them."""
+    """Write a CSV file for each of three clients and for the server. Return the data of a recipe with these files."""
     rng = np.random.default_rng(1)
     tables = []
     for name, samples in (("0", 30), ("1", 22), ("2", 41), ("server", 24)):
@@ -353,7 +355,7 @@ def write_sites(folder, targets):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["numbers", "whole numbers", "labels"])
-def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tmp_path, kind):
+def test_serve_stationary_with_node_files_equals_simulation(rehearsal, wire, same, tmp_path, kind):
     targets = {
         "numbers": lambda x: (x[:, 0] - x[:, 1]).tolist(),
         "whole numbers": lambda x: np.rint(3 * x[:, 0]).astype(int).tolist(),
@@ -369,7 +371,8 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
     }
     model = {"init_args": {"num_classes": 4, "model": {"init_args": {"sizes": [2, 4, 4]}}}}
     one = rehearsal({**({"model": model} if kind == "labels" else REGRESSION), "data": data})
-    one.split = lambda: None  # the clients have files of their own
+    # The clients use the CSV files, so no split is written.
+    one.split = lambda: None
     simulated = one.simulate()
     names, source = ["0", "1", "2"], DataSource(str(tmp_path / "server.csv"))
     nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in names]
@@ -384,7 +387,7 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
 
 
 @pytest.mark.seconds
-def test_server_that_has_no_samples_of_a_scenario_of_single_samples_says_what_to_do(rehearsal, wire):
+def test_serve_data_with_single_sample_scenario_raises_with_fix(rehearsal, wire):
     scenario = {"class_path": "FLwFScenario", "init_args": {"samples_per_round": 20, "test_per_class": 10}}
     one = rehearsal({"data": {"scenario": scenario, "partition": None}})
     one.simulate()

@@ -1,4 +1,4 @@
-"""Damaged files of a node: files that can be made again are made again, the rest is one message."""
+"""Damaged files of a node are computed again if possible. Otherwise, one error names the fix."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ DAMAGED = [b"", b"\xff\xfe", b'{"round": ', b"[]", b'{"round": "2"}']
 
 
 def train(folder, rounds):
-    """Train a client that keeps the number of its latest round, as a node does."""
+    """Write the client states of some rounds, as a node does when it trains."""
     for number in rounds:
         place = client_state_folder(folder, "a", number)
         store = ClientStore("disk", place)
@@ -29,30 +29,30 @@ def train(folder, rounds):
 
 
 def state_before(folder, number):
-    """Return the rounds that a client has trained in, in the state that a round starts from."""
+    """Return the trained rounds in the client state that a round starts from."""
     kept = ClientStore("disk", client_state_folder(folder, "a", number))["a"]
     return kept[PROGRESS]["rounds"].tolist() if kept else []
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_note_of_the_round_is_computed_again(tmp_path, content):
+def test_damaged_round_file_is_computed_again(tmp_path, content):
     train(tmp_path, range(3))
     (tmp_path / "round.json").write_bytes(content)
-    assert state_before(tmp_path, 2) == [0, 1]  # round 2 is repeated
+    assert state_before(tmp_path, 2) == [0, 1]  # The node repeats round 2.
     train(tmp_path, [2])
     (tmp_path / "round.json").write_bytes(content)
     assert state_before(tmp_path, 3) == [0, 1, 2]
     assert json.loads((tmp_path / "round.json").read_text()) == {"round": 3}
 
 
-def test_damaged_note_before_the_first_training_is_computed_again(tmp_path):
+def test_damaged_round_file_before_first_training_is_computed_again(tmp_path):
     client_state_folder(tmp_path, "a", 0)
     (tmp_path / "round.json").write_bytes(b"")
     assert state_before(tmp_path, 0) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 100])
-def test_damaged_state_that_is_not_needed_is_written_again(tmp_path, content):
+def test_damaged_unneeded_state_is_written_again(tmp_path, content):
     train(tmp_path, range(3))
     (tmp_path / "now" / "a.safetensors").write_bytes(content)
     assert state_before(tmp_path, 2) == [0, 1]
@@ -62,7 +62,7 @@ def test_damaged_state_that_is_not_needed_is_written_again(tmp_path, content):
 
 
 @pytest.mark.parametrize(("folder", "number"), [("before", 2), ("now", 3)])
-def test_damaged_state_that_is_needed_is_one_message_whose_advice_works(tmp_path, folder, number):
+def test_damaged_needed_state_raises_with_working_fix(tmp_path, folder, number):
     own = tmp_path / "federation" / "a"
     own.mkdir(parents=True)
     train(own, range(3))
@@ -74,16 +74,17 @@ def test_damaged_state_that_is_needed_is_one_message_whose_advice_works(tmp_path
     assert state_before(own, number) == []
 
 
-def test_note_that_cannot_be_computed_again_is_one_message(tmp_path):
+def test_round_file_that_cannot_be_computed_raises_with_fix(tmp_path):
     place = client_state_folder(tmp_path, "a", 0)
-    ClientStore("disk", place)["a"] = {"Method": {"x": torch.zeros(1)}}  # without the rounds of its training
+    # The client state does not contain the trained rounds.
+    ClientStore("disk", place)["a"] = {"Method": {"x": torch.zeros(1)}}
     (tmp_path / "round.json").write_bytes(b"")
     with pytest.raises(DamagedFileError, match=f"Remove {tmp_path}"):
         client_state_folder(tmp_path, "a", 1)
 
 
 @pytest.mark.parametrize("content", [*DAMAGED, b'{"stamp": 3, "samples": null}'])
-def test_damaged_note_of_the_data_is_computed_again(tmp_path, content):
+def test_damaged_data_file_cache_is_computed_again(tmp_path, content):
     data, note = tmp_path / "a.npz", tmp_path / "data.json"
     np.savez(data, x=np.zeros((7, 2), np.float32), y=np.array(["cat", "dog"])[np.arange(7) % 2])
     assert count_samples(str(data), note) == 7

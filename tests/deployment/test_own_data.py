@@ -1,4 +1,4 @@
-"""What a node notes of its data, so that it need not read them as often as it is asked who it is."""
+"""Cache of the number of a node's samples, so that a node does not read its data for each message."""
 
 import os
 
@@ -15,13 +15,13 @@ def save(path, samples):
 
 
 def overwrite(path, content):
-    """Other bytes, by which the file is still as large and as old."""
+    """Overwrite a file without a change of its size and time."""
     told = path.stat()
     path.write_bytes(content[: told.st_size].ljust(told.st_size, b"\0"))
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
 
 
-def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
+def test_count_samples_reads_file_again_only_after_change(tmp_path, monkeypatch):
     path, note = tmp_path / "own.npz", tmp_path / "note.json"
     with pytest.raises(RejectedMessageError, match="there is no file"):
         count_samples(str(path), note)
@@ -29,7 +29,7 @@ def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(
     whole = path.read_bytes()
     assert count_samples(str(path), note) == 4
     overwrite(path, b"no numbers")
-    assert count_samples(str(path), note) == 4  # it has not looked
+    assert count_samples(str(path), note) == 4  # The file is not read again.
     path.write_bytes(b"no numbers")
     with pytest.raises(RejectedMessageError, match=r"own\.npz .* but got: "):
         count_samples(str(path), note)
@@ -44,7 +44,7 @@ def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(
     assert count_samples(str(path), note) == 5
 
 
-def test_a_folder_of_images_has_changed_with_any_of_them(tmp_path):
+def test_count_samples_reads_image_folder_again_after_change(tmp_path):
     photos, note = tmp_path / "photos", tmp_path / "note.json"
     (photos / "cat").mkdir(parents=True)
     for number in range(3):

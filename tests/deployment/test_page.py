@@ -1,4 +1,4 @@
-"""The commands of the page about deployments, as a new user runs them in an empty folder."""
+"""Run the commands of docs/deploy.md in an empty folder, as a new user does."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 
 class Page:
-    """The code blocks of the page, with the folder and the ports of a test in place of those of the page."""
+    """The code blocks of the page. The folder and the ports of a test replace the folder and the ports of the page."""
 
     def __init__(self, folder, ports):
         text = PAGE.read_text().replace("/data", str(folder))
@@ -32,7 +32,7 @@ class Page:
         return re.findall(rf"^```{language}\n(.*?)^```$", self.sections[section], re.MULTILINE | re.DOTALL)
 
     def command(self, section, beginning):
-        """Return the words of the only command of a section that begins so."""
+        """Return the words of the only command of a section with this beginning."""
         lines = "".join(self.blocks(section, "bash")).splitlines()
         (line,) = [line for line in lines if line.startswith(beginning)]
         return shlex.split(line)
@@ -61,7 +61,7 @@ def write_data(folder, header):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("section", ["Data of the nodes", pytest.param("Data modules", marks=pytest.mark.long)])
-def test_commands_of_the_page_end_in_a_report_and_the_bits_of_the_simulation(machines, tmp_path, section):
+def test_deploy_page_commands_write_report_and_equal_simulation(machines, tmp_path, section):
     at, own, rehearsal = machines(), "Data of the nodes", "Try a deployment on one machine"
     ports = [free_port() for _ in range(3)]
     page = Page(tmp_path, {"18000": at.port, "18090": ports[0]})

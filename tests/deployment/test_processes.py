@@ -1,4 +1,4 @@
-"""A recipe on Flower as the page tells: in its simulation, and on SuperNodes that are known, behind certificates."""
+"""A recipe in Flower's simulation, and on SuperNodes with registered keys and TLS, as docs/deploy.md describes."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
+def test_app_in_flower_simulation_equals_simulation(rehearsal, machines):
     pytest.importorskip("ray")
     one, at = rehearsal(REPLAY), machines()
     simulated = one.simulate()
@@ -28,17 +28,17 @@ def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
 
 
 def made(folder, program, node="0"):
-    """A folder with what a program of the page makes: certificates, or the keys of a node."""
+    """Run the commands of the page that start with a program, to make certificates or keys. Return the folder."""
     folder.mkdir(exist_ok=True)
     for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE):
         subprocess.run(shlex.split(line.replace("node0", f"node{node}")), cwd=folder, check=True, capture_output=True)
     return folder
 
 
-def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal, machines, tmp_path):
-    """They end in the bits of the simulation, of which one has a process beside it as the page starts it.
+def test_only_registered_supernodes_train_with_tls(rehearsal, machines, tmp_path):
+    """The result is identical to the simulation. One SuperNode has the executor that the page starts.
 
-    Who does not trust the certificate of the SuperLink, and who has a key that nobody registered, never come in.
+    A SuperNode that does not trust the SuperLink's certificate, or whose key is not registered, gets no message.
     """
     one = rehearsal(REPLAY)
     simulated = one.simulate()

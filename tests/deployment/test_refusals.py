@@ -1,4 +1,4 @@
-"""What a server and its nodes refuse, by name."""
+"""Messages, data and settings that a server and its nodes reject, with the reason."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from lightning_fcl.deployment.node_recipe import recipe_fingerprint
 
 @pytest.fixture
 def deployed(rehearsal):
-    """A recipe whose clients' data are in files."""
+    """Return a simulated recipe whose clients have data files."""
     one = rehearsal({"trainer": {"max_epochs": 1}})
     one.simulate()
     return one
@@ -26,21 +26,21 @@ def deployed(rehearsal):
 
 @pytest.fixture
 def asked(deployed, wire):
-    """A node, and what it was sent to train on."""
+    """Return a node, and the message that it got for its training."""
     link = wire(deployed.nodes())
     deployed.serve(link, min_clients=3)
     number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
     return link.reached[number], sent
 
 
-def test_a_message_larger_than_agreed_is_refused():
+def test_unpack_message_above_limit_raises():
     sent = to_record(Parcel({}, {"w": torch.zeros(1000)}))
     with pytest.raises(RejectedMessageError, match="Expected at most 100 bytes in the arrays of a message, but got"):
         unpack(sent, 100)
 
 
 @pytest.mark.seconds
-def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wire, caplog):
+def test_other_version_or_recipe_is_rejected_by_server_and_node(deployed, wire, caplog):
     other = {**deployed.recipe, "model": {**deployed.recipe["model"], "init_args": {"num_classes": 11}}}
     nodes = [deployed.node("0"), deployed.node("1", other), deployed.node("2")]
     older = nodes[2]
@@ -58,7 +58,7 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
 
 
 @pytest.mark.seconds
-def test_weights_of_another_model_are_refused_by_a_node(asked, caplog):
+def test_node_rejects_weights_of_another_model(asked, caplog):
     node, sent = asked
     names = list(sent.state)
     less = {name: value for name, value in sent.state.items() if name != names[0]}
@@ -77,7 +77,7 @@ def test_weights_of_another_model_are_refused_by_a_node(asked, caplog):
 
 
 @pytest.mark.seconds
-def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire, caplog):
+def test_server_rejects_missing_data_and_duplicate_client(deployed, wire, caplog):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
     deployed.serve(wire(nodes), min_clients=2)
@@ -85,11 +85,11 @@ def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed
     found, claims = round_idx["dropped"], round_idx["duplicate_claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "got the error `unusable-data`" in found["1"]
-    assert "nowhere" not in found["1"] and "there is no file" in caplog.text  # in the log of the node
+    assert "nowhere" not in found["1"] and "there is no file" in caplog.text  # The text is in the log of the node.
 
 
 @pytest.mark.seconds
-def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deployed):
+def test_node_asked_again_does_not_read_data_again(deployed):
     node, path = deployed.node("1"), deployed.folder / "data" / "1.npz"
     hello = Parcel(
         {"kind": "hello", "version": __version__, "recipe": recipe_fingerprint(deployed.recipe), "federation": "f"}
@@ -98,12 +98,14 @@ def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deplo
     assert node.answer(hello).header["samples"] == samples
     path.write_bytes(bytes(told.st_size))
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
-    assert deployed.node("1").answer(hello).header["samples"] == samples  # nor in another process
+    assert (
+        deployed.node("1").answer(hello).header["samples"] == samples
+    )  # Another process does not read the data either.
     path.write_bytes(b"")
     assert node.answer(hello).header["refused"] == "unusable-data"
 
 
-def test_data_that_do_not_fit_are_refused(tmp_path):
+def test_read_data_invalid_arrays_raise(tmp_path):
     rows = np.zeros((4, 64), np.float32)
     files = {
         "labels that are numbers": ({"x": rows, "y": np.arange(4)}, "`y` contains class numbers"),
@@ -122,7 +124,7 @@ def test_data_that_do_not_fit_are_refused(tmp_path):
         read_data("no_such_module:Data")
 
 
-def test_damaged_data_are_refused_or_the_same(tmp_path):
+def test_read_data_damaged_file_raises_or_is_identical(tmp_path):
     path, rng = tmp_path / "own.npz", np.random.default_rng(0)
     columns = {"y": np.array(list("abab")), "group": np.array(list("nsns")), "rounds": np.eye(4, dtype=bool)}
     scale = {"mean": np.zeros((3, 1, 1)), "std": np.ones((3, 1, 1))}
@@ -141,7 +143,8 @@ def test_damaged_data_are_refused_or_the_same(tmp_path):
 
     whole = found(content)
     assert whole is not None
-    directory = range(8 * content.index(b"PK\x01\x02"), 8 * len(content), 5)  # where an array may be lost sight of
+    # A flipped bit in the directory of the zip file can hide an array.
+    directory = range(8 * content.index(b"PK\x01\x02"), 8 * len(content), 5)
     for bit in [*rng.integers(8 * len(content), size=300).tolist(), *directory]:
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -150,7 +153,7 @@ def test_damaged_data_are_refused_or_the_same(tmp_path):
         assert found(content[:length]) is None
 
 
-def test_damaged_photographs_are_refused_by_name(tmp_path):
+def test_read_data_damaged_image_raises_with_name(tmp_path):
     (tmp_path / "cat").mkdir()
     path = tmp_path / "cat" / "1.png"
     Image.effect_noise((16, 16), 40).save(path)
@@ -166,7 +169,7 @@ def test_damaged_photographs_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.seconds
-def test_labels_that_the_server_does_not_know_are_refused_and_stay_on_the_node(deployed, wire, caplog):
+def test_unknown_labels_are_rejected_and_stay_on_node(deployed, wire, caplog):
     path = deployed.folder / "data" / "1.npz"
     columns = dict(np.load(path))
     y = columns.pop("y")
@@ -182,7 +185,7 @@ def test_labels_that_the_server_does_not_know_are_refused_and_stay_on_the_node(d
 
 
 @pytest.mark.seconds
-def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp_path):
+def test_deploy_settings_only_for_simulation_raise(error_of, tmp_path):
     words = ["deploy", "flower", "quickstart", "--out", str(tmp_path / "app")]
     swarm = ["--trainer.strategy.swarm", "lightning_fcl.federation.swarm.Swarm"]
     assert "Expected no `swarm` in a deployment" in error_of([*words, *swarm])
@@ -195,7 +198,7 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
 
 
 @pytest.mark.seconds
-def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused(deployed, asked, caplog):
+def test_node_rejects_invalid_federation_name(deployed, asked, caplog):
     node, sent = asked
     before = sorted(deployed.folder.rglob("*"))
     for name in ("..", ".", "", "x" * 300, "../../victim" * 30, "\ufb01eld"):

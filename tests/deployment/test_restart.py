@@ -1,4 +1,4 @@
-"""What goes on where it was: a server from its newest checkpoint, a node with its memory; who comes late, or leaves."""
+"""Resuming a server from its newest checkpoint and nodes from their states, and clients that join late or leave."""
 
 import shutil
 import sys
@@ -11,17 +11,15 @@ from .recipes import REPLAY, strategy
 
 
 class LostError(Exception):
-    """The server's machine is gone."""
+    """A simulated crash of the server."""
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "answered", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_happened(
-    answered, rehearsal, wire, same
-):
-    """Some nodes had trained already, and changed their memory: they train that round again from what was before."""
+def test_server_and_nodes_killed_in_round_resume_identically(answered, rehearsal, wire, same):
+    """Nodes that had trained already repeat the round from the client state before the round."""
     one = rehearsal(REPLAY)
     simulated = one.simulate()
     number = len(one.clients)
@@ -47,8 +45,8 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
 
 
 @pytest.mark.seconds
-def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_again(rehearsal, wire, caplog):
-    """And where keys are registered a client that has had one keeps it: another key may not be that client."""
+def test_key_keeps_its_client_after_server_restart(rehearsal, wire, caplog):
+    """With registered keys, another key cannot claim the client either."""
     one = rehearsal()
     one.simulate()
 
@@ -61,15 +59,19 @@ def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_a
     with pytest.raises(LostError):
         one.serve(Lost(one.nodes()), min_clients=3)
     link = wire([one.node("0"), one.node("2")])
-    link.reached[11] = one.node("1")  # with a key that has been nobody's
+    # Node 11 has a new key.
+    link.reached[11] = one.node("1")
     one.serve(link, min_clients=1, require_registered_keys=True)
-    assert "Expected node 8 to be client 1, because its key belongs to this client, but the node claims to be 2." in caplog.text
+    assert (
+        "Expected node 8 to be client 1, because its key belongs to this client, but the node claims to be 2."
+        in caplog.text
+    )
     assert "Expected node 11 to have the first key of client 1 in this run, but its key is different." in caplog.text
     assert one.rounds()[-1]["upload_bytes"].keys() == {"0"}
 
 
 @pytest.mark.seconds
-def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire):
+def test_stalled_node_does_not_stop_round_and_rejoins(rehearsal, wire):
     one = rehearsal(REPLAY)
     one.simulate()
     nodes = one.nodes()
@@ -82,7 +84,7 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
 
 
 @pytest.mark.seconds
-def test_clients_join_late_and_leave(rehearsal, wire):
+def test_clients_that_join_late_or_leave_are_recorded(rehearsal, wire):
     one = rehearsal()
     one.simulate()
     first, second, third = one.nodes()
@@ -101,7 +103,7 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 
 
 @pytest.mark.seconds
-def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
+def test_serve_too_few_clients_raises_with_missing_clients(rehearsal, wire):
     one = rehearsal()
     one.simulate()
     message = r"3 of the clients 0, 1, 2 to join within 1 s, but 0, 1 joined.* decrease `min-clients` in the run"
@@ -113,7 +115,7 @@ def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire
 
 
 @pytest.mark.seconds
-def test_serve_round_of_too_few_uploads_continues_when_all_clients_answer(rehearsal, wire, same):
+def test_serve_after_too_few_uploads_resumes_identically(rehearsal, wire, same):
     one = rehearsal()
     simulated = one.simulate()
     nodes = one.nodes()
@@ -160,10 +162,10 @@ def mean(rows, server):
         ),
     ],
 )
-def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_good_checkpoint(
+def test_invalid_aggregate_does_not_overwrite_last_good_checkpoint(
     divisor, message, rehearsal, wire, same, tmp_path, monkeypatch
 ):
-    """It goes on from there once its reduction is mended."""
+    """With a corrected reduction, the run resumes from this checkpoint."""
     (tmp_path / "bursts.py").write_text(BURSTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "bursts", raising=False)
@@ -183,8 +185,8 @@ def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_goo
 
 
 @pytest.mark.seconds
-def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire, caplog):
-    """A server without its checkpoints is another federation; one that goes two rounds back is refused."""
+def test_node_rejects_round_before_its_latest_round(rehearsal, wire, caplog):
+    """Nodes reject a server that goes back by two rounds. A server without checkpoints starts a new federation."""
     one = rehearsal()
     one.simulate()
     nodes = one.nodes()
@@ -203,7 +205,7 @@ RARE = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
 
 
 def lost_in(wire, number):
-    """A link whose server is lost as it sends a round."""
+    """Return a link class that simulates a crash of the server when it sends a round."""
 
     class Lost(wire):
         def send(self, parcels, seconds):
@@ -215,7 +217,7 @@ def lost_in(wire, number):
 
 
 @pytest.mark.seconds
-def test_serve_recipe_with_rare_checkpoints_continues_from_the_last_round(rehearsal, wire, same):
+def test_serve_with_rare_checkpoints_resumes_from_last_round(rehearsal, wire, same):
     one = rehearsal({"trainer": {"callbacks": [*REPLAY["trainer"]["callbacks"], RARE]}})
     simulated = one.simulate()
     with pytest.raises(LostError):
@@ -227,7 +229,7 @@ def test_serve_recipe_with_rare_checkpoints_continues_from_the_last_round(rehear
 
 
 @pytest.mark.seconds
-def test_serve_checkpoint_that_lacks_rounds_of_the_record_stops(rehearsal, wire):
+def test_serve_checkpoint_older_than_record_raises(rehearsal, wire):
     one = rehearsal()
     one.simulate()
     with pytest.raises(LostError):
@@ -240,14 +242,15 @@ def test_serve_checkpoint_that_lacks_rounds_of_the_record_stops(rehearsal, wire)
         with pytest.raises(RuntimeError, match=r"a checkpoint of round 2, the last .* there is none\..*Restore .*last"):
             one.serve(link, min_clients=3)
         assert link.asked == []
-    last.write_bytes(whole)  # as the message says
+    # Follow the hint of the message.
+    last.write_bytes(whole)
     one.serve(wire(one.nodes()), min_clients=3)
     assert len(one.rounds()) == 4
 
 
 @pytest.mark.seconds
-def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(rehearsal, wire, caplog):
-    """The server's folder is a copy of an earlier one: record and checkpoint agree, but client 0 is ahead."""
+def test_serve_excludes_and_names_client_of_later_round(rehearsal, wire, caplog):
+    """The server's folder is a copy of an earlier state. Record and checkpoint match, but client 0 is ahead."""
     one = rehearsal()
     one.simulate()
     with pytest.raises(LostError):
@@ -258,7 +261,9 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
     (one.folder / "deployed").rename(one.folder / "newest")
     (one.folder / "copy").rename(one.folder / "deployed")
     caplog.clear()
-    with pytest.raises(RuntimeError, match=r"state of 0 is from a later round\..* lack their uploads of rounds up to 1"):
+    with pytest.raises(
+        RuntimeError, match=r"state of 0 is from a later round\..* lack their uploads of rounds up to 1"
+    ):
         one.serve(wire(one.nodes()), min_clients=2)
     named = [one for one in caplog.records if "Round 1: problem with client 0" in one.getMessage()]
     assert named and {one.levelname for one in named} == {"WARNING"} and "`other-round`" in named[0].getMessage()
@@ -268,7 +273,8 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
         ["0", "1", "2"],
         ["0", "1", "2"],
     ]
-    shutil.rmtree(one.folder / "deployed")  # the message says: "Restore the newest checkpoint of the run"
+    # Follow the hint of the message: "Restore the newest checkpoint of the run".
+    shutil.rmtree(one.folder / "deployed")
     (one.folder / "newest").rename(one.folder / "deployed")
     one.serve(wire(one.nodes()[:1]), min_clients=1)
     assert one.ended()

@@ -1,4 +1,4 @@
-"""One recipe, two engines: a simulation and a deployment on the same split end in the same bits."""
+"""A simulation and a deployment of one recipe on the same split are bitwise identical."""
 
 import shutil
 import sys
@@ -67,8 +67,8 @@ CASES = {
     "replay with a transform": {
         "trainer": {"callbacks": [method("Replay", memory_size=30, transform={"class_path": "torch.nn.Dropout"})]}
     },
-    "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
-    "own head": {
+    "sampled clients, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
+    "client-local head": {
         "trainer": {
             "strategy": strategy(reductions={"model.3.*": "local"}, keep_optimizer_state=True),
             "callbacks": [method("FedRep", head_epochs=1, body_epochs=2, head_pattern="model.3.*")],
@@ -86,35 +86,33 @@ CASES = {
             )
         }
     },
-    "order statistics": {"trainer": {"strategy": strategy(reductions={"*": "median"})}},
+    "median": {"trainer": {"strategy": strategy(reductions={"*": "median"})}},
     "prototypes": {"trainer": {"callbacks": [method("FedProto")]}},
-    "variates": {
+    "control variates": {
         "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
     },
     "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
-    "an earlier model of the server": {
+    "distillation from an earlier server model": {
         "trainer": {
             "strategy": strategy(participation=2),
             "callbacks": [method("LwF", teacher="server"), method("FedProx")],
         },
         "data": {"scenario": classes(num_experiences=2, rounds_per_experience=3)},
     },
-    "variates and gradients of one experience": {
+    "control variates and FedDyn": {
         "trainer": {
             "strategy": strategy(client_weights="uniform", participation=2),
             "callbacks": [method("SCAFFOLD"), method("FedDyn")],
         },
         "data": {"scenario": classes(num_experiences=2, rounds_per_experience=2)},
     },
-    "moved by the server": {
-        "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
-    },
-    "steps of all alike": {"trainer": {"callbacks": [method("FedNova")]}},
-    "updates in subspaces": {"trainer": {"callbacks": [method("FOT", eps=0.8)]}},
-    "layers by least squares": {"trainer": {"callbacks": [method("RegMean", alpha=0.5)]}},
-    "a head on drawn features": {"trainer": {"callbacks": [method("CCVR", num_samples=20)]}},
-    "a head by ridge regression": {"trainer": {"callbacks": [method("Fed3R")]}},
-    "factors in turn": {
+    "FedDyn": {"trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}},
+    "FedNova": {"trainer": {"callbacks": [method("FedNova")]}},
+    "FOT": {"trainer": {"callbacks": [method("FOT", eps=0.8)]}},
+    "RegMean": {"trainer": {"callbacks": [method("RegMean", alpha=0.5)]}},
+    "CCVR": {"trainer": {"callbacks": [method("CCVR", num_samples=20)]}},
+    "Fed3R": {"trainer": {"callbacks": [method("Fed3R")]}},
+    "LoRM": {
         "model": {"init_args": {"model": LORA}},
         "trainer": {"callbacks": [method("LoRM", alpha=0.5)]},
     },
@@ -140,7 +138,7 @@ CASES = {
     "new samples in each round": {
         "data": {"scenario": classes(num_experiences=2, rounds_per_experience=2, samples_per_round=60)}
     },
-    "sums of a reservoir": {"model": RESERVOIR, "data": OF_WAVES},
+    "statistics of a reservoir": {"model": RESERVOIR, "data": OF_WAVES},
     "plasticity of a reservoir": {
         "model": RESERVOIR,
         "trainer": {"callbacks": [method("IntrinsicPlasticity", eta=0.05, min_gain=0.99)]},
@@ -155,7 +153,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def waves(tmp_path, monkeypatch):
-    """A class of the user's own, beside the recipe."""
+    """Write user-defined classes to a module in the import path."""
     (tmp_path / "waves.py").write_text(WAVES)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -163,16 +161,22 @@ def waves(tmp_path, monkeypatch):
 
 
 FAST = [
-    "updates in subspaces",
+    "FOT",
     "distillation and replay",
-    "own head",
+    "client-local head",
     "compression",
     "prototypes",
-    "sums of a reservoir",
+    "statistics of a reservoir",
     "batch normalization and single samples",
 ]
-# CI runs these and the fast ones; the others are `long`.
-SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earlier model of the server"]
+# CI runs these cases and the fast cases. All other cases are marked `long`.
+SLOW = [
+    "averaging",
+    "server optimizer",
+    "control variates",
+    "personal models",
+    "distillation from an earlier server model",
+]
 
 
 @pytest.mark.seconds
@@ -183,7 +187,7 @@ SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earl
         for case in CASES
     ],
 )
-def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
+def test_deployment_equals_simulation(case, rehearsal, wire, same):
     one = rehearsal(CASES[case])
     simulated = one.simulate()
     deployed = one.serve(wire(one.nodes()), min_clients=len(one.clients))
@@ -197,14 +201,14 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     assert [one["dropped"] for one in here] == [{}] * len(here)
     if case == "batch normalization and single samples":
         assert any(one["no_data"] for one in there)
-    if case == "an earlier model of the server":
+    if case == "distillation from an earlier server model":
         assert [one["download_bytes"] for one in there] == [one["download_bytes"] for one in here]
     assert [one["upload_bytes"] for one in there] == [one["upload_bytes"] for one in here]
     for client in one.clients:
         kept = ClientStore("disk", next((one.folder / "memories").glob(f"*/{client}/now")))[client]
         received = kept.pop("received", {})
         assert all(torch.equal(value, also[name]) for name, value in received.items())
-        assert bool(received) == (case == "an earlier model of the server")
+        assert bool(received) == (case == "distillation from an earlier server model")
         remembered = simulated.trainer.strategy.server.client_store[client]
         assert kept.keys() == remembered.keys()
         for section, memory in remembered.items():
@@ -213,7 +217,7 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
 
 
 @pytest.mark.seconds
-def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_again(rehearsal, wire):
+def test_node_that_lost_server_model_gets_it_again(rehearsal, wire):
     one = rehearsal(
         {
             "trainer": {"callbacks": [method("LwF", teacher="server")]},
@@ -243,8 +247,8 @@ def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_agai
 
 
 @pytest.mark.seconds
-def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same):
-    """Scenarios that deal samples out one by one have a server that knows them."""
+def test_server_with_recipe_data_equals_simulation(rehearsal, wire, same):
+    """A server needs the recipe's data for scenarios that assign single samples to rounds."""
     one = rehearsal(
         {
             "data": {
@@ -262,8 +266,8 @@ def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same)
 
 
 @pytest.mark.seconds
-def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
-    """Whoever answers finds its own file alone: those of others, and of the server, are not there meanwhile."""
+def test_node_reads_only_its_own_file(rehearsal, wire, same):
+    """While a node answers, only its own file exists. The files of other clients and of the server are moved away."""
     one = rehearsal()
     simulated = one.simulate()
     data, away = one.folder / "data", one.folder / "away"
@@ -284,7 +288,7 @@ def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
     assert same(simulated.model, deployed.model)
 
 
-def test_what_only_loaders_say_is_to_be_named_for_nodes_with_files(tmp_path):
+def test_write_split_missing_loader_settings_raises(tmp_path):
     from waves import Waves
 
     message = r"^Expected the recipe to name `shuffle`, `drop_last` .* of Waves\. Write `shuffle: false`\.$"
