@@ -60,11 +60,11 @@ class DataSource:
     """The source of a machine's data, and the arguments to read it.
 
     Args:
-        where: Place of the data, in one of these forms. First, an ``.npz`` file with ``x``, shape (n, ...), and ``y``,
-            shape (n,). ``y`` contains names of classes, or numbers that are not classes. Optional arrays are ``group``,
-            the domain of each sample, ``classes``, all class names in their order, ``mean`` and ``std`` of uint8
-            images, and ``rounds`` and ``part`` as in `NodeData`. Second, a CSV or parquet file. Third, a folder with a
-            folder of images for each class. Fourth, a LightningDataModule, for example ``"my_data:Sensors"``.
+        where: An ``.npz`` file, a CSV or parquet file, a folder with a folder of images for each class, or a
+            LightningDataModule, for example ``"my_data:Sensors"``. An ``.npz`` file contains ``x``, shape (n, ...), and
+            ``y``, class names of shape (n,) or numbers of shape (n, ...) that are not classes. Optional arrays are
+            ``group``, the domain of each sample, ``classes``, all class names in their order, ``mean`` and ``std`` of
+            uint8 images, ``rounds`` as in `NodeData`, and ``part``, the ``split_names`` of `NodeData`.
         table: Arguments of `Table` for a CSV or parquet file, without its path.
         init_args: Arguments of the data module.
         classes: Names of the classes of a table or a data module, as in `FederatedStream`.
@@ -76,7 +76,7 @@ class DataSource:
     classes: tuple[str, ...] | None = None
 
     def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
-        """Return this source with the class names of the recipe. Its table arguments override those of the recipe."""
+        """Return this source with the recipe's class names and table arguments. This source's arguments have priority."""
         classes = recipe["data"].get("classes")
         table = {**table_in(recipe["data"].get("data")), **self.table}
         return replace(self, table=table, classes=None if classes is None else tuple(classes))
@@ -346,7 +346,7 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
             sample is not a pair of tensors.
         MissingValueError: If the stream has no test samples.
     """
-    check_no_hooks("nodes that have them as files", stream.data, stream)
+    check_no_hooks("nodes that have their samples as files", stream.data, stream)
     stream.setup("fit")
     missing = [name for name in stream.inferred_settings if name != "num_workers"]
     if stream.samples.loader_configs and missing:

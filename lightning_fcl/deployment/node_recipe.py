@@ -234,7 +234,7 @@ def server_plan(
     clients: Sequence[str],
     seed: int,
 ) -> Plan:
-    """Return the plan of a server. Clients have tasks but no samples. The server's samples are test samples.
+    """Return the plan of a server. Clients have tasks but no samples. The server has test and validation samples.
 
     Args:
         scenario: The scenario.
@@ -319,7 +319,7 @@ def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
 
 
 def build_node_recipe(recipe: Mapping[str, Any]) -> NodeRecipe:
-    """Return new objects for the training on a node. With the recipe's seed, `lightning-fcl fit` creates equal ones."""
+    """Return new objects for the training on a node. `lightning-fcl fit` creates equal objects from the same recipe."""
     stream, trainer = make_stream(recipe), recipe["trainer"]
     module = _made(recipe["model"])
     callback_specs = trainer.get("callbacks") or []

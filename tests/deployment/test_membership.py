@@ -57,7 +57,7 @@ def test_flwr_run_stream_shows_ignored_nodes_setting_and_rounds(linked):
 def test_deploy_clock_compares_clock_with_superlink(machines, error_of, monkeypatch, capsys, tmp_path):
     at = machines()
     words = ["deploy", "clock", "--superlink", at.address, "--insecure"]
-    assert f"Expected a SuperLink at {at.address} but the connection failed" in error_of(words)
+    assert f"Expected a SuperLink at {at.address}, but the connection failed" in error_of(words)
     at.link()
     main(words)
     assert re.search(r"from the SuperLink's\. Flower accepts the difference\.", capsys.readouterr().out)
