@@ -76,7 +76,7 @@ class DataSource:
     classes: tuple[str, ...] | None = None
 
     def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
-        """Return this source with the recipe's class names and table arguments. This source's arguments have priority."""
+        """Return this source with the recipe's class names and table arguments. Own table arguments have priority."""
         classes = recipe["data"].get("classes")
         table = {**table_in(recipe["data"].get("data")), **self.table}
         return replace(self, table=table, classes=None if classes is None else tuple(classes))
