@@ -1,7 +1,7 @@
 """Federated continual learning for PyTorch Lightning.
 
-Importing the package loads neither torch nor Lightning. The module of a public name is imported when the name is used.
-``Trainer(strategy="federated")`` works after any import of the package, before or after Lightning is imported.
+``import lightning_fcl`` imports neither torch nor Lightning. The module that defines a public name is imported on first
+use of the name. ``Trainer(strategy="federated")`` works if the package is imported before or after Lightning.
 """
 
 import lazy_loader

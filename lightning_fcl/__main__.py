@@ -1,4 +1,4 @@
-"""``python -m lightning_fcl`` is the command `lightning-fcl`."""
+"""Entry point of ``python -m lightning_fcl``, which runs the command ``lightning-fcl``."""
 
 from lightning_fcl.cli.main import main
 

@@ -1,4 +1,7 @@
-"""Comparison of arguments with their annotations: numbers, choices, lists of them, and objects in place of classes."""
+"""Comparison of arguments with their annotations.
+
+Covers numbers, choices, lists and mappings of them, and objects, for which a class is often passed by mistake.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,27 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PACKAGE = "lightning_fcl"
-_STRICT = (_PACKAGE, "lightning", "numpy", "torch")  # packages whose objects are never plain values
+# Plain values are rejected if the annotation is a class of these packages.
+_STRICT = (_PACKAGE, "lightning", "numpy", "torch")
 _SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 _FUNCTION: Any = Callable
-_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
+# Modules of classes whose objects no recipe creates.
+_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
     ("false", "no", "off", "0", "0.0"), False
 )
 
 
 class _Names(dict[str, Any]):
-    """The names of a module. A name that is imported for type checkers only stands for any type."""
+    """The names of a module. Names that only type checkers import map to `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return vars(sys.modules["builtins"]).get(name, Any)
 
 
 def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the types of annotations that a module has as strings. One that cannot be resolved stands for any type."""
+    """Return the types of a module's annotations, which can be strings. Unresolvable annotations become `Any`."""
     names = _Names(vars(sys.modules[module])) if module in sys.modules else _Names()
     return {name: _resolve(hint, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
 
@@ -42,13 +47,17 @@ def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str
 def _resolve(hint: str, names: _Names) -> Any:
     try:
         return eval(hint, {}, names)
-    except Exception:  # such as an attribute of a module that is imported for type checkers only
+    except Exception:  # such as an attribute of a module that only type checkers import
         return Any
 
 
 @lru_cache(maxsize=1024)
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields. Of classes outside this package, only those of numbers and choices."""
+    """Return the types of a dataclass's fields.
+
+    For fields that another package declares, only annotations of numbers and choices are returned. The other types are
+    `Any`.
+    """
     types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         hints = resolve_annotations(vars(base).get("__annotations__", {}), base.__module__)
@@ -58,7 +67,10 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]:
-    """Return the type and the default of each argument of a class or function. No default is `Parameter.empty`."""
+    """Return the type and the default of each argument of a class or function.
+
+    The default is `Parameter.empty` if the argument has none.
+    """
     function = unwrap(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     module = getattr(function, "__module__", None) or make.__module__
     types = resolve_annotations(getattr(function, "__annotations__", {}), module)
@@ -68,7 +80,7 @@ def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]
 
 
 def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
-    """Return the types of the arguments of a class or function, and of those that a class may pass on to its bases."""
+    """Return the types of the arguments of a class or function, and of arguments that a class can pass to its bases."""
     types: dict[str, Any] = {}
     for base in reversed(make.__mro__) if isinstance(make, type) else (make,):
         with suppress(TypeError, ValueError):  # A built-in class may have no signature.
@@ -77,14 +89,14 @@ def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Return whether an annotation has only numbers, choices, None, and lists of them."""
+    """Return whether an annotation contains only numbers, booleans, choices, None, and lists of them."""
     if get_origin(hint) in (Union, UnionType, list, tuple, Sequence):
         return all(one is Ellipsis or _is_plain(one) for one in get_args(hint))
     return hint in (int, float, bool, None, NoneType) or get_origin(hint) is Literal
 
 
 def accepts(value: object, hint: Any) -> bool:
-    """Return whether a value may be given for an annotation.
+    """Return whether an annotation accepts a value.
 
     Example:
         >>> accepts(16, int), accepts(16.0, int), accepts("16", int | None), accepts(True, float)
@@ -135,21 +147,21 @@ def _accepts_object(value: Any, kind: type, type_arguments: Sequence[Any]) -> bo
 
 
 def _makes_callables(kind: type, type_arguments: Sequence[Any]) -> bool:
-    """Return whether calling a class gives an object to be called, unless such objects are wanted."""
+    """Return whether instances of a class are callable, but are not the results that the annotation expects."""
     result = type_arguments[-1] if type_arguments else Any
     is_expected = isinstance(result, type) and issubclass(kind, result)
     return not is_expected and any("__call__" in vars(base) for base in kind.__mro__)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, NaN included. Text, True and False are none."""
+    """Return whether a value is a number, NaN included. Strings and booleans are not numbers."""
     if isinstance(value, str | bytes | bool | type) or _is_numpy_bool(value) or not hasattr(value, "__float__"):
         return False
     return getattr(value, "ndim", 0) == 0
 
 
 def is_nan(value: Any) -> bool:
-    """Return whether a value is NaN, or a list with NaN."""
+    """Return whether a value is NaN, or a list that contains NaN."""
     if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
         return any(map(is_nan, value))
     return is_number(value) and not isinstance(value, Integral) and math.isnan(float(value))
@@ -160,7 +172,7 @@ def _is_numpy_bool(value: object) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a number of NumPy as a number of Python, and another value unchanged."""
+    """Convert a NumPy number to a Python number, and return other values unchanged."""
     if isinstance(value, bool | type) or type(value) in (int, float):
         return value
     if _is_numpy_bool(value):
@@ -171,7 +183,7 @@ def to_plain(value: Any) -> Any:
 
 
 def describe(hint: Any, plural: bool = False) -> str:
-    """Return the words for an annotation in a message.
+    """Return a description of an annotation for a message.
 
     Example:
         >>> describe(int | None), describe(float | Sequence[float]), describe(int | Literal["auto"])
@@ -204,7 +216,7 @@ def describe(hint: Any, plural: bool = False) -> str:
 
 
 def literal_words(hint: Any) -> list[str]:
-    """Return the words that an annotation accepts, those of `Literal`."""
+    """Return the strings that an annotation accepts because of `Literal`."""
     return [word for one in members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
 
 
@@ -220,7 +232,7 @@ def quoted_value(value: object) -> str:
 
 
 def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> tuple[str, str]:
-    """Return the message about a value that an annotation does not accept, and what to do.
+    """Return a message about a value that an annotation does not accept, and a hint how to fix it.
 
     Example:
         >>> explain("batch_size", "16", int | None, None)
@@ -245,7 +257,7 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
     if equal:
         return f"Use `{name}={equal[0]!r}`."
-    if default is Parameter.empty or repr(default) == "<factory>":  # the default of a dataclass that makes one
+    if default is Parameter.empty or repr(default) == "<factory>":  # a dataclass field with a `default_factory`
         return f"Pass {describe(hint)}."
     return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."
 
@@ -282,12 +294,14 @@ def item_type(hint: Any) -> Any:
 
 
 def is_maker(hint: Any) -> bool:
-    """Return whether an annotation is that of a function with a return type, as `Callable[[int], str]`."""
+    """Return whether an annotation is a callable with a return type, such as `Callable[[int], str]`."""
     return get_origin(hint) is _FUNCTION and bool(get_args(hint))
 
 
 def object_types(hint: Any) -> tuple[type, ...]:
-    """Return the classes whose objects an annotation accepts, also those that a function returns. Plain types are none.
+    """Return the classes whose objects an annotation accepts. Plain types such as `int` and `str` are not returned.
+
+    For an annotation of a function, return the classes of its result.
 
     Example:
         >>> from fractions import Fraction
@@ -305,12 +319,12 @@ def object_types(hint: Any) -> tuple[type, ...]:
 
 
 def dataclass_type(hint: Any) -> type | None:
-    """Return the dataclass whose objects an annotation accepts. None if there is none."""
+    """Return the dataclass whose objects an annotation accepts, or None."""
     return next((one for one in members(hint) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 def _convert(value: Any, target_type: Any) -> Any:
-    """Return the number or truth value that a text or a number stands for; None if there is none."""
+    """Convert a string or a number to a number or a boolean. Return None if that is not possible."""
     if target_type is bool:
         return _TRUTH.get(str(value).lower())
     if target_type not in (int, float) or isinstance(value, bool):

@@ -1,17 +1,17 @@
-"""The errors that the library raises on purpose: what was expected, what was found, and how to fix it."""
+"""Errors that the library raises: the expected value, the actual value, and a hint how to fix the error."""
 
 from __future__ import annotations
 
 
 class LightningFCLError(Exception):
-    """An error that the library raises on purpose. Its classes also derive from the built-in class of their kind.
+    """Base class of all errors of this library. Each subclass also derives from the matching built-in class.
 
     Args:
-        message: What was expected and what was found instead.
-        hint: What to do about it, in sentences. The text of the error is the message followed by the hint.
-        argument: Name of the argument, option or field that is wrong.
-        value: What was found instead. For a file that is missing, damaged or not usable, its path.
-        code: Kind of the error, for programs. The default is that of the class.
+        message: The expected value and the actual value.
+        hint: How to fix the error, in full sentences. The text of the error is the message followed by the hint.
+        argument: Name of the invalid argument, option or field.
+        value: The actual value. If a file is missing, damaged or unusable, the path of the file.
+        code: Identifier of the kind of error, for programs. Defaults to the code of the class.
 
     Example:
         >>> error = InvalidValueError("Expected `lr` to be above 0 but got 0.", hint="Use `lr=0.1`.", argument="lr")
@@ -34,37 +34,37 @@ class LightningFCLError(Exception):
 
 
 class InvalidValueError(LightningFCLError, ValueError):
-    """An argument, a file or a message has a value that cannot be used."""
+    """An argument, a file or a message has an invalid value."""
 
     code = "invalid-value"
 
 
 class UnknownNameError(InvalidValueError):
-    """A name is none of those that exist."""
+    """A name is not one of the known names."""
 
     code = "unknown-name"
 
 
 class MissingValueError(InvalidValueError):
-    """Something that is needed was not given."""
+    """A required value is missing."""
 
     code = "missing-value"
 
 
 class DamagedFileError(InvalidValueError):
-    """A file does not hold what it should."""
+    """A file has invalid content."""
 
     code = "damaged-file"
 
 
 class InvalidTypeError(LightningFCLError, TypeError):
-    """An argument has a value of another type than its annotation says."""
+    """The type of an argument does not match its annotation."""
 
     code = "invalid-type"
 
 
 class InvalidStateError(LightningFCLError, RuntimeError):
-    """Something is called at a time, or in a place, where it cannot work."""
+    """A call is not possible in the current state."""
 
     code = "invalid-state"
 
@@ -76,30 +76,30 @@ class MissingFileError(LightningFCLError, FileNotFoundError):
 
 
 class FileAccessError(LightningFCLError, OSError):
-    """The operating system refuses to read or write a file."""
+    """The operating system does not allow reading or writing a file."""
 
     code = "file-access"
 
 
 class FileConflictError(LightningFCLError, FileExistsError):
-    """A file or folder that would be written exists already, with other content."""
+    """A file or folder to be written already exists with other content."""
 
     code = "file-conflict"
 
 
 class DiskFullError(FileAccessError):
-    """A disk is full, or a quota reached."""
+    """The disk is full, or the disk quota is reached."""
 
     code = "no-room"
 
 
 class ConnectionFailedError(LightningFCLError, ConnectionError):
-    """A download or an upload has failed."""
+    """A download or an upload failed."""
 
     code = "connection-failed"
 
 
 class MissingPackageError(LightningFCLError, ModuleNotFoundError):
-    """A package that is needed is not installed."""
+    """A required package is not installed."""
 
     code = "missing-package"

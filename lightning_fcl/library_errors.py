@@ -1,4 +1,4 @@
-"""Errors of other libraries that are recognized by their text. No other module decides by the text of an error."""
+"""Errors of other libraries, recognized by their text. Only this module recognizes errors by their text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class LibraryError(Enum):
-    """A kind of error of another library. Its value is the pattern of its text."""
+    """A kind of error of another library. The value is a regular expression for the text of the error."""
 
     # torch
     WORKER_ENDED = r"DataLoader worker \(pid.*\) exited unexpectedly"
@@ -30,12 +30,12 @@ class LibraryError(Enum):
 
 
 def match_error(error: BaseException, kind: LibraryError) -> re.Match[str] | None:
-    """Return the match of an error's text with the pattern of a kind, or None."""
+    """Return the match of an error's text with the pattern of a kind, or None if the text does not match."""
     return re.search(kind.value, str(error))
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
-    r"""Return the first line of an error's text for a message, at most ``length`` characters.
+    r"""Return the first line of an error's text for a message, cut off after ``length`` characters.
 
     Example:
         >>> first_line(ValueError("the first line\nthe second line")), first_line(KeyError())
@@ -46,12 +46,17 @@ def first_line(error: BaseException, length: int = 200) -> str:
 
 
 def one_line(error: BaseException, length: int = 500) -> str:
-    """Return an error's text as one line without a period at its end, at most ``length`` characters."""
+    """Return an error's text in one line of at most ``length`` characters, without a final period."""
     return (" ".join(str(error).split()) or type(error).__name__)[:length].rstrip(".")
 
 
 def replace_in_text(text: str, replacements: Sequence[tuple[str, str]]) -> str:
-    """Return the text of a message with other words in place of some, the longest first."""
+    """Return a text with words replaced. The longest words are replaced first.
+
+    Args:
+        text: Text of a message.
+        replacements: Pairs of a word and its replacement.
+    """
     for word, other in sorted(replacements, key=lambda pair: -len(pair[0])):
         text = text.replace(word, other)
     return text

@@ -4,11 +4,12 @@ Lightning looks up ``Trainer(strategy="federated")`` in a registry. The registry
 imported, which takes seconds. Lightning has no entry point for strategies, and it reads its entry point for callbacks
 after it has looked up the strategy.
 
-``import lightning_fcl`` does not import Lightning, and a script may use no other name of this package before it makes
-a Trainer. Therefore, a finder on ``sys.meta_path`` waits for the one module that makes the registry. The finder is
-removed when this module has been imported. No finder is installed if Lightning has been imported before. The
-alternative is a lazy module ``lightning`` in ``sys.modules``. All code that tests whether Lightning is imported would
-take the lazy module for Lightning, and all code that inspects ``sys.modules`` would import Lightning.
+``import lightning_fcl`` does not import Lightning, and a script may use no other name of this package before it creates
+a Trainer. Therefore, a finder on ``sys.meta_path`` waits for the import of the module that creates the registry. The
+finder is removed after that module has been imported. No finder is installed if Lightning has been imported before.
+
+The alternative is a lazy module ``lightning`` in ``sys.modules``. Code that tests whether Lightning is imported would
+mistake the lazy module for Lightning, and code that inspects ``sys.modules`` would import Lightning.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _StrategiesFinder(MetaPathFinder):
 
 
 class _CallingLoader(Loader):
-    """A loader that gives the module its own loader back, runs it, and then calls a function.
+    """A loader that restores the module's own loader, runs the module, and then calls a function.
 
     Args:
         loader: Loader of the module.

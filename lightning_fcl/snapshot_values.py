@@ -1,4 +1,4 @@
-"""Snapshots of attributes, containers, tensors and random generators: compare, restore, seed."""
+"""Snapshots of attributes, containers, tensors and random generators: compare, restore and seed them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONSTANT = (
     *(types.BuiltinFunctionType, types.ModuleType),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
-"""Types of values that hold no other object that can change."""
+"""Types whose values are never inspected because they have no content to restore."""
 
 LEFT_ALONE = (
     *("lightning.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit.", "logging"),
@@ -30,24 +30,40 @@ LEFT_ALONE = (
     *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
     *("_pytest.", "pluggy."),
 )
-"""Packages whose objects are never inspected: Lightning, metrics of a round, processes, files, loggers, pytest."""
+"""Packages whose objects are never inspected: Lightning, metrics, processes, files, loggers, pytest and others."""
 
 _GONE = object()
 
 
 class Change(NamedTuple):
-    """Something that is not as it was noted: how to put it back, and how to show it again."""
+    """A difference between the current state and a snapshot.
+
+    Attributes:
+        name: Name of the changed value.
+        undo: Function that restores the value of the snapshot.
+        redo: Function that sets the changed value again.
+        is_shown: Function that returns whether the current value is the value that ``redo`` sets.
+        grown: Whether the value is a list, and the only change is that items were appended.
+    """
 
     name: str
     undo: Callable[[], object]
     redo: Callable[[], object]
-    is_shown: Callable[[], bool]  # whether it is there as `redo` shows it
-    grown: bool = False  # it is a list that was appended to
+    is_shown: Callable[[], bool]
+    grown: bool = False
 
 
 @dataclass
 class NamedValues:
-    """What stands under names: attributes, or buffers and the like, which are not shown."""
+    """A snapshot of the values in a mapping, such as attributes or buffers.
+
+    Args:
+        prefix: Prefix of the names of changes.
+        values: The mapping, which is modified when changes are undone or redone.
+        ignored: Names of values to skip.
+        saved: The values at the time of the snapshot.
+        attributes: Whether the values are attributes. For other values, such as buffers, ``redo`` has no effect.
+    """
 
     prefix: str
     values: MutableMapping[str, Any]
@@ -56,7 +72,7 @@ class NamedValues:
     attributes: bool
 
     def changes(self) -> Iterator[Change]:
-        """What has been set, set anew or deleted."""
+        """Yield a change for each value that was added, replaced or deleted since the snapshot."""
         saved_values, ignored = self.saved, self.ignored
         if all(map(operator.is_, self.values.values(), saved_values.values())) and [*self.values] == [*saved_values]:
             return
@@ -75,7 +91,7 @@ class NamedValues:
             )
 
     def commit(self) -> None:
-        """Take what is there now."""
+        """Replace the snapshot by the current values."""
         self.saved = dict(self.values)
 
     def _is(self, name: str, value: object) -> bool:
@@ -88,7 +104,7 @@ class NamedValues:
 
 
 class ValueKind(NamedTuple):
-    """Functions that read, write, compare and copy the content of a type. Random generators also have ``seed``."""
+    """Functions that read, write, compare and copy the content of a type. Only random generators have ``seed``."""
 
     types: type | tuple[type, ...]
     read: Callable[[Any], Any]
@@ -101,21 +117,34 @@ class ValueKind(NamedTuple):
 
 @dataclass
 class ContainerValue:
-    """What is in a container, a tensor and the like, whoever holds it."""
+    """A snapshot of the content of a container, a tensor, an array or a random generator.
+
+    A list is a record if items are appended to it. The appended items are stored apart from the snapshot, so that they
+    can be hidden and shown.
+
+    Args:
+        name: Name of the value.
+        value: The object, whose content is modified when changes are undone or redone.
+        kind: Functions for the content of the object.
+        saved: Content at the time of the snapshot.
+        history: Items that clients have appended to a list.
+        base: Content that counts as unchanged. For a record that is shown, ``saved`` and ``history`` together.
+        earlier: Number of items in ``history`` that were appended in earlier rounds.
+    """
 
     name: str
     value: Any
     kind: ValueKind
     saved: Any
-    history: list[Any] = field(default_factory=list)  # what clients have appended to a list
-    base: Any = None  # what is there unless something has changed: of a record that is shown, all of it
-    earlier: int = 0  # The number of gathered items of earlier rounds.
+    history: list[Any] = field(default_factory=list)
+    base: Any = None
+    earlier: int = 0
 
     def __post_init__(self) -> None:
         self.base = self.saved
 
     def load_history(self, record: ContainerValue | None) -> None:
-        """Hide what was gathered in earlier rounds, unless a hook has changed the list since."""
+        """Take over and hide the history of the previous round's snapshot, unless the list has changed since."""
         if record is not None and _same_items(self.value, record.base):
             self.saved = self.base = record.saved
             self.history = record.history
@@ -123,17 +152,17 @@ class ContainerValue:
             self.value[:] = self.saved
 
     def gather(self, items: list[Any]) -> None:
-        """Replace the gathered items of this round, and show them."""
+        """Replace the items that were appended in this round, and show the record."""
         self.history[self.earlier :] = items
         self.show()
 
     def show(self) -> None:
-        """Show what was gathered."""
+        """Write the snapshot and all appended items to the list."""
         self.base = self.saved + self.history
         self.value[:] = self.base
 
     def commit(self) -> None:
-        """Take what is there now; what was appended to a list is gathered."""
+        """Replace the snapshot by the current content. Items that were appended to a list are added to the history."""
         for change in self.changes():
             if change.grown:
                 change.undo()
@@ -142,14 +171,15 @@ class ContainerValue:
                 self.history, self.earlier = [], 0
 
     def changes(self) -> Iterator[Change]:
-        """That it is another one, if it is."""
+        """Yield one change if the content differs from the base."""
         current_content = self.kind.read(self.value)
         if self.kind.is_equal(current_content, self.base):
             return
         if isinstance(self.value, list) and _same_items(current_content[: len(self.base)], self.base):
             yield Change(self.name, partial(self._gather, current_content), tuple, bool, grown=True)
         else:
-            shown_content = current_content if isinstance(current_content, list) else self.base  # not what tensors hold
+            # The changed content of a list is shown again. Other kinds of values, such as tensors, stay restored.
+            shown_content = current_content if isinstance(current_content, list) else self.base
             write = partial(self.kind.write, self.value)
             yield Change(
                 self.name, partial(write, self.base), partial(write, shown_content), partial(self._holds, shown_content)
@@ -174,7 +204,7 @@ def _refill(container: Any, content: list[Any]) -> None:
 def _refill_dict(container: dict[Any, Any], content: list[Any]) -> None:
     container.clear()
     for key, value in zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True):
-        container[key] = value  # a Counter's `update` counts
+            container[key] = value  # `update` of a Counter would add to the counts
 
 
 def _overwrite(tensor: Tensor, content: Tensor) -> None:
@@ -185,7 +215,7 @@ def _overwrite(tensor: Tensor, content: Tensor) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor can be written to: it has numbers, each in a place of its own."""
+    """Return whether a tensor can be overwritten in place: it has dense data, and no elements share memory."""
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -240,10 +270,10 @@ _KINDS = (
 
 
 def find_kind(value: object) -> ValueKind | None:
-    """Return how to inspect the content of a value, or None if it has no content that can be inspected."""
+    """Return the functions for the content of a value, or None if the value has no content that can be inspected."""
     return next((kind for kind in _KINDS if isinstance(value, kind.types)), None)
 
 
 def is_of(value: object, packages: tuple[str, ...]) -> bool:
-    """Return whether a value's class, or one of its base classes, belongs to some packages."""
+    """Return whether the class of a value, or one of its base classes, belongs to one of some packages."""
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""Checks of arguments. Their messages say what was expected, what was found and how to fix it."""
+"""Checks of arguments. Each message contains the expected value, the actual value and a hint how to fix the error."""
 
 from __future__ import annotations
 
@@ -40,46 +40,58 @@ Value = TypeVar("Value")
 log = logging.getLogger(__name__)
 
 
-# What pip calls the packages that are imported by another name.
+# Names on PyPI of packages that are imported by a different name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
 
 
 def did_you_mean(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
+    """Return a sentence that suggests the most similar known name, or "" if no known name is similar.
+
+    The sentence starts with a space and ends the message about an unknown name.
+    """
     nearest = nearest_name(name, candidates, cutoff)
-    if nearest and nearest == str(name):  # a number or another type that prints as the name
+    # A value of another type can print as a known name, such as the number 1 and the name "1".
+    if nearest and nearest == str(name):
         return "" if isinstance(name, str) else f' Write "{name}", as text.'
     return f" Did you mean {nearest}?" if nearest else ""
 
 
 def nearest_name(name: object, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known name that is nearest to another one, whatever its case; empty if none is near."""
+    """Return the known name that is most similar to a name, ignoring case. Return "" if no known name is similar."""
     lowered = {one.lower(): one for one in candidates}
     matches = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
     return lowered[matches[0]] if matches else ""
 
 
 def format_names(names: Iterable[object], max_names: int = 10) -> str:
-    """Names for a message: those that come first, and how many more there are."""
+    """Return the first ``max_names`` names for a message, and the number of the remaining names."""
     all_names = [str(name) for name in names]
     shown_names, num_remaining = all_names[:max_names], len(all_names) - max_names
     return ", ".join(shown_names) + (f" and {num_remaining} more" if num_remaining > 0 else "")
 
 
 def format_code_names(names: Iterable[object]) -> str:
-    """Names of entries or arguments for a message: the first three, and how many more there are."""
+    """Return at most three names of tensors or arguments as code for a message, and the number of remaining names."""
     return format_names((f"`{name}`" for name in names), max_names=3)
 
 
 def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[str]) -> None:
-    """Refuse names of clients that the stream does not have; ``setting`` names them, after "Expected"."""
+    """Raise UnknownNameError if a name is not the name of a client of the stream.
+
+    Args:
+        setting: Name of the argument for the message.
+        client_ids: Names to check.
+        clients: Names of the stream's clients.
+    """
     unknown = sorted(set(client_ids) - set(clients), key=str)
     if unknown:
         hint = (
-            did_you_mean(unknown[0], clients) or f'Write names as the stream does, as in "{next(iter(clients), "0")}".'
+            did_you_mean(unknown[0], clients)
+            or f'Write client names as in the stream, for example "{next(iter(clients), "0")}".'
         )
         raise UnknownNameError(
-            f"Expected {setting} of the stream's clients ({format_names(clients)}) but got {format_names(unknown)}.",
+            f"Expected {setting} to match clients of the stream ({format_names(clients)}), but got "
+            f"{format_names(unknown)}.",
             hint=hint,
             argument=setting.strip("`"),
             value=unknown,
@@ -87,7 +99,16 @@ def check_clients(setting: str, client_ids: Iterable[str], clients: Collection[s
 
 
 def require_package(module: str, for_what: str, extra: str | None = None) -> ModuleType:
-    """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
+    """Import and return an optional package.
+
+    Args:
+        module: Name of the module to import.
+        for_what: Purpose of the package, as a verb phrase such as "reads images". The message inserts it after "which".
+        extra: Extra of lightning-fcl that installs the package. By default, the hint installs the package itself.
+
+    Raises:
+        MissingPackageError: If the package, or a package that it imports, is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -103,27 +124,30 @@ def require_package(module: str, for_what: str, extra: str | None = None) -> Mod
 
 
 def other_lightning(kind: type) -> str:
-    """What to do about a class of the package `pytorch_lightning`, or one that derives from it; empty for all others.
+    """Return a message for a class that derives from a class of the package `pytorch_lightning`, otherwise "".
 
-    To `lightning.pytorch` these are strangers: it looks for modules, data modules and callbacks of its own.
+    `lightning.pytorch` does not recognize such classes as modules, data modules or callbacks.
     """
     if not any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__):
         return ""
     return (
-        f"Expected parts of `lightning.pytorch` but {kind.__name__} is one of `pytorch_lightning`, another package. "
+        f"Expected a class of `lightning.pytorch`, but {kind.__name__} is a class of the package `pytorch_lightning`. "
         "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl` where it is defined."
     )
 
 
 def check_lightning_namespace(*objects: object) -> None:
-    """Raise TypeError if an object is of the package `pytorch_lightning`."""
+    """Raise TypeError if the class of an object derives from a class of the package `pytorch_lightning`."""
     for kind in map(type, objects):
         if reason := other_lightning(kind):
             raise InvalidTypeError(reason, value=kind)
 
 
 def warn_other_lightning() -> None:
-    """Say what is wrong with modules of `pytorch_lightning`: a Trainer refuses them before a strategy sees them."""
+    """Log a warning for each imported module class that derives from the LightningModule of `pytorch_lightning`.
+
+    A Trainer rejects such a module before the strategy can check it.
+    """
     package = sys.modules.get("pytorch_lightning")
     for kind in package.LightningModule.__subclasses__() if package is not None else ():
         if reason := not kind.__module__.startswith("pytorch_lightning") and other_lightning(kind):
@@ -133,14 +157,14 @@ def warn_other_lightning() -> None:
 def _check_range(
     expected: str, arguments: Mapping[str, float], low: float, high: float = inf, is_open: bool = False
 ) -> None:
-    """Raise TypeError or ValueError if an argument is not a number, or not in a range.
+    """Raise TypeError or ValueError if an argument is not a number, or is outside of a range.
 
     Args:
         expected: Name of the range for the message.
         arguments: Values by name.
         low: Lower bound.
         high: Upper bound.
-        is_open: Whether the lower bound itself is out of range.
+        is_open: Whether the lower bound is excluded from the range.
     """
     for name, value in arguments.items():
         if not is_number(value):
@@ -172,16 +196,16 @@ def between(low: float, high: float, **arguments: float) -> None:
 
 
 def unit_interval(**arguments: float) -> None:
-    """Raise ValueError if an argument is not a share, above 0 and at most 1."""
+    """Raise ValueError if an argument is not above 0 and at most 1."""
     _check_range("above 0 and at most 1", arguments, 0, 1, is_open=True)
 
 
 def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
-    """Warn if an argument that takes a number or a share is the integer 1, which is not the share 1.0.
+    """Warn if an argument that accepts a count or a fraction is the integer 1, because the fraction 1.0 may be meant.
 
     Args:
         argument: Name of the argument.
-        value: Value of the argument. An integer is a number, a float is a share.
+        value: Value of the argument. An integer is a count, a float is a fraction.
         number: Meaning of 1, such as "1 client per round".
         share: Meaning of 1.0, such as "all clients".
     """
@@ -192,7 +216,7 @@ def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
 
 
 def one_of(choices: Collection[str | None], **arguments: object) -> None:
-    """Refuse an argument that is none of some words, of which None may be one."""
+    """Raise UnknownNameError if an argument is not one of the choices. None can be a choice."""
     words = describe_choices(choices)
     for name, value in arguments.items():
         if value not in choices:
@@ -203,15 +227,21 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
 
 
 def validated(default: Value, check: Callable[..., None], *bounds: object) -> Value:
-    """A field of a dataclass whose values `validate_fields` checks, by a check from above; a default of None is not."""
+    """Return a dataclass field whose value `validate_fields` checks. None is not checked if it is the default.
+
+    Args:
+        default: Default of the field.
+        check: One of the checks of this module, such as `at_least`.
+        *bounds: Bounds to pass to the check.
+    """
     value: Value = field(default=default, metadata={"check": partial(check, *bounds)})
     return value
 
 
 def validate_fields(instance: object) -> None:
-    """Raise TypeError or ValueError if the value of a dataclass's field does not fit its annotation or its range.
+    """Raise TypeError or ValueError if a field of a dataclass does not match its annotation or is out of range.
 
-    `validated` declares the range. Numbers of NumPy become numbers of Python.
+    `validated` declares the range. NumPy numbers are converted to Python numbers.
     """
     kind: type = type(instance)
     types = field_types(kind)
@@ -228,17 +258,17 @@ def validate_fields(instance: object) -> None:
         default = Parameter.empty if data_field.default is MISSING else data_field.default
         checked = check_argument(data_field.name, value, types[data_field.name], default)
         if checked is not value:
-            object.__setattr__(instance, data_field.name, checked)  # also in frozen classes
+            object.__setattr__(instance, data_field.name, checked)  # frozen dataclasses reject plain assignment
         if "check" in data_field.metadata and value is not None:
             data_field.metadata["check"](**{data_field.name: checked})
 
 
 def check_argument(name: str, value: object, hint: Any, default: object = Parameter.empty) -> Any:
-    """Return the value of an argument, a number of NumPy as a number of Python.
+    """Return the value of an argument. A NumPy number is converted to a Python number.
 
     Raises:
-        TypeError: If the value does not fit the annotation.
-        ValueError: If the value is NaN, or not one of the words of a `Literal`.
+        TypeError: If the value does not match the annotation.
+        ValueError: If the value is NaN, or is not one of the strings of a `Literal`.
     """
     if accepts(value, hint):
         return to_plain(value)
@@ -251,7 +281,7 @@ def check_argument(name: str, value: object, hint: Any, default: object = Parame
 
 
 def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Let a function, or ``__init__``, raise TypeError or ValueError if an argument does not fit its annotation.
+    """Wrap a function so that it raises TypeError or ValueError if an argument does not match its annotation.
 
     Example:
         >>> @check_arguments
@@ -271,7 +301,8 @@ Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
         try:
             bound = parameters.bind(*args, **kwargs)
-        except TypeError:  # the call raises it again, with the name of the function
+        except TypeError:
+            # The call raises the error again, with the name of the function in the message.
             return make(*args, **kwargs)
         for name, value in bound.arguments.items():
             parameter = parameters.parameters[name]

@@ -1686,7 +1686,7 @@ ROWS |= {
         fit_one_round,
         {"client_weights": {"client-0": 1.0}},
         {"client_weights": {"0": 1.0, "1": 1.0, "2": 1.0}},
-        'Write names as the stream does, as in "0".',
+        'Write client names as in the stream, for example "0".',
         UnknownNameError,
     ),
     "participation above 1": Row(

@@ -71,8 +71,8 @@ def test_none_is_refused_where_something_stands_by_default():
         ),
         (
             lambda: check_clients("`requests`", ["seven"], ["0", "1"]),
-            "Expected `requests` of the stream's clients (0, 1) but got seven. Write names as the stream does, as in "
-            '"0".',
+            "Expected `requests` to match clients of the stream (0, 1), but got seven. Write client names as in the "
+            'stream, for example "0".',
         ),
     ],
 )

@@ -45,7 +45,7 @@ def own(pl, monkeypatch):
 def test_pytorch_lightning_module_warns_before_trainer_raises(own, make_stream, quiet, caplog):
     trainer = L.Trainer(strategy=FederatedStrategy(), **quiet)
     (said,) = [record.message for record in caplog.records if record.name.startswith("lightning_fcl")]
-    assert said.startswith("Expected parts of `lightning.pytorch` but OwnLightningModule is") and REMEDY in said
+    assert said.startswith("Expected a class of `lightning.pytorch`, but OwnLightningModule is") and REMEDY in said
     with pytest.raises(TypeError, match="got `OwnLightningModule`"):
         trainer.fit(own.OwnLightningModule(), datamodule=make_stream())
 
