@@ -1556,7 +1556,7 @@ ROWS |= {
         lambda lab, washout: EchoStateNetwork(3, units=12, washout=washout, seed=0)(torch.randn(2, 9, 3)),
         {"washout": 9},
         {"washout": 2},
-        "Lower `washout`",
+        "Decrease `washout`",
     ),
     "FedWEITNet without layers": Row(
         lambda lab, layers: FedWEITNet(lab_net(), 2, layers),

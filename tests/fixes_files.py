@@ -1021,15 +1021,15 @@ def link_out(lab, name):
 
 
 ROWS |= {
-    "full disk": Row(write_on, {"limit": 1000}, {"limit": None}, "Make room, then", DiskFullError),
+    "full disk": Row(write_on, {"limit": 1000}, {"limit": None}, "Free disk space, then", DiskFullError),
     "full disk of a download": Row(
-        download_on, {"limit": 1000}, {"limit": None}, "Make room, then try again", DiskFullError
+        download_on, {"limit": 1000}, {"limit": None}, "Free disk space, then try again", DiskFullError
     ),
     "folder that is not there": Row(
         lambda lab, name="new/mine.txt": write_atomic(lab.folder / name, "x"),
         {},
         lambda lab: (lab.folder / "new").mkdir(),
-        "Create its folder",
+        "Create the parent folder",
         FileAccessError,
     ),
     "folder that is not there, another": Row(
@@ -1046,7 +1046,7 @@ ROWS |= {
         ),
         {"cache": "file"},
         {"cache": "folder"},
-        "or use another folder by LIGHTNING_FCL_CACHE",
+        "or use another folder (set LIGHTNING_FCL_CACHE)",
         FileAccessError,
     ),
     "file that the server lacks": Row(fetch_file, {}, offer, "Try again", ConnectionFailedError),
@@ -1069,7 +1069,7 @@ ROWS |= {
         lambda lab: archive(lab, in_the_way).download(lab.folder / "data"),
         {},
         lambda lab: shutil.rmtree(lab.folder / "data" / "x" / "original"),
-        "Make room, or delete ",
+        "Free disk space, or delete ",
         FileAccessError,
     ),
     "checkpoint from afar": Row(
@@ -1082,11 +1082,11 @@ ROWS |= {
         load_checkpoint,
         {"name": "nothing.ckpt"},
         {"name": "whole.ckpt"},
-        "the newest whole one there",
+        "the newest undamaged one there",
         MissingFileError,
     ),
     "checkpoint that is cut off": Row(
-        load_checkpoint, {"name": "zcut.ckpt"}, {"name": "whole.ckpt"}, "the newest whole one there", DamagedFileError
+        load_checkpoint, {"name": "zcut.ckpt"}, {"name": "whole.ckpt"}, "the newest undamaged one there", DamagedFileError
     ),
     "checkpoint above the limit": Row(
         limited, {"limit": "100"}, {"limit": "100000000"}, "set LIGHTNING_FCL_MAX_BYTES to at least", DamagedFileError
@@ -1113,7 +1113,7 @@ ROWS |= {
         link_out, {"name": ".."}, {"name": "a_b-1"}, "Use a name of letters, digits, `_` and `-`"
     ),
     "name of a link that leads elsewhere": Row(
-        link_out, {"name": "linked"}, {"name": "plain"}, "that is no link to another folder"
+        link_out, {"name": "linked"}, {"name": "plain"}, "that is not a link to another folder"
     ),
     "key that a file repeats": Row(
         lambda lab, text: read_yaml(written(lab, "a.yaml", text)),
@@ -1703,7 +1703,7 @@ ROWS |= {
         ),
         {"name": "pipe"},
         {"name": "a.yaml"},
-        "Name a regular file",
+        "Pass the path of a regular file",
     ),
 }
 

@@ -126,7 +126,7 @@ ROWS |= {
         lambda lab, size: CvTBody(size, widths=(4, 4, 4), depths=(0, 0, 1), num_heads=(1, 1, 1)),
         {"size": 32},
         {"size": 48},
-        "Take larger images, or smaller `strides`.",
+        "Use larger images, or smaller `strides`.",
     ),
     "name of a vision transformer": Row(
         lambda lab, name: create_vit(name, num_classes=4),
@@ -162,13 +162,13 @@ ROWS |= {
         make_dytox,
         {"tasks": [[0, 1], [2, 3]], "blocks": [[0, 2], [1, 3]]},
         {"tasks": [[0, 2], [1, 3]]},
-        "Give `tasks` these blocks, or as many as the stream has",
+        "Pass these blocks as `tasks`",
     ),
     "tasks of DyTox that are not those of the stream, by number": Row(
         make_dytox,
         {"tasks": [[0, 1], [2, 3]], "blocks": [[0, 2], [1, 3]]},
         {"tasks": 2},
-        "Give `tasks` these blocks, or as many as the stream has, if all are of the same size.",
+        "Pass these blocks as `tasks`, or the number of the stream's tasks if all have the same size.",
     ),
     "tasks of DyTox with a class twice": Row(
         make_dytox,

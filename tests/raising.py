@@ -1,4 +1,4 @@
-"""Check the class, the argument, the value and the code of an error in place of its text."""
+"""Check the class, argument, value and code of an error instead of its text."""
 
 from unittest.mock import ANY
 
@@ -11,11 +11,11 @@ def raises(kind: type[LightningFCLError], argument: str | None = None, *, value:
     """Return a context manager that fails unless its block raises an error with these attributes.
 
     Args:
-        kind: Class of the error. An error of a subclass fails.
-        argument: Name of the wrong argument, option, field or entry. Default: the error names no argument, and `value`
-            or `code` is needed.
-        value: What was found instead of a valid value. Default: any value.
-        code: Kind of the error. Default: that of the class.
+        kind: Class of the error. Subclasses are not accepted.
+        argument: Name of the invalid argument, option, field or entry. None for an error without an argument, which
+            requires `value` or `code`.
+        value: Actual value in the error. Any value by default.
+        code: Code of the error. Defaults to the code of the class.
     """
     if argument is None and value is ANY and not code:
         raise TypeError("Expected an argument, a value or a code of the error. Use pytest.raises(..., match=...).")

@@ -1,4 +1,4 @@
-"""Every public argument that is a number rejects text, NaN, truth values, and floats in place of whole numbers."""
+"""Every public argument that is a number rejects strings, NaN and booleans. Integers also reject floats."""
 
 import inspect
 import math
@@ -34,9 +34,9 @@ MODULES = (
     compression,
 )
 
-# Public classes and functions whose numbers are checked where they are used, and why.
+# Public classes and functions whose numbers are not checked at creation, and the reason.
 EXCEPTIONS = {
-    "RoundRecord": "a result, which users read",
+    "RoundRecord": "a result that users only read",
     "TimingContext": "made by a schedule",
     "RoundTiming": "made by a schedule",
     "Flight": "made by a schedule",
@@ -68,7 +68,7 @@ def public() -> dict[str, typing.Any]:
 
 
 def number_hints(make, every: bool = False) -> dict[str, typing.Any]:
-    """Return the annotations of the arguments that are a number, or of every argument."""
+    """Return the annotations of the number arguments of a class or function, or of all arguments."""
     owner = make.__init__ if inspect.isclass(make) else make
     hints = {}
     for base in reversed(make.__mro__) if inspect.isclass(make) else ():
@@ -178,13 +178,13 @@ def test_number_arguments_of_public_classes_reject_other_values(name):
         ),
     ],
 )
-def test_message_of_a_wrong_argument_has_a_fix(make, message):
+def test_invalid_argument_message_has_a_fix(make, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         make()
     assert str(raised.value).partition(" to be ")[2] == message
 
 
-def test_numbers_of_numpy_become_numbers_of_python():
+def test_numpy_numbers_are_converted_to_python_numbers():
     strategy = FederatedStrategy(local_epochs=np.int64(2), participation=np.float32(0.5))
     assert type(strategy.settings.local_epochs) is int and type(strategy.participation) is float
     assert type(callbacks.EWC(strength=np.float64(2)).strength) is float
@@ -192,7 +192,7 @@ def test_numbers_of_numpy_become_numbers_of_python():
     assert task.hparams["num_classes"] == 3 and type(task.hparams["num_classes"]) is int
 
 
-def test_check_arguments_keeps_the_signature_and_the_error_of_a_wrong_call():
+def test_check_arguments_keeps_signature_and_error_of_a_wrong_call():
     @check_arguments
     def train(x: Sequence[float], *, epochs: int = 1, options: Mapping[str, int] | None = None) -> int:
         return epochs
@@ -210,14 +210,15 @@ def test_check_arguments_keeps_the_signature_and_the_error_of_a_wrong_call():
 
 def test_annotations_of_users_classes_check_only_numbers():
     class Mine(callbacks.FedProx):
-        kind: nn.Module = nn.Linear  # type: ignore[assignment] # a class in spite of its annotation
+        # The default is a class although the annotation is not.
+        kind: nn.Module = nn.Linear  # type: ignore[assignment]
 
     assert Mine(mu=0.5).kind is nn.Linear
     with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "mu"):
         Mine(mu="0.5x")
 
 
-def test_annotation_that_cannot_be_resolved_accepts_any_value():
+def test_unresolvable_annotation_accepts_any_value():
     class Mine(callbacks.FedProx):
         kind: "np.no_such_type | no_such_module.Name" = "anything"  # noqa: F821
 

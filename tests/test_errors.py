@@ -26,14 +26,14 @@ from lightning_fcl.validation import (
 )
 
 
-def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):
+def test_require_package_missing_names_the_pip_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.delitem(sys.modules, "PIL.Image", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"^Expected `PIL`, which reads images, .*`pip install pillow`\.$"):
         require_package("PIL.Image", "reads images")
 
 
-def test_what_a_package_lacks_itself_is_named(monkeypatch, tmp_path):
+def test_require_package_missing_dependency_is_named(monkeypatch, tmp_path):
     (tmp_path / "half_installed.py").write_text("import its_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
@@ -43,12 +43,12 @@ def test_what_a_package_lacks_itself_is_named(monkeypatch, tmp_path):
     assert raised.value.name == "its_dependency"
 
 
-def test_only_a_near_name_is_proposed():
+def test_did_you_mean_suggests_only_similar_names():
     assert did_you_mean("orll", ["orl", "lfw"]) == " Did you mean orl?"
     assert did_you_mean("mnist", ["orl", "lfw"]) == ""
 
 
-def test_none_is_refused_where_something_stands_by_default():
+def test_none_for_a_field_with_another_default_raises():
     with pytest.raises(TypeError, match=r"Expected `num_experiences` to be given but got None. Leave it out for 5."):
         ClassIncremental(num_experiences=None)
     assert ClassIncremental(samples_per_round=None, class_order=None).num_experiences == 5
@@ -76,19 +76,19 @@ def test_none_is_refused_where_something_stands_by_default():
         ),
     ],
 )
-def test_what_is_out_of_range_is_named_with_the_range(check, message):
+def test_check_invalid_value_raises_with_the_expected_range(check, message):
     with pytest.raises(ValueError) as raised:
         check()
     assert str(raised.value) == message
 
 
-def test_the_bounds_themselves_are_in_range():
+def test_check_accepts_closed_bounds():
     at_least(0, mu=0)
     between(0, 1, alpha=0, beta=1)
     unit_interval(rho=1)
 
 
-def test_a_field_declares_its_range():
+def test_validate_fields_checks_the_declared_range():
     @dataclass
     class Momentum:
         mu: float = validated(0.9, between, 0, 1)
@@ -105,7 +105,7 @@ def test_a_field_declares_its_range():
         validate_fields(Momentum(mu="much"))
 
 
-def test_many_names_are_listed_with_their_number():
+def test_format_names_limits_the_number_of_names():
     assert format_names(range(4)) == "0, 1, 2, 3"
     assert format_names(range(1000), max_names=3) == "0, 1, 2 and 997 more"
     assert format_code_names("abcde") == "`a`, `b`, `c` and 2 more"
@@ -121,7 +121,7 @@ def classes_of_errors(kind=errors.LightningFCLError):
 CLASSES = sorted({*classes_of_errors()}, key=lambda kind: kind.__name__)
 
 
-def test_each_class_of_errors_has_a_code_and_a_built_in_base():
+def test_error_classes_have_unique_codes_and_a_built_in_base():
     codes = [vars(kind)["code"] for kind in CLASSES]
     assert len(CLASSES) > 10 and len({*codes}) == len(codes)
     for kind in CLASSES:
@@ -129,8 +129,8 @@ def test_each_class_of_errors_has_a_code_and_a_built_in_base():
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_errors_keep_what_they_tell(kind):
-    """Also where they come from another process, and where a worker of a DataLoader makes them anew."""
+def test_error_pickled_or_copied_keeps_its_attributes(kind):
+    """This also holds for errors of other processes, and for errors that a DataLoader worker creates again."""
     error = kind("Expected `a` to be 1 but got 2.", hint=" Use `a=1`.", argument="a", value=2, code="a-code")
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(one) is kind and str(one) == "Expected `a` to be 1 but got 2. Use `a=1`."
@@ -141,7 +141,7 @@ def test_errors_keep_what_they_tell(kind):
 
 
 def raised_plainly(source):
-    """The lines at which a message about what was expected is raised by a built-in class."""
+    """Yield the lines that raise an "Expected ..." message with a built-in class."""
     for node in ast.walk(ast.parse(source)):
         call = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.args:
@@ -151,14 +151,15 @@ def raised_plainly(source):
                 yield node.lineno
 
 
-def test_what_is_raised_on_purpose_has_a_class_of_ours():
+def test_expected_messages_are_raised_with_error_classes_of_the_package():
     assert [*raised_plainly("def f():\n    raise ValueError('Expected x.')")] == [2]
     assert [*raised_plainly("def f(x):\n    raise TypeError(f'Expected {x}.') from None")] == [2]
     folder = Path(errors.__file__).parent
     sources = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    # These raise `NotImplementedError` for functions that a user's subclass does not define.
     allowed = {
         Path("federation/reductions.py"),
         Path("federation/uploads.py"),
-    }  # what a class of one's own does not define is a `NotImplementedError`
+    }
     assert len(sources) > 200
     assert {path for path, source in sources.items() if [*raised_plainly(source)]} == allowed

@@ -1,4 +1,4 @@
-"""Modules of the package import each other in one direction, with annotations included."""
+"""Modules of the package have no import cycles, including imports for annotations."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ KNOWN = [{"lightning_fcl.data.client_loader", "lightning_fcl.data.stream"}]
 
 
 def read_imports(root):
-    """Return the modules that each module imports, also in functions and for annotations only."""
+    """Return the modules that each module imports, including imports in functions and for annotations."""
     paths = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in root.rglob("*.py")}
     modules = {name: path for name, path in paths.items() if path.name != "__init__.py"}
     found = {}
@@ -26,7 +26,7 @@ def read_imports(root):
 
 
 def find_cycles(imports):
-    """Return the sets of modules that import each other, directly or by others."""
+    """Return the sets of modules that import each other, directly or indirectly."""
     reached = {name: set(targets) for name, targets in imports.items()}
     changes = True
     while changes:
@@ -41,12 +41,12 @@ def find_cycles(imports):
     return [set(cycle) for cycle in cycles]
 
 
-def test_modules_import_each_other_in_one_direction():
+def test_modules_of_the_package_have_no_import_cycles():
     cycles = find_cycles(read_imports(ROOT))
     assert [cycle for cycle in cycles if cycle not in KNOWN] == []
 
 
-def test_a_cycle_is_found_by_an_annotation(tmp_path):
+def test_find_cycles_includes_imports_for_annotations(tmp_path):
     package = tmp_path / "lightning_fcl"
     package.mkdir()
     (package / "a.py").write_text(

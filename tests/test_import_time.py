@@ -1,4 +1,4 @@
-"""Models, tasks, methods and the server run with the core packages and their dependencies."""
+"""Models, tasks, methods and the server work with only the core dependencies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 @pytest.fixture(scope="module")
 def printed(install, tmp_path_factory):
-    """What the code above prints where nothing else is installed."""
+    """Return the output of the code above in an environment with only the core dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     others = install(folder, CORE)
     package = str(Path(lightning_fcl.__file__).parents[1])
@@ -81,14 +81,14 @@ def printed(install, tmp_path_factory):
 
 
 @pytest.mark.seconds
-def test_a_federation_and_a_plain_trainer_train_with_the_core_alone(printed):
+def test_training_works_with_only_the_core_dependencies(printed):
     assert "rounds 2\nepochs 4\nprojected True\n" in printed
     assert "loaded []" in printed
 
 
 @pytest.mark.seconds
-def test_other_packages_are_imported_where_they_are_used_and_named_where_they_are_missing():
-    """Commands and what they run apart: they have the whole install."""
+def test_optional_packages_are_imported_in_functions_after_a_check():
+    """Modules of commands and of drawing are skipped: they need the full installation."""
     folder = Path(lightning_fcl.__file__).parent
     known = {
         "torch",
@@ -103,7 +103,7 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     }
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
-    # Each is required before.
+    # Their callers require these packages first.
     drawing = ("charts.py", "report.py", "comparison.py", "leaderboard.py", "paper_figures.py")
     for path in folder.rglob("*.py"):
         if path.parent.name in ("cli", "runs") or path.name in drawing:
@@ -119,24 +119,25 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
             for other in {name.partition(".")[0] for name in named} - known:
                 if node in tree.body or not any(way in text for way in ("require_package(", f'find_spec("{other}"')):
                     amiss.append(f"{path.relative_to(folder)}, line {node.lineno}: {other}")
-    assert amiss == [], "import these in the function that uses them, and `errors.require_package` them there"
+    assert amiss == [], "import these packages in the function that uses them, after `require_package`"
 
 
-def test_what_is_missing_is_named(printed):
+def test_missing_package_error_names_the_package_and_pip_command(printed):
     for name, install in {"timm": "timm", "sklearn": "scikit-learn", "avalanche": "avalanche-lib"}.items():
         assert re.search(f"Expected `{name}`, which .*, but it is not installed. Run `pip install {install}`", printed)
 
 
 FITS = """
 import contextlib, io, json, sys
-sys.modules |= dict.fromkeys(["quadprog", "cvxopt", "ecos", "qpalm"])  # of a licence that not everyone can take
+sys.modules |= dict.fromkeys(["quadprog", "cvxopt", "ecos", "qpalm"])  # packages with restrictive licenses
 from lightning_fcl.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()) as said:
     main(["fit", "quickstart", "--trainer.max_epochs=1", "--out=run"])
 print(json.dumps([said.getvalue(), sorted(name for name, module in sys.modules.items() if module is not None)]))
 """
 
-# What no part of a fit of digits uses. `wandb` and the like stand in `sys.modules`, not run: their parts do not.
+# Modules that a fit of digits does not use. Some packages, such as `wandb`, are lazy modules in `sys.modules`: only
+# their submodules show that they were really imported.
 LEFT_OUT = {
     *("wandb.sdk", "qpsolvers.solvers", "gdown.download", "GPUtil.GPUtil", "jax", "jaxopt", "bs4", "requests"),
     *("sklearn", "pandas", "pooch", "timm", "optuna", "mlflow", "torchao", "onnx"),
@@ -144,8 +145,8 @@ LEFT_OUT = {
 
 
 @pytest.mark.seconds
-def test_a_first_fit_of_digits_imports_what_it_uses(tmp_path):
-    """Avalanche draws the experiences. Nothing under the GPL is imported."""
+def test_fit_of_digits_imports_only_the_packages_that_it_uses(tmp_path):
+    """Avalanche splits the classes into experiences. No package under the GPL is imported."""
     words = [sys.executable, "-c", FITS]
     environment = os.environ | {"PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1])}
     ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
@@ -155,4 +156,4 @@ def test_a_first_fit_of_digits_imports_what_it_uses(tmp_path):
     assert "avalanche.benchmarks" in loaded
     assert sorted(LEFT_OUT & set(loaded)) == []
     parts = {"wandb.sdk", "qpsolvers.solvers", "gdown.download", "GPUtil.GPUtil"}
-    assert parts == {name for name in parts if find_spec(name)}, "these have moved: name what they are now"
+    assert parts == {name for name in parts if find_spec(name)}, "these submodules were renamed, update their names"

@@ -1,4 +1,4 @@
-"""What importing the package loads, the public names, and the registration of the strategy."""
+"""Modules that importing the package loads, the public names, and the registration of the strategy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PACKAGES = [lightning_fcl, callbacks, conformance, methods, models, zoo]
 
 
 def python(code: str) -> str:
-    """Return what a fresh interpreter prints."""
+    """Return the output of code in a new interpreter."""
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-# The modules that take the longest are imported once. Each piece of code runs in a copy of the process.
+# The slowest modules are imported once. Each piece of code runs in a fork of the process.
 FORKS = """
 import os, sys
 import torch, torchmetrics, torchvision
@@ -53,7 +53,7 @@ ORDERS = [
 
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
-    """Return what a process prints for each order of imports, one line each."""
+    """Return the output of a process for each order of imports, one line each."""
     codes = [
         f"""{order}
 print('lightning_fcl.simulation.strategy' in sys.modules, end=" ")
@@ -73,19 +73,19 @@ print({OTHERS} & set(sys.modules))"""
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("order", ORDERS)
-def test_strategy_is_registered_after_any_import_and_imported_when_used(printed: list[str], order: str):
+def test_strategy_any_import_order_is_registered_and_imported_on_use(printed: list[str], order: str):
     assert len(printed) == len(ORDERS)
     assert printed[ORDERS.index(order)] == "False True [] True set()"
 
 
 @pytest.mark.seconds
-def test_strategy_can_be_used_by_a_barebones_trainer_of_the_package_lightning():
+def test_strategy_works_in_a_barebones_trainer():
     code = "import lightning as L, lightning_fcl; print(L.Trainer(strategy='federated', barebones=True).strategy)"
     assert "FederatedStrategy" in python(code)
 
 
 @pytest.mark.seconds
-def test_looking_for_lightning_without_importing_it_keeps_the_registration():
+def test_find_spec_of_lightning_keeps_the_registration():
     code = "import lightning_fcl, importlib.util, sys\n"
     code += "found = importlib.util.find_spec('lightning.pytorch.strategies'); assert found.origin, found\n"
     code += (
@@ -94,7 +94,7 @@ def test_looking_for_lightning_without_importing_it_keeps_the_registration():
     assert python(code).endswith("FederatedStrategy")
 
 
-def test_importing_the_package_takes_little_time_and_loads_neither_torch_nor_lightning():
+def test_import_is_fast_and_loads_neither_torch_nor_lightning():
     code = "import sys, time; began = time.process_time(); import lightning_fcl; took = time.process_time() - began\n"
     code += "import lightning_fcl.callbacks, lightning_fcl.methods, lightning_fcl.models, lightning_fcl.data\n"
     code += "import lightning_fcl.cli, lightning_fcl.federation, lightning_fcl.evaluation, lightning_fcl.io\n"
@@ -104,16 +104,16 @@ def test_importing_the_package_takes_little_time_and_loads_neither_torch_nor_lig
     assert min(float(took) for _, took in ended) < 0.4
 
 
-def test_help_takes_little_time_and_loads_neither_torch_nor_lightning():
+def test_help_is_fast_and_loads_neither_torch_nor_lightning():
     code = "import sys, time\nfrom lightning_fcl.cli.main import main\ntry: main(['--help'])\n"
     code += "except SystemExit: print(time.process_time(), sorted({'torch', 'lightning'} & set(sys.modules)))"
     ended = [python(code).splitlines()[-1].split(" ", 1) for _ in range(3)]
     assert {loaded for _, loaded in ended} == {"[]"}
-    assert min(float(took) for took, _ in ended) < 0.5  # since the process was started
+    assert min(float(took) for took, _ in ended) < 0.5  # since the start of the process
 
 
 def stub_names(package: str) -> set[str]:
-    """Return the names that a package's stub imports, with those of the packages that it imports all names of."""
+    """Return the names that a package's stub imports, including the names of star imports."""
     stub = Path(importlib.import_module(package).__file__ or "").with_suffix(".pyi")
     nodes = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in nodes for alias in node.names}
@@ -124,7 +124,7 @@ def stub_names(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_names_of_a_stub_are_the_names_at_run_time(package):
+def test_stub_names_equal_the_names_at_run_time(package):
     names = stub_names(package.__name__)
     listed = {*package.__all__}
     assert listed == ({*dir(package)} if package is not callbacks else names - FOR_AUTHORS)
@@ -135,7 +135,7 @@ def test_names_of_a_stub_are_the_names_at_run_time(package):
         assert getattr(sys.modules[value.__module__], name) is value
 
 
-def test_callbacks_list_all_methods_but_not_the_names_for_authors():
+def test_callbacks_export_methods_without_helpers_for_authors():
     assert {*methods.__all__} - {*callbacks.__all__} == FOR_AUTHORS
     assert {*callbacks.__all__} - {*methods.__all__} == {
         *("ActivationDensity", "BaseSession", "ContinualMetrics", "FederatedProgressBar", "Pretrain")
@@ -144,20 +144,20 @@ def test_callbacks_list_all_methods_but_not_the_names_for_authors():
 
 
 @pytest.mark.seconds
-def test_all_names_are_imported_at_once_if_the_environment_asks_for_it():
+def test_eager_import_variable_imports_all_names():
     code = "import os; os.environ['EAGER_IMPORT'] = '1'\nimport lightning_fcl, lightning_fcl.callbacks as c\n"
     code += "print({*lightning_fcl.__all__} <= {*vars(lightning_fcl)}, 'ContinualMetrics' in vars(c))"
     assert python(code) == "True True"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_unknown_name_is_no_attribute(package):
+def test_unknown_name_is_not_an_attribute(package):
     assert not hasattr(package, "Nothing")
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_type_checkers_see_the_real_type_of_every_name(tmp_path):
+def test_mypy_infers_the_type_of_every_public_name(tmp_path):
     names = [f"{package.__name__}.{name}" for package in PACKAGES for name in sorted(package.__all__)]
     lines = [f"import {package.__name__}" for package in PACKAGES] + [f"reveal_type({name})" for name in names]
     lines.append("lightning_fcl.callbacks.Nothing")
@@ -174,7 +174,7 @@ def test_type_checkers_see_the_real_type_of_every_name(tmp_path):
     assert len(errors) == 1 and 'has no attribute "Nothing"' in errors[0], errors
 
 
-def test_short_class_names_are_found_in_recipes():
+def test_recipe_short_class_names_are_resolved():
     from lightning_fcl.runs.fit import resolve_recipe
     from lightning_fcl.runs.recipe import Recipe
 

@@ -60,7 +60,7 @@ def fit(callback, folder):
 
 
 def end_worker(start_method):
-    """A process of a loader ends with code 1 when it collates the sample 1."""
+    """End a worker process of a DataLoader with exit code 1 when it collates the sample 1."""
     list(DataLoader([1], batch_size=None, collate_fn=os._exit, num_workers=1, multiprocessing_context=start_method))
 
 
@@ -80,15 +80,15 @@ def vectorize(function):
 
 
 def case(kind, name, raises, provoke, groups=(), names=None, marks=()):
-    """A call that raises an error of a kind.
+    """Return a test case: a call that raises an error of a kind.
 
     Args:
-        kind: The kind.
+        kind: Kind of the error.
         name: Name of the case.
         raises: Class of the error.
-        provoke: The call, with a folder as its argument.
-        groups: The text with which each group of the match begins.
-        names: A text that each named group contains, for a pattern with names.
+        provoke: Function that raises the error. Its argument is a folder.
+        groups: Prefix of the text of each group of the match.
+        names: Part of the text of each named group, for a pattern with named groups.
         marks: Marks of the test.
     """
     return pytest.param(kind, raises, provoke, groups, names or {}, id=f"{kind.name}-{name}", marks=marks)
@@ -178,12 +178,12 @@ CASES = [
 ]
 
 
-def test_each_kind_has_a_case():
+def test_library_error_kinds_all_have_a_case():
     assert {one.values[0] for one in CASES} == {*LibraryError}
 
 
 @pytest.mark.parametrize(("kind", "raises", "provoke", "groups", "names"), CASES)
-def test_an_error_of_the_installed_version_matches_one_kind(kind, raises, provoke, groups, names, tmp_path):
+def test_library_error_of_the_installed_version_matches_one_kind(kind, raises, provoke, groups, names, tmp_path):
     with warnings.catch_warnings(), pytest.raises(raises) as raised:
         warnings.simplefilter("ignore")
         provoke(tmp_path)
@@ -199,13 +199,13 @@ def test_an_error_of_the_installed_version_matches_one_kind(kind, raises, provok
 
 
 @pytest.mark.parametrize("callback", [LearningRateMonitor, ModelCheckpoint])
-def test_other_errors_match_no_kind(callback):
+def test_match_error_unrelated_error_matches_no_kind(callback):
     with pytest.raises((MisconfigurationException, TypeError, ValueError)) as raised:
         callback("nonsense") if callback is LearningRateMonitor else callback(save_top_k=-2)
     assert [one for one in LibraryError if match_error(raised.value, one)] == []
 
 
-def test_lines_for_messages():
+def test_first_line_and_one_line_shorten_error_texts():
     error = ValueError(cleandoc("\n  first:\n    - second\n\n  third.\n"))
     assert first_line(error) == "first:"
     assert first_line(error, 3) == "fir"

@@ -1,4 +1,4 @@
-"""Randomness by keys: every generator, and every part of a key."""
+"""Random seeds that are derived from keys: they seed every generator, and depend on every part of a key."""
 
 import random
 
@@ -13,13 +13,14 @@ def drawn(*parts):
     return torch.rand(4).tolist(), np.random.rand(4).tolist(), [random.random() for _ in range(4)]
 
 
-def test_torch_numpy_and_python_begin_anew():
+def test_seed_all_reseeds_torch_numpy_and_python():
     first, other, again = drawn(0, "a", 3), drawn(0, "a", 4), drawn(0, "a", 3)
     assert first == again
     assert all(one != two for one, two in zip(first, other, strict=True))
 
 
-def test_where_a_part_of_a_key_ends_counts():
+def test_derive_seed_depends_on_boundaries_of_key_parts():
     keys = [(1, "23"), (12, "3"), (1, "2", "3"), (123,), (0, "a", "b"), (0, "ab"), (0, "b", "a")]
     assert len({derive_seed(*key) for key in keys}) == len(keys)
-    assert derive_seed(0, "client1", 3) == 56026877480392164  # SHA-256 by hand: the same on every machine
+    # The expected value was computed from SHA-256 separately. It is the same on every machine.
+    assert derive_seed(0, "client1", 3) == 56026877480392164

@@ -24,7 +24,7 @@ from lightning_fcl.io.paths import safe_join
 NAMES = runpy.run_path(str(Path(__file__).with_name("untrusted_names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
 WHOLE = hashlib.sha256(b"whole").hexdigest()
-REFUSED = "Expected a plain name of something inside .*Use a name of letters"
+REFUSED = "Expected the name of a file or folder inside .*Use a name of letters"
 
 
 @pytest.mark.parametrize("name", EVIL, ids=lambda name: ascii(name)[:40])

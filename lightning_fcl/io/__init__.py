@@ -1,4 +1,4 @@
 """Input and output: atomic writes, locks, paths, checksums, checks before reading, safe YAML, downloads, checkpoints.
 
-What never belongs here: the content of data sets, weights or records.
+This package does not interpret the content of datasets, weights or records.
 """

@@ -1,8 +1,8 @@
-"""Atomic writes, locks, and temporary directories that are removed with their owner.
+"""Atomic writes, locks, and temporary folders that are removed with their owner.
 
 A file is written under a temporary name and then renamed, so that an interruption leaves no half-written file.
-Temporary files and directories are locked while their owner runs. The next process takes over or removes what a killed
-process has left.
+Temporary files and folders are locked while their owner runs. If a process is killed, the next process reuses or
+removes its temporary files.
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ if sys.platform != "win32":
     import fcntl
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors for which the fix is another folder, or other permissions.
 _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 _CLOSED |= {errno.ENAMETOOLONG}
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that synchronize no folders
+# Errors of file systems that cannot synchronize folders.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
-_temporary: set[Path] = set()  # what a sudden end must not leave behind
+# Files and folders of this process that `remove_temporary` deletes.
+_temporary: set[Path] = set()
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_temporary.clear)  # it is the parent's
+    # The files and folders belong to the parent process.
+    os.register_at_fork(after_in_child=_temporary.clear)
 
 
 @contextmanager
 def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, and rename it to ``path`` if the block raises no error.
+    """Yield a temporary path in the folder of ``path``, and rename it to ``path`` if the block raises no error.
 
     Args:
-        path: The path of the file.
-        size: The number of bytes of the file, for the message about a full disk.
-        sync: Whether the file survives a power failure from here on. Otherwise, call `sync_files` later.
+        path: Path of the file.
+        size: Size of the file in bytes, for the message about a full disk.
+        sync: Whether the file must survive a power failure from then on. Otherwise, call `sync_files` later.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_error_context(path, size):
-        if (descriptor := _lock(temporary)) is None:  # others may write the same
+        # Without locks, other processes could write the same temporary file, so the name contains the process ID.
+        if (descriptor := _lock(temporary)) is None:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.unlink(missing_ok=True)  # a link, perhaps
+            temporary.unlink(missing_ok=True)  # the path could be a symbolic link
         _temporary.add(temporary)
         try:
             yield temporary
@@ -68,26 +73,36 @@ def atomic_path(path: Path, size: int | None = None, sync: bool = True) -> Itera
 
 @contextmanager
 def disk_error_context(
-    path: Path, size: int | None = None, remedy: str = "go on from the newest checkpoint"
+    path: Path, size: int | None = None, remedy: str = "resume from the newest checkpoint"
 ) -> Iterator[None]:
-    """Say in one message where a disk does not let something be written, and what to do."""
+    """Convert errors of the disk to one error that explains why a path cannot be written, and how to fix it.
+
+    Args:
+        path: Path to be written.
+        size: Required size in bytes, for the message about a full disk.
+        remedy: Action for the hint after "Free disk space, then".
+
+    Raises:
+        DiskFullError: If the disk is full, or the disk quota is reached.
+        FileAccessError: If the path cannot be written, for example without permission.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            space = "more room" if size is None else f"{size:,} bytes"
+            space = "more" if size is None else f"{size:,} bytes of"
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
             raise DiskFullError(
-                f"Expected {space} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
-                "Nothing that was there is lost.",
-                hint=f"Make room, then {remedy}.",
+                f"Expected {space} free disk space for {path}, but the disk is full or the disk quota is reached: "
+                f"{free:,} bytes are free. No existing data is lost.",
+                hint=f"Free disk space, then {remedy}.",
                 value=path,
             ) from error
         if error.errno in _CLOSED:
-            cache_hint = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
+            cache_hint = " (set LIGHTNING_FCL_CACHE)" if path.is_relative_to(cache_folder()) else ""
             raise FileAccessError(
-                f"Expected to write {path} but got: {error}.",
-                hint=f"Create its folder, with permission to write, or use another folder{cache_hint}.",
+                f"Expected to write {path}, but got: {error}.",
+                hint=f"Create the parent folder with write permission, or use another folder{cache_hint}.",
                 value=path,
             ) from error
         raise
@@ -95,7 +110,10 @@ def disk_error_context(
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Let one process at a time do something, while the others wait: a file is made for as long, and locked."""
+    """Hold an exclusive lock on a path during the block. Other processes wait for the lock.
+
+    The lock file is created before the block and removed after it.
+    """
     with disk_error_context(path):
         descriptor = _lock(path)
     try:
@@ -115,7 +133,7 @@ def write_atomic(path: Path, content: str | bytes, sync: bool = True) -> Path:
 
 
 def append(path: Path, size: int, data: bytes) -> None:
-    """Write data behind the first ``size`` bytes of a file, in place of all bytes that follow them."""
+    """Write data after the first ``size`` bytes of a file. All later bytes of the file are replaced."""
     with disk_error_context(path, len(data)):
         is_new = not path.exists()
         path.touch()
@@ -130,9 +148,9 @@ def append(path: Path, size: int, data: bytes) -> None:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Let files that were written without ``sync`` survive a power failure. A file that was removed is skipped.
+    """Make files that were written with ``sync=False`` survive a power failure.
 
-    Each folder is synchronized once.
+    Removed files are skipped. Each folder is synchronized once.
     """
     folders = set()
     for path in paths:
@@ -144,9 +162,9 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the entries of a folder, from the memory of the system to the disk."""
+    """Flush a file, or the entries of a folder, from the cache of the operating system to the disk."""
     is_folder = path.is_dir()
-    if is_folder and sys.platform == "win32":  # folders cannot be opened there
+    if is_folder and sys.platform == "win32":  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
@@ -160,9 +178,13 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Let no other process train in a run's folder until the end of the block, or that of this process."""
+    """Prevent other processes from training in the folder of a run until the block or this process ends.
+
+    Raises:
+        InvalidValueError: If another process is training in the folder.
+    """
     path = folder.resolve() / _LOCK
-    if sys.platform == "win32" or path in _temporary:  # it is this process's already
+    if sys.platform == "win32" or path in _temporary:  # this process already holds the lock
         yield
         return
     with disk_error_context(folder):
@@ -181,30 +203,37 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 class TemporaryFolder:
-    """A folder below the system's temporary one that goes with its owner, at the latest when its process ends.
+    """A folder in the system's temporary directory that is removed with its owner, at the latest when the process ends.
 
-    Those of owners that were killed go when the next is made.
+    Folders of killed processes are removed when the next temporary folder is created.
+
+    Args:
+        name: Part of the name of the folder.
+
+    Attributes:
+        path: Path of the folder.
     """
 
     def __init__(self, name: str) -> None:
         _sweep(Path(tempfile.gettempdir()))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-"))
-            with suppress(FileNotFoundError):  # another has swept it before it was locked
+            with suppress(FileNotFoundError):  # another process may remove the folder before it is locked
                 descriptor = _lock(self.path / _LOCK)
                 break
         _temporary.add(self.path)
         self._finalizer = weakref.finalize(self, _leave, self.path, descriptor)
 
     def cleanup(self) -> None:
+        """Remove the folder now."""
         self._finalizer()
 
 
 @contextmanager
 def private_temporary_folder() -> Iterator[None]:
-    """Let all that this process and its children write for a while, other libraries too, lie in one folder of its own.
+    """Temporarily use a new folder as the temporary directory of this process, its child processes and other libraries.
 
-    So it goes with the process, or is swept if that was killed.
+    The folder is removed after the block. If the process is killed, a later process removes the folder.
     """
     folder, previous_tmpdir = TemporaryFolder("run"), os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
@@ -218,7 +247,7 @@ def private_temporary_folder() -> Iterator[None]:
 
 
 def remove_temporary() -> None:
-    """Remove this process's temporary files and folders: before an end at which nothing else is done."""
+    """Remove the temporary files and folders of this process. Call this before an exit without other cleanup."""
     for path in [*_temporary]:
         _remove(path)
 
@@ -232,18 +261,18 @@ def _remove(path: Path) -> None:
 
 
 def _leave(path: Path, descriptor: int | None) -> None:
-    if path in _temporary:  # a forked process has its parent's finalizers
+    if path in _temporary:  # a forked process inherits the finalizers of its parent
         _remove(path)
     if descriptor is not None:
         os.close(descriptor)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of killed owners: those of this user that are locked by nobody."""
+    """Remove the temporary folders of killed processes of the current user. Their locks are free."""
     if sys.platform == "win32":
         return
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # its owner lives, or it has gone meanwhile
+        with suppress(OSError):  # the owner is running, or has removed the folder in the meantime
             if folder.lstat().st_uid != os.getuid():
                 continue
             descriptor = os.open(folder / _LOCK, os.O_RDWR)
@@ -255,23 +284,23 @@ def _sweep(parent: Path) -> None:
 
 
 def _lock(path: Path, wait: bool = True) -> int | None:
-    """Make a file and lock it until its descriptor is closed, at the latest when this process ends.
+    """Create and lock a file until its descriptor is closed, at the latest when this process ends.
 
-    None: the system knows no locks, or not for this place.
+    Return the descriptor, or None if the system or the file system does not support locks.
     """
     if sys.platform == "win32":
         return None
     while True:
-        if path.is_symlink():  # what is written goes into this file, and into no other
+        if path.is_symlink():  # writing must not change the target of a link
             path.unlink()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(descriptor, 200).decode(errors="replace") or "another one"
+            owner = os.read(descriptor, 200).decode(errors="replace") or "with unknown ID"
             os.close(descriptor)
             raise InvalidValueError(
-                f"Expected {path.parent} to be trained in by one process but process {owner} does so now.",
+                f"Expected one process to train in {path.parent}, but process {owner} is already training there.",
                 hint="Wait until that process ends, or use another folder with `--out`.",
             ) from None
         except OSError:
@@ -280,4 +309,4 @@ def _lock(path: Path, wait: bool = True) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
-        os.close(descriptor)  # its owner has renamed or removed it before it could be locked
+        os.close(descriptor)  # the owner renamed or removed the file before it was locked, so try again

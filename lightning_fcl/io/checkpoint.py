@@ -1,4 +1,4 @@
-"""Checkpoints come in: from a file or from afar, verified, as tensors and plain values."""
+"""Finding, downloading and reading checkpoints. Checksums are verified, and only tensors and plain values are read."""
 
 import os
 import pickletools
@@ -22,14 +22,20 @@ _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?",
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """The file of a checkpoint; ``https://host/name.ckpt#sha256=...`` is downloaded, verified and kept in a cache."""
+    """Return the local path of a checkpoint.
+
+    A URL such as ``https://host/name.ckpt#sha256=...`` is downloaded to the cache and verified.
+
+    Raises:
+        InvalidValueError: If a URL has no SHA-256 checksum.
+    """
     remote = _REMOTE.fullmatch(str(path))
     if remote is None:
         return Path(path)
     url, digest = remote["url"], remote["digest"]
     if not digest:
         raise InvalidValueError(
-            f"Expected a checkpoint from afar to tell its SHA-256 but got {path}.",
+            f"Expected the URL of a checkpoint to end in its SHA-256 checksum, but got {path}.",
             hint="Append `#sha256=` and the 64 digits of the checksum, or download the file and pass its path.",
             argument="sha256",
             value=path,
@@ -39,7 +45,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
 
 def require_checkpoint_file(path: str | Path) -> Path:
-    """The file of a checkpoint, which is refused if there is none."""
+    """Return the local path of a checkpoint, or raise MissingFileError if there is no such file."""
     file = resolve_checkpoint(path)
     if not file.exists():
         raise MissingFileError(f"Expected a checkpoint at {path} but there is none.", hint=_instead(file), value=path)
@@ -47,9 +53,18 @@ def require_checkpoint_file(path: str | Path) -> Path:
 
 
 def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, if it is a whole one of tensors and plain values.
+    """Return the content of a checkpoint after checking the file.
 
-    torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
+    The checksums in the file are verified because torch does not verify them. Otherwise, a number that has changed on
+    the disk would be loaded silently.
+
+    Args:
+        reader: Function that reads the open file, such as `torch.load`.
+        path: Path or URL of the checkpoint.
+
+    Raises:
+        MissingFileError: If there is no such file.
+        DamagedFileError: If the file is damaged, too large, or has no ``state_dict``.
     """
     file = require_checkpoint_file(path)
     try:
@@ -59,10 +74,10 @@ def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -
             checkpoint = reader(checkpoint_file)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
-    except Exception as error:  # whatever a damaged file makes of its reader
+    except Exception as error:  # a damaged file can cause any error in the reader
         raise DamagedFileError(
-            f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it ("
-            f"{first_line(error)}).",
+            f"Expected an undamaged checkpoint of tensors and plain values at {path}, but could not read it "
+            f"({first_line(error)}).",
             hint=error.hint if isinstance(error, LimitError) else _instead(file),
             value=path,
         ) from error
@@ -70,23 +85,27 @@ def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -
 
 
 def check_zip(file: BufferedReader) -> None:
-    """Raise an error if a checksum in a zip file is wrong, or if the file claims to be larger than is plausible."""
+    """Raise an error if a checksum in a zip file is wrong, or if the unpacked content exceeds the limit of size."""
     with ZipFile(file) as archive:
         check_members(archive, os.fstat(file.fileno()).st_size)
         damaged = archive.testzip()
     if damaged is not None:
-        raise BadZipFile(f"{damaged} has another checksum")
+        raise BadZipFile(f"{damaged} has a wrong checksum")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The whole checkpoint of the latest step in a folder, whatever the time of its file; None: there is none."""
+    """Return the undamaged checkpoint of the latest epoch and step in a folder, or None if there is none.
+
+    The modification time of the files is used only for checkpoints of the same step.
+    """
     moments = {}
     for path in folder.glob("*.ckpt"):
-        with suppress(Exception):  # whatever a damaged file makes of its reader
+        with suppress(Exception):  # a damaged file can cause any error in its reader
             with open_file(path) as file, ZipFile(file) as archive:
                 check_zip(file)
                 content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-            first = islice(pickletools.genops(content), 12)  # epoch and step stand there; nothing is made of them
+            # The first operations of the pickle contain epoch and step. They are listed without being executed.
+            first = islice(pickletools.genops(content), 12)
             words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
             state = dict(pairwise(words))
             step = (int(state.get(name, -1)) for name in ("epoch", "global_step"))
@@ -95,18 +114,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def get_run_checkpoint(run: Path) -> Path:
-    """Return the newest checkpoint of a run.
+    """Return the newest undamaged checkpoint of a run.
 
     Raises:
-        MissingFileError: If the run's folder, its recipe or all checkpoints are missing.
-        DamagedFileError: If no checkpoint can be read.
+        MissingFileError: If the run's folder, its recipe or every checkpoint is missing.
+        DamagedFileError: If there are checkpoints, but all of them are damaged.
     """
     folder = run / "checkpoints"
     if not run.is_dir():
         description = "a file" if run.exists() else "no such folder"
         raise MissingFileError(
             f"Expected the folder of a run at {run} but found {description}.",
-            hint="Pass the folder that `lightning-fcl fit` wrote to, as in `runs/fit`.",
+            hint="Pass the folder that `lightning-fcl fit` wrote to, such as `runs/fit`.",
             value=run,
         )
     if not (run / "config.yaml").is_file():
@@ -119,14 +138,14 @@ def get_run_checkpoint(run: Path) -> Path:
     train = f"Train the recipe in another folder: lightning-fcl fit --config {run / 'config.yaml'} --out FOLDER."
     if checkpoint is None and damaged:
         raise DamagedFileError(
-            f"Expected a whole checkpoint in {folder} but all are damaged: "
+            f"Expected an undamaged checkpoint in {folder}, but all are damaged: "
             f"{format_names(path.name for path in damaged)}.",
             hint=train,
             value=run,
         )
     if checkpoint is None:
         raise MissingFileError(
-            f"Expected a checkpoint in {folder} but found none.",
+            f"Expected a checkpoint in {folder}, but found none.",
             hint=train,
             value=run,
         )
@@ -134,6 +153,6 @@ def get_run_checkpoint(run: Path) -> Path:
 
 
 def _instead(file: Path) -> str:
-    """Return the hint for a checkpoint that cannot be used."""
+    """Return a hint that names another checkpoint to use."""
     newest = newest_checkpoint(file.parent)
-    return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest whole one there."
+    return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest undamaged one there."

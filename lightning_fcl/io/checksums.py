@@ -13,17 +13,21 @@ _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 checksum of a file in hexadecimal digits."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
+    """Return the SHA-256 checksum of each file in a list, by name of the file.
+
+    The list itself needs no checksum: if it is damaged, its checksums do not match the files.
+    """
     lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:
         if not _SUM.fullmatch(line):
             raise InvalidValueError(
-                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
+                f"Expected a file name and its SHA-256 checksum in each line of {path}, but got {line[:100]!r}.",
                 hint=REDOWNLOAD_HINT,
                 value=path,
             )
@@ -31,13 +35,15 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def write_checksums(path: Path, digests: Mapping[str, str]) -> Path:
+    """Write a list of SHA-256 checksums by name of the file, and return its path."""
     return write_atomic(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
 
 
 def check_digest(path: Path, digest: str) -> None:
+    """Raise InvalidValueError if the SHA-256 checksum of a file differs from the published one."""
     if sha256(require_file(path, "", "Get the file again.")) != digest:
         raise InvalidValueError(
-            f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
+            f"Expected {path} to match its published checksum, but its checksum differs: the file is damaged.",
             hint=REDOWNLOAD_HINT,
             value=path,
         )

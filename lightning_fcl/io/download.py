@@ -1,4 +1,4 @@
-"""Where files come from, how they are found on disk or fetched from afar, and what is told where they are missing."""
+"""Verified downloads, and sources of files such as datasets: their layouts on disk, and hints if files are missing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from lightning_fcl.validation import require_package
 
 
 def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
-    """The file of a URL, if it is of the digest; one that is here and whole is not asked for again.
+    """Download a file, verify its checksum, and return its path. A file that is complete is not downloaded again.
 
-    Another one that is here stays until this one has come, whole.
+    An existing file with another checksum is kept until the download is complete.
 
     Args:
-        next_step: What is to be done with a file that was downloaded by hand.
+        url: URL of the file.
+        path: Path to write the file to.
+        digest: Checksum of the file, SHA-256 or with the algorithm as in ``"md5:..."``.
+        next_step: Continuation of the hint to download the file by hand, such as " and run a command to unpack it".
+
+    Raises:
+        ConnectionFailedError: If the download fails, or if a download is needed in offline mode.
+        InvalidValueError: If the downloaded file has another checksum.
     """
     pooch = require_package("pooch", "downloads files and verifies them")
     requests = require_package("requests", "downloads files")
@@ -32,24 +39,24 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
         settings = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
         if any(setting.lower() not in ("", "0", "false", "no") for setting in settings):
             raise ConnectionFailedError(
-                f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not.",
+                f"Expected {path} to exist because offline mode forbids downloads, but the file is missing or differs.",
                 hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or download {url} to this path by hand.",
                 value=path,
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        pooch.get_logger().setLevel("WARNING")  # the bar shows it
+        pooch.get_logger().setLevel("WARNING")  # the progress bar already shows the download
         downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=30)
         try:
             pooch.retrieve(url, digest, path.name, path.parent, downloader=downloader)
         except requests.RequestException as error:
             raise ConnectionFailedError(
-                f"Expected to download {url} but got: {error}.",
+                f"Expected to download {url}, but got: {error}.",
                 hint=f"Try again, or download it by hand to {path}{next_step}.",
                 value=url,
             ) from error
         except ValueError as error:
             raise InvalidValueError(
-                f"Expected the file of digest {digest} from {url} but got: {error}. Nothing of it is kept.",
+                f"Expected a file with the digest {digest} from {url}, but got: {error}. The download was deleted.",
                 hint="Try again. If the file has changed, ask its publisher for the new digest.",
                 argument="sha256",
                 value=digest,
@@ -58,20 +65,21 @@ def download(url: str, path: Path, digest: str, next_step: str = "") -> Path:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """The folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache."""
+    """Return the folder of the datasets: the argument, ``LIGHTNING_FCL_DATA``, or a folder in the user's cache."""
     folder = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
     return Path(folder).expanduser()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One form in which files lie on disk: a file by its name, or a folder by what is in it.
+    """One layout of files on disk: a file with a given name, or a folder with given content.
 
     Args:
-        paths: Paths below the root, the first that fits counts; ``"."`` is the root itself.
-        markers: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
-            Without any, the place is a file.
-        required_file: Regular expression that the whole path of a match, below the folder, must fit as well.
+        name: Name of the layout.
+        paths: Paths relative to the root. The first path that matches is used. ``"."`` is the root itself.
+        markers: Glob patterns of files in the folder. Each of them must match. ``|`` separates alternatives in a
+            pattern. Without markers, the layout is a single file.
+        required_file: Regular expression for the path of a match relative to the folder. Must match the whole path.
     """
 
     name: str
@@ -80,7 +88,7 @@ class Layout:
     required_file: str = ".*"
 
     def find(self, root: Path) -> Path | None:
-        """The first place below a root where this layout is; None if it is nowhere."""
+        """Return the first path below a root that has this layout, or None."""
         return next((root / place for place in self.paths if self._fits(root / place)), None)
 
     def _fits(self, location: Path) -> bool:
@@ -93,17 +101,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of a publisher, a data set for example: what they are, where they come from, and how they lie on disk.
+    """A source of files such as a dataset: its license, its download and its layouts on disk.
 
     Args:
-        title: What messages call them, such as "the ORL faces".
-        url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
-        layouts: The layouts that can be read, the preferred first.
-        expected_files: Names of what the folder of the data sets may hold, for messages.
-        digest: SHA-256 of the file at `url`, or another digest as in ``"md5:..."``; without one nothing is downloaded.
-        archive: Where the download is put, below the root.
-        folder: What is unpacked of the archive, which is deleted then; empty: the archive is kept as it is.
-        manual_steps: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
+        name: Name of the source in commands.
+        title: Name of the files in messages, such as "the ORL faces".
+        content: Description of the files.
+        license: License of the files.
+        citation: Citation of the files.
+        url: URL of the file to download. Without a digest, the page that offers the files. Empty if another package
+            contains the files.
+        size: Size of the download.
+        layouts: Layouts that can be read, the preferred layout first.
+        expected_files: Names of files that the folder of the datasets can contain, for messages.
+        digest: SHA-256 of the file at ``url``, or another digest as in ``"md5:..."``. Empty for no download.
+        archive: Path of the download relative to the root.
+        folder: Folder to unpack from the archive. The archive is deleted afterwards. Empty to keep the archive packed.
+        manual_steps: Hint for files that cannot be downloaded. ``{url}`` and ``{root}`` are replaced.
     """
 
     name: str
@@ -122,7 +136,7 @@ class Source:
 
     @classmethod
     def read(cls, path: Path) -> dict[str, Source]:
-        """The sources that a YAML file tells, by name."""
+        """Return the sources that a YAML file defines, by name."""
         sources = {}
         for name, source_fields in read_yaml(path).items():
             layouts = tuple(
@@ -133,7 +147,13 @@ class Source:
         return sources
 
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:
-        """The name of the first layout that is on disk, and its file or folder, which is not read."""
+        """Return the name of the first layout that exists on disk, and the path of its file or folder.
+
+        The files are not read.
+
+        Raises:
+            MissingFileError: If no layout exists on disk.
+        """
         root = data_root(root)
         for layout in self.layouts:
             if location := layout.find(root):
@@ -142,14 +162,17 @@ class Source:
         if self.expected_files:
             hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.expected_files}"
         raise MissingFileError(
-            f"Expected {self.title} below `root` but found nothing in {root}.",
+            f"Expected {self.title} below `root`, but found nothing in {root}.",
             hint=f"{hint}.",
             argument="root",
             value=root,
         )
 
     def download(self, root: str | Path | None = None) -> Path:
-        """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
+        """Download, verify and unpack the files, and return their path.
+
+        Existing files are not downloaded again. An interrupted download leaves no incomplete files.
+        """
         root = data_root(root)
         if not self.digest:
             return self.find(root)[1]
@@ -162,13 +185,14 @@ class Source:
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-                # Verified as it is, it may hold no more than folders need; nothing leads out of where it is put.
+                # The verified archive is trusted not to fill the disk. The filter for tar files, and shutil for zip
+                # files, prevent writing outside of the scratch folder.
                 shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
                 (Path(scratch) / self.folder).rename(target)
-        except Exception as error:  # whatever a damaged archive makes of its reader
+        except Exception as error:  # a damaged archive can cause any error in its reader
             raise FileAccessError(
-                f"Expected to unpack {archive} to {target} but got: {error}.",
-                hint=f"Make room, or delete {target}, and run {self.command} again.",
+                f"Expected to unpack {archive} to {target}, but got: {error}.",
+                hint=f"Free disk space, or delete {target}, and run {self.command} again.",
                 value=archive,
             ) from error
         archive.unlink()
@@ -176,10 +200,11 @@ class Source:
 
     @property
     def command(self) -> str:
+        """Command that downloads the files, for messages."""
         return f"`lightning-fcl data download {self.name}`"
 
     @property
     def remedy(self) -> str:
-        """What to do with a damaged copy, for messages."""
+        """Hint for a damaged copy of the files."""
         action = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
         return f"Delete this copy and {action}."

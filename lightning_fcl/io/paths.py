@@ -1,4 +1,4 @@
-"""Paths that stay inside their directory, and the cache directory."""
+"""Paths that cannot lead out of their folder, and the cache folder."""
 
 import os
 import re
@@ -7,24 +7,30 @@ from unicodedata import is_normalized
 
 from lightning_fcl.errors import InvalidValueError
 
-_LONGEST = 240  # bytes of a name: that of a temporary file beside it is a little longer
+# Maximum length of a name in bytes. File systems allow 255, and temporary files have longer names.
+_LONGEST = 240
 _PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
 
 
 def cache_folder() -> Path:
-    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache."""
+    """Return the folder for downloads: ``LIGHTNING_FCL_CACHE``, or a folder in the user's cache."""
     return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
 
 
 def safe_join(folder: Path, *names: object) -> Path:
-    """The path of what a file or a message names, if it lies in its folder.
+    """Return the path of a name inside a folder. The name can come from an untrusted file or message.
 
-    A name, or each of several with ``/`` between them, is one that every system takes for itself alone: no ``..``, no
-    drive, nothing that is not printed, no space or dot at its end, in Unicode's form NFKC, of at most 240 bytes.
+    Each part of a name must mean the same file on every operating system. A part is rejected if it is ``..``, has a
+    drive or a character that is not printable, ends in a space or a dot, is not in Unicode form NFKC, or has more than
+    240 bytes.
 
     Args:
-        folder: The folder. It may be a link itself, but no link in it may lead out of it.
+        folder: The folder. It can be a link itself, but no link inside the folder may lead out of it.
+        *names: Names to join. A name can contain several parts with ``/`` between them.
+
+    Raises:
+        InvalidValueError: If a name is invalid, or if the path is not inside the folder.
     """
     parts = [part for name in names for part in (name.split("/") if isinstance(name, str) else [name])]
     plain = [part for part in parts if isinstance(part, str) and _is_plain(part)]
@@ -32,9 +38,9 @@ def safe_join(folder: Path, *names: object) -> Path:
     root, real = os.path.realpath(folder), os.path.realpath(path)
     if plain != parts or real == root or not Path(real).is_relative_to(root):
         raise InvalidValueError(
-            f"Expected a plain name of something inside {folder} but got {'/'.join(map(str, names))[:300]!r}, which "
-            "may be taken for another or leads elsewhere.",
-            hint="Use a name of letters, digits, `_` and `-` that is no link to another folder.",
+            f"Expected the name of a file or folder inside {folder}, but got {'/'.join(map(str, names))[:300]!r}, "
+            "which is ambiguous or leads out of the folder.",
+            hint="Use a name of letters, digits, `_` and `-` that is not a link to another folder.",
             argument="name",
             value="/".join(map(str, names)),
         )
@@ -42,6 +48,6 @@ def safe_join(folder: Path, *names: object) -> Path:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it is one name, and the same to every system."""
+    """Return whether a name has a single part that means the same file on every operating system."""
     plain = _PLAIN.fullmatch(name) and not _RESERVED.fullmatch(name) and is_normalized("NFKC", name)
     return bool(plain) and name.isprintable() and len(name.encode()) <= _LONGEST

@@ -1,4 +1,4 @@
-"""Checks of files before they are read, and one message for each damaged file."""
+"""Checks of files before they are read, and a uniform error for each damaged file."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from lightning_fcl.library_errors import first_line
 
 REDOWNLOAD_HINT = "Delete this copy and get the file again."
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-"""The environment variable that sets how many bytes a file may hold once read."""
+"""Environment variable that limits the size in bytes of the content of a file, after decompression."""
 _LEAST, _RATIO = 2_000_000_000, 20
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
 _PIECE = 2**20
@@ -25,7 +25,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK:
 def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading in binary mode.
 
-    The kind of the file is checked on the descriptor that is read. A named pipe or a device does not block.
+    The kind of the file is checked after opening, on its descriptor. Opening a named pipe or a device does not block.
 
     Raises:
         InvalidValueError: If the path is a folder, a named pipe, a socket or a device.
@@ -46,7 +46,16 @@ def regular_file(path: Path) -> Path:
 
 
 def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file of at most ``max_bytes`` bytes, by default the limit of `check_size`."""
+    """Return the content of a regular file.
+
+    Args:
+        path: Path of the file.
+        max_bytes: Maximum size of the file in bytes. By default, the limit of `check_size`.
+
+    Raises:
+        InvalidValueError: If the file is too large or is not a regular file.
+        OSError: If there is no file, or if the file cannot be opened.
+    """
     with open_file(path) as file:
         size, num_bytes, pieces = os.fstat(file.fileno()).st_size, 0, list[bytes]()
         try:
@@ -64,7 +73,7 @@ def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int | None = None) -> str:
-    """Return the text of a regular file, with line feeds at the ends of lines."""
+    """Return the text of a regular file. Line ends are converted to line feeds."""
     text = read_bytes(path, max_bytes).decode(encoding, errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -74,7 +83,9 @@ def _open_regular(path: str, flags: int) -> int:
     if other := _other_kind(os.fstat(descriptor)):
         os.close(descriptor)
         raise InvalidValueError(
-            f"Expected {path} to be a regular file, but got {other}.", hint="Name a regular file.", value=Path(path)
+            f"Expected {path} to be a regular file, but got {other}.",
+            hint="Pass the path of a regular file.",
+            value=Path(path),
         )
     return descriptor
 
@@ -86,14 +97,26 @@ def _other_kind(file_status: os.stat_result) -> str:
 
 @contextmanager
 def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -> Iterator[None]:
-    """Convert any error of a reader to one error that names the file and ``description`` the file should be."""
+    """Convert every error of a reader to an error that names the file.
+
+    Args:
+        path: Path of the file.
+        description: Expected content, as a verb phrase such as "to be a CSV file". The message starts with
+            "Expected", the path and this phrase.
+        remedy: Hint how to fix the error.
+
+    Raises:
+        MissingFileError: If the file is missing.
+        DamagedFileError: If the reader raises another error.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise ValueError(_other_kind(path.stat()) if isinstance(path, Path) else "a folder")  # or in a zip file
+            # A path inside a zip file is not a `Path` and has no `stat`.
+            raise ValueError(_other_kind(path.stat()) if isinstance(path, Path) else "a folder")
         yield
     except FileNotFoundError as error:
         raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy, value=path) from error
-    except MemoryError:  # the machine's want, not the file's
+    except MemoryError:  # the machine has too little memory, but the file is not damaged
         raise
     except Exception as error:
         hint = error.hint if isinstance(error, LimitError) else remedy
@@ -103,10 +126,10 @@ def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -
 
 
 class LimitError(ValueError):
-    """Content of a file that exceeds a limit which the user can raise.
+    """Content of a file exceeds a limit that the user can raise.
 
     Args:
-        message: The content and the limit.
+        message: Size of the content and the limit.
         hint: How to raise the limit.
     """
 
@@ -116,23 +139,33 @@ class LimitError(ValueError):
 
 
 def check(condition: object, message: str) -> None:
-    """Refuse what a file holds: within `as_file_error`, whose message ends in what it is."""
+    """Raise ValueError if a condition about the content of a file is false.
+
+    Args:
+        condition: The condition.
+        message: Description of the actual content. `as_file_error` inserts it after "got:".
+    """
     if not condition:
         raise ValueError(message)
 
 
 def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None:
-    """Raise ValueError if a content is larger than the limit.
+    """Raise ValueError if the content of a file is larger than the limit.
 
-    The limit is ``max_bytes``. Otherwise, the limit is the environment variable ``LIGHTNING_FCL_MAX_BYTES``, or the
-    larger of 2 GB and 20 times the packed size.
+    The limit is ``max_bytes`` if given, otherwise the value of the environment variable ``LIGHTNING_FCL_MAX_BYTES``. If
+    neither is set, the limit is the larger of 2 GB and 20 times the packed size.
+
+    Args:
+        size: Size of the content in bytes, after decompression.
+        packed: Size of the file in bytes.
+        max_bytes: Maximum size in bytes.
     """
     if max_bytes is not None:
         check(size <= max_bytes, f"{size} bytes, above the limit of {max_bytes}")
         return
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
-        raise LimitError(f"{LIMIT}={setting}, which is no number of bytes", f"Set {LIMIT} to a whole number.")
+        raise LimitError(f"{LIMIT}={setting}, which is not a number of bytes", f"Set {LIMIT} to a whole number.")
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
         hint = f"{REDOWNLOAD_HINT} If the file is meant to be that large, set {LIMIT} to at least {size}."
@@ -140,7 +173,10 @@ def check_size(size: int, packed: int = 0, max_bytes: int | None = None) -> None
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
-    """Refuse a zip file by its directory: contents that are too large, or packed as nobody packs data."""
+    """Raise an error if the content of a zip file is too large or has an unusual compression method.
+
+    Only the directory of the zip file is read.
+    """
     members = archive.infolist()
     check_size(sum(member.file_size for member in members), packed)
     for member in members:
@@ -149,14 +185,20 @@ def check_members(archive: ZipFile, packed: int) -> None:
 
 
 def require_file(path: Path, description: str, remedy: str) -> Path:
-    """Return the path of a file. Raise MissingFileError if there is no such file."""
+    """Return the path of a file, or raise MissingFileError if there is no such file.
+
+    Args:
+        path: Path of the file.
+        description: Description of the file before its path in the message, with a space at the end, or "".
+        remedy: Hint how to fix the error.
+    """
     if not path.is_file():
         raise MissingFileError(f"Expected {description}{path} but found no such file.", hint=remedy, value=path)
     return path
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file that can be made again, or {} if the file is missing or damaged."""
+    """Return the content of a JSON file that can be generated again, or {} if the file is missing or damaged."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError):
@@ -169,17 +211,20 @@ def read_json(path: Path, description: str, schema: int, remedy: str) -> dict[st
 
     Raises:
         MissingFileError: If there is no such file.
-        InvalidValueError: If the file is no JSON, or has another format.
+        InvalidValueError: If the content is not JSON, or has another format.
     """
     try:
         content = json.loads(read_text(require_file(path, description, remedy)))
     except ValueError as error:
-        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy, value=path) from error
+        raise InvalidValueError(
+            f"Expected {path} to contain JSON but got: {error}.", hint=remedy, value=path
+        ) from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != schema:
         raise InvalidValueError(
-            f"Expected {path} to be of format {schema} but it is of {'none' if version is None else version}: it is "
-            "damaged, or another version of lightning-fcl wrote it.",
+            f"Expected {path} to have format {schema}, but it has "
+            f"{'no format' if version is None else f'format {version}'}: the file is damaged, or another version of "
+            "lightning-fcl wrote it.",
             hint=remedy,
             argument="format",
             value=version,

@@ -1,6 +1,6 @@
-"""What others made is read within limits, and each damage ends in one message with the file's name.
+"""Reading of untrusted YAML within limits. Each error names the file.
 
-YAML is bounded in size, depth and aliases, so that a small file cannot grow into one that never ends.
+Size, depth and expanded aliases are limited, so that a small file cannot expand to unlimited content.
 """
 
 import re
@@ -21,17 +21,17 @@ from lightning_fcl.validation import did_you_mean, require_package
 Document = TypeVar("Document")
 
 MAX_SIZE = 1_000_000
-"""Characters that a document may have."""
+"""Maximum number of characters of a document."""
 
 MAX_NODES = 100_000
-"""Values that it may stand for, each counted as often as an alias repeats it."""
+"""Maximum number of values of a document. A value is counted again for each alias that repeats it."""
 
 MAX_DEPTH = 100
-"""How deep values may lie within values."""
+"""Maximum depth of nested values."""
 
 
 class _LimitError(yaml.YAMLError):
-    """A document beyond the limits, with a hint."""
+    """A document exceeds a limit. Has a hint how to fix it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message} {hint}")
@@ -39,14 +39,19 @@ class _LimitError(yaml.YAMLError):
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
+    """A YAML loader that parses 1e-3 as a number, as in recipes. PyYAML parses it as a string."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file within limits."""
+    """Return the content of a YAML file within limits.
+
+    Raises:
+        MissingFileError: If there is no such file.
+        InvalidValueError: If the content is not YAML, or exceeds a limit.
+    """
     try:
         return load_yaml(read_text(path, max_bytes=MAX_SIZE))
     except FileNotFoundError:
@@ -61,22 +66,31 @@ def load_yaml(text: str) -> Any:
     """Return the content of a YAML document within limits.
 
     Raises:
-        yaml.YAMLError: If it is no YAML, or larger or deeper than the limits.
+        yaml.YAMLError: If the document is not YAML, or exceeds a limit.
     """
     check_yaml(text)
     return yaml.load(text, _Loader)
 
 
 def parse_dataclass(kind: type[Document], content: object, source: object, **prepared_fields: object) -> Document:
-    """A dataclass of plain fields from a document, which messages call ``source``, and of fields that are made already.
+    """Return a dataclass whose fields are parsed from a document.
 
-    What may name a class is made by the caller: jsonargparse would import it.
+    Args:
+        kind: The dataclass.
+        content: Content of the document, a mapping of field names to plain values.
+        source: Name of the document for messages.
+        **prepared_fields: Values of the other fields. If a field can name a class, prepare it, because jsonargparse
+            would import the class.
+
+    Raises:
+        InvalidValueError: If the content is no mapping, or a value is invalid.
+        UnknownNameError: If a name is not the name of a field.
     """
     jsonargparse = require_package("jsonargparse", "reads documents")
     field_names = [field.name for field in fields(kind) if field.name not in prepared_fields]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise InvalidValueError(
-            f"Expected {source} to hold values by name but got {str(content)[:100]!r}.", value=content
+            f"Expected {source} to contain values by name but got {str(content)[:100]!r}.", value=content
         )
     for name in content:
         if name not in field_names:
@@ -92,7 +106,7 @@ def parse_dataclass(kind: type[Document], content: object, source: object, **pre
         values = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
         raise InvalidValueError(
-            f"Expected {source} to be understood but got: {one_line(error)}.", code="not-understood"
+            f"Expected {source} to have valid values but got: {one_line(error)}.", code="not-understood"
         ) from error
     try:
         return kind(**vars(values), **prepared_fields)
@@ -100,16 +114,16 @@ def parse_dataclass(kind: type[Document], content: object, source: object, **pre
         detailed_error = InvalidValueError(
             f"In {source}: {error}", argument=getattr(error, "argument", None), value=getattr(error, "value", None)
         )
-        detailed_error.hint = getattr(error, "hint", "")  # the text of the error has it already
+        detailed_error.hint = getattr(error, "hint", "")  # the text of the error already contains the hint
         raise detailed_error from error
 
 
 def resolve_class(path: str) -> Any:
-    """The class that a ``class_path`` names, or the function, which says what it makes."""
+    """Return the class or function at a ``class_path``. A function must have a return annotation."""
     target = resolve_name(path)
     if not isinstance(target, type) and "return" not in getattr(target, "__annotations__", {}):
         raise InvalidValueError(
-            f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}.",
+            f"Expected `class_path` to name a class, or a function with a return annotation, but got {path}.",
             argument="class_path",
             value=path,
         )
@@ -117,35 +131,36 @@ def resolve_class(path: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse a document that is too large, too deep, or grows too large by its aliases."""
+    """Raise yaml.YAMLError if a document is too large, is nested too deep, or expands too far by its aliases."""
     if len(text) > MAX_SIZE:
         raise _LimitError(f"Expected at most {MAX_SIZE} characters but got {len(text)}.", "Shorten the document.")
     depth = 0
-    for event in yaml.parse(text, _Loader):  # one by one: what composes them calls itself, and has no bound of its own
+    # Check the depth on the events, because `yaml.compose` is recursive and does not limit the depth.
+    for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise _LimitError(
-                f"Expected values within values, at most {MAX_DEPTH}, but got more.", "Nest fewer values."
+                f"Expected at most {MAX_DEPTH} levels of nested values, but got more.", "Nest fewer values."
             )
     try:
         root = yaml.compose(text, _Loader)
         if root is not None and _size(root, {}) > MAX_NODES:
             raise _LimitError(
-                f"Expected at most {MAX_NODES} values but aliases repeat them more often.", "Use fewer aliases."
+                f"Expected at most {MAX_NODES} values, but aliases repeat values more often.", "Use fewer aliases."
             )
     except RecursionError:
         raise _LimitError(
-            "Expected values within values but one contains itself.", "Write the value out, without an alias."
+            "Expected nested values, but a value contains itself.", "Write the value out, without an alias."
         ) from None
 
 
 def _size(node: yaml.Node, size_by_id: dict[int, int]) -> int:
-    """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
+    """Return the number of values of a node. A node that contains itself causes a RecursionError."""
     if id(node) not in size_by_id:
         seen_keys: set[object] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
             name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
-            if name in seen_keys and name != "<<":  # PyYAML takes the last one, and says nothing
+            if name in seen_keys and name != "<<":  # PyYAML silently keeps the last value
                 line = key.start_mark.line + 1
                 raise _LimitError(f"Expected each key once but got `{name}` again in line {line}.", "Leave one out.")
             seen_keys.add(name)

@@ -137,8 +137,8 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, 
     last.write_bytes(last.read_bytes()[:length])
     for command in ("fit", "test"):
         error = error_of([command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
-        assert f"Expected a whole checkpoint of tensors and plain values at {last}" in error
-        assert f"Use {first}, the newest whole one there." in error
+        assert f"Expected an undamaged checkpoint of tensors and plain values at {last}" in error
+        assert f"Use {first}, the newest undamaged one there." in error
     assert newest_checkpoint(out / "checkpoints") == first
 
 

@@ -60,7 +60,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     ("damage", "said"),
     [
         (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint is another"),
-        (lambda kept: (kept / "results.json").write_text("{"), "results.json to hold JSON"),
+        (lambda kept: (kept / "results.json").write_text("{"), "results.json to contain JSON"),
         (
             lambda kept: (kept / "results.json").write_text(
                 (kept / "results.json").read_text().replace('"seed": 0', "1", 1)

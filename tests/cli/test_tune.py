@@ -413,7 +413,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
     [
         (
             {"objective": None},
-            "search.yaml to be understood but got: the following arguments are required: objective",
+            "search.yaml to have valid values but got: the following arguments are required: objective",
         ),
         ({"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
         ({"trials": 0}, "`trials` to be at least 1 but got 0"),

@@ -482,7 +482,7 @@ def test_a_wrong_profile_is_refused(tmp_path, changes, message):
 def test_a_profile_that_is_none_is_refused(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (hold values by name|be YAML) but got"):
+    with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (contain values by name|be YAML) but got"):
         read_link(path)
 
 

@@ -106,7 +106,7 @@ def test_read_table_damaged_file_raises_with_reason(tmp_path):
     def row(**changed):
         return {"FT": {"F_2/client1": content["rows"]["FT"]["F_2/client1"] | changed}}
 
-    refused("to be of format 1 but it is of 7", format=7)
+    refused("to have format 1, but it has format 7", format=7)
     refused("but reading it failed: .*'int' object", rows={"FT": 3})
     refused("but reading it failed: .*'high'", rows=row(values={"0": 0.9, "1": "high"}))
     refused("but reading it failed: .*'first'", rows=row(values={"first": 0.9, "1": 1.0}))

@@ -1,4 +1,4 @@
-"""A checkpoint is a whole file of tensors and plain values, or is refused in one message."""
+"""Reading of checkpoints: undamaged files of tensors and plain values are accepted, all others raise one error."""
 
 import io
 import os
@@ -28,14 +28,14 @@ def archive(content):
 
 @dataclass
 class Afar:
-    """Where a file is served."""
+    """URL and digest of a served file."""
 
     url: str = ""
     digest: str = "sha256:"
 
 
 class Command:
-    """What is called when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -70,7 +70,7 @@ def foreign_zip():
         lambda whole, marker: pickle.dumps({**STATE, "extra": Command(marker)}),
     ],
 )
-def test_what_is_no_whole_checkpoint_is_refused_and_the_newest_whole_one_named(tmp_path, damage):
+def test_read_checkpoint_damaged_raises_and_names_the_newest_undamaged(tmp_path, damage):
     marker, whole = tmp_path / "marker", archive(STATE)
     for age, name in enumerate(["old", "new"]):
         (tmp_path / f"{name}.ckpt").write_bytes(whole)
@@ -80,11 +80,11 @@ def test_what_is_no_whole_checkpoint_is_refused_and_the_newest_whole_one_named(t
     with raises(DamagedFileError, value=path) as refused:
         read_checkpoint(read, path)
     assert not marker.exists()
-    if newest_checkpoint(tmp_path) != path:  # a zip may be whole, and hold something else
-        assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest whole one there.")
+    if newest_checkpoint(tmp_path) != path:  # some zip files are undamaged but have other content
+        assert str(refused.value).endswith(f"Use {tmp_path / 'new.ckpt'}, the newest undamaged one there.")
 
 
-def test_a_folder_and_a_missing_file_are_refused(tmp_path):
+def test_read_checkpoint_folder_or_missing_file_raises(tmp_path):
     (tmp_path / "folder.ckpt").mkdir()
     with raises(DamagedFileError, value=tmp_path / "folder.ckpt"):
         read_checkpoint(read, tmp_path / "folder.ckpt")
@@ -93,7 +93,7 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_one_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_read_checkpoint_above_the_size_limit_raises_before_reading(tmp_path, monkeypatch):
     (tmp_path / "last.ckpt").write_bytes(archive(STATE))
     monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", "100")
     with pytest.raises(
@@ -104,12 +104,12 @@ def test_one_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path, monke
 
 @pytest.fixture
 def afar(serve, monkeypatch, tmp_path):
-    """Serves a checkpoint, and lets downloads be kept below ``tmp_path``."""
+    """Return a function that serves a checkpoint. Downloads are cached below ``tmp_path``."""
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     return lambda content: serve(Afar(), "last.ckpt", content)
 
 
-def test_a_checkpoint_from_afar_is_verified_and_kept(afar):
+def test_checkpoint_url_is_verified_and_cached(afar):
     source, _, asked = afar(archive(STATE))
     url = f"{source.url}#sha256={source.digest.partition(':')[2].upper()}"
     for _ in range(2):
@@ -119,14 +119,14 @@ def test_a_checkpoint_from_afar_is_verified_and_kept(afar):
     assert torch.equal(read_checkpoint(read, url)["state_dict"]["weight"], torch.arange(6.0))
 
 
-def test_what_comes_from_afar_is_not_unpickled(afar, tmp_path):
+def test_checkpoint_url_objects_are_not_unpickled(afar, tmp_path):
     source, _, _ = afar(archive({**STATE, "extra": Command(tmp_path / "marker")}))
-    with pytest.raises(ValueError, match="Expected a whole checkpoint of tensors and plain values"):
+    with pytest.raises(ValueError, match="Expected an undamaged checkpoint of tensors and plain values"):
         read_checkpoint(read, f"{source.url}#sha256={source.digest.partition(':')[2]}")
     assert not (tmp_path / "marker").exists()
 
 
-def test_another_or_no_digest_is_refused_before_anything_is_read(afar):
+def test_checkpoint_url_wrong_or_missing_digest_raises(afar):
     source, _, asked = afar(archive(STATE))
     with raises(InvalidValueError, "sha256"):
         read_checkpoint(read, source.url)
@@ -137,7 +137,7 @@ def test_another_or_no_digest_is_refused_before_anything_is_read(afar):
         read_checkpoint(read, f"http://127.0.0.1:1/last.ckpt#sha256={'0' * 64}")
 
 
-def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
+def test_get_run_checkpoint_missing_or_damaged_raises_with_reason(tmp_path):
     run, whole = tmp_path / "run", archive(STATE)
     checkpoint = run / "checkpoints" / "last.ckpt"
 
@@ -153,7 +153,7 @@ def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
     run.mkdir()
     assert f"at {run / 'config.yaml'} but found no such file" in message(MissingFileError)
     (run / "config.yaml").write_text("")
-    assert f"Expected a checkpoint in {checkpoint.parent} but found none" in message(MissingFileError)
+    assert f"Expected a checkpoint in {checkpoint.parent}, but found none" in message(MissingFileError)
     checkpoint.parent.mkdir()
     for content in (b"", whole[:-1], whole[: len(whole) // 2]):
         checkpoint.write_bytes(content)
@@ -166,7 +166,7 @@ def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_read_checkpoint_of_no_regular_file_is_rejected(tmp_path, make):
+def test_read_checkpoint_not_a_regular_file_raises(tmp_path, make):
     make(tmp_path / "last.ckpt")
     with pytest.raises(DamagedFileError, match=r"to be a regular file, but got a (named pipe|device)"):
         read_checkpoint(lambda file: pytest.fail("the file was read"), tmp_path / "last.ckpt")

@@ -1,4 +1,4 @@
-"""YAML is bounded before anything walks through it."""
+"""YAML documents are checked for limits before they are loaded."""
 
 import os
 from contextlib import suppress
@@ -14,10 +14,10 @@ from lightning_fcl.io.safe_yaml import MAX_NODES, MAX_SIZE, check_yaml, parse_da
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
-    LAUGHS: "aliases repeat them more often",
-    "grown: &grown [0, *grown]": "one contains itself",
-    "[" * 100_000: "at most 100, but got more|maximum nesting depth",
-    "{a: " * 100_000: "at most 100, but got more",
+    LAUGHS: "aliases repeat values more often",
+    "grown: &grown [0, *grown]": "a value contains itself",
+    "[" * 100_000: "at most 100 levels of nested values, but got more|maximum nesting depth",
+    "{a: " * 100_000: "at most 100 levels of nested values, but got more",
     "x" * (MAX_SIZE + 1): f"Expected at most {MAX_SIZE} characters",
     "a: !!python/object/apply:os.system [touch marker]": "could not determine a constructor",
     "a: [1, 2": "while parsing",
@@ -26,20 +26,20 @@ EVIL = {
 
 
 @pytest.mark.parametrize("text", EVIL, ids=range(len(EVIL)))
-def test_evil_documents_are_refused_at_once(tmp_path, text, monkeypatch):
+def test_read_yaml_malicious_document_raises(tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "evil.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=EVIL[text] if len(text) <= MAX_SIZE else "above the limit of 1000000"):
         read_yaml(path)
     assert not (tmp_path / "marker").exists()
-    if "python/object" not in text:  # well-formed; it is loading that refuses it
+    if "python/object" not in text:  # this document is well-formed, and only loading rejects it
         with pytest.raises(yaml.YAMLError, match=EVIL[text]):
             check_yaml(text)
 
 
 @pytest.mark.seconds
-def test_ordinary_documents_are_read_as_recipes_are(tmp_path):
+def test_read_yaml_parses_numbers_and_merges_as_recipes_do(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("base: &base {lr: 1e-3, sizes: [64, 10]}\nmore:\n  <<: *base\n  lr: 2\n")
     assert read_yaml(path) == {"base": {"lr": 0.001, "sizes": [64, 10]}, "more": {"lr": 2, "sizes": [64, 10]}}
@@ -48,7 +48,7 @@ def test_ordinary_documents_are_read_as_recipes_are(tmp_path):
     check_yaml(f"[{', '.join('0' * (MAX_NODES - 2))}]")
 
 
-def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
+def test_read_yaml_binary_device_or_missing_file_raises(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xff\xfe\xfa")
     with raises(InvalidValueError, value=path):
@@ -61,7 +61,7 @@ def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
 
 @dataclass(frozen=True)
 class Toy:
-    """Fields of a document, one of which a caller makes."""
+    """Fields of a document. The caller prepares one of them."""
 
     number: int
     word: Literal["a", "b"] = "a"
@@ -69,7 +69,7 @@ class Toy:
     thing: object = None
 
 
-def test_a_document_is_read_by_its_fields():
+def test_parse_dataclass_reads_fields_of_a_document():
     made = parse_dataclass(Toy, {"number": 3, "many": {"x": 1}}, "here", thing="made")
     assert made == Toy(3, "a", {"x": 1.0}, "made")
 
@@ -86,7 +86,7 @@ def test_a_document_is_read_by_its_fields():
         (None, None, "invalid-value"),
     ],
 )
-def test_what_a_document_may_not_say_is_refused(content, argument, code):
+def test_parse_dataclass_invalid_content_raises(content, argument, code):
     kind = UnknownNameError if argument else InvalidValueError
     with raises(kind, argument, code=code):
         parse_dataclass(Toy, content, "here", thing=None)
@@ -94,7 +94,7 @@ def test_what_a_document_may_not_say_is_refused(content, argument, code):
 
 @pytest.mark.parametrize("value", ["evil.Thing", {"class_path": "evil.Thing"}])
 @pytest.mark.parametrize("name", ["number", "word", "many", "thing"])
-def test_nothing_that_a_document_names_is_imported(tmp_path, monkeypatch, name, value):
+def test_parse_dataclass_does_not_import_named_classes(tmp_path, monkeypatch, name, value):
     (tmp_path / "evil.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
     with suppress(ValueError):

@@ -17,7 +17,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Host:
-    """Serves one file, with a fault at each of the first requests."""
+    """A server of one file, with a fault for each of the first requests."""
 
     def __init__(self, *faults):
         self.faults, self.asked, host = list(faults), [], self
@@ -78,13 +78,13 @@ def host():
 
 @pytest.mark.parametrize("known", [DIGEST, f"md5:{hashlib.md5(CONTENT).hexdigest()}"])
 @pytest.mark.parametrize("faults", [(), ("redirect",)])
-def test_a_file_comes_whole_and_alone(host, tmp_path, faults, known):
+def test_download_writes_only_the_complete_file(host, tmp_path, faults, known):
     assert download(host(*faults).url, tmp_path / "new" / "file.bin", known).read_bytes() == CONTENT
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["file.bin"]
 
 
 @pytest.mark.parametrize("fault", ["wrong byte", "too much"])
-def test_another_file_is_refused_and_nothing_of_it_is_kept(host, tmp_path, fault):
+def test_download_wrong_checksum_raises_and_keeps_no_file(host, tmp_path, fault):
     served, path = host(fault), tmp_path / "file.bin"
     with raises(InvalidValueError, "sha256"):
         download(served.url, path, DIGEST)
@@ -92,7 +92,7 @@ def test_another_file_is_refused_and_nothing_of_it_is_kept(host, tmp_path, fault
     assert download(served.url, path, DIGEST).read_bytes() == CONTENT
 
 
-def test_what_is_there_and_whole_is_not_asked_for(host, tmp_path, monkeypatch):
+def test_download_undamaged_existing_file_sends_no_request(host, tmp_path, monkeypatch):
     served, path = host(), tmp_path / "file.bin"
     path.write_bytes(CONTENT)
     monkeypatch.setenv("LIGHTNING_FCL_OFFLINE", "1")
@@ -100,20 +100,20 @@ def test_what_is_there_and_whole_is_not_asked_for(host, tmp_path, monkeypatch):
     assert served.asked == []
 
 
-def test_what_is_there_and_damaged_is_asked_for_again(host, tmp_path):
+def test_download_damaged_existing_file_is_downloaded_again(host, tmp_path):
     path = tmp_path / "file.bin"
     path.write_bytes(CONTENT[:-1])
     assert download(host().url, path, DIGEST).read_bytes() == CONTENT
 
 
-def test_offline_says_so(host, tmp_path, monkeypatch):
+def test_download_in_offline_mode_raises(host, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with raises(ConnectionFailedError, value=tmp_path / "file.bin"):
         download(host().url, tmp_path / "file.bin", DIGEST)
 
 
 @pytest.mark.parametrize("fault", [404, 500, "cut"])
-def test_what_does_not_come_is_told_with_what_to_do(host, tmp_path, fault):
+def test_download_failed_request_raises_and_can_be_repeated(host, tmp_path, fault):
     served, path = host(fault), tmp_path / "file.bin"
     with raises(ConnectionFailedError, value=served.url):
         download(served.url, path, DIGEST, " and so on")
@@ -122,7 +122,7 @@ def test_what_does_not_come_is_told_with_what_to_do(host, tmp_path, fault):
 
 
 @pytest.mark.seconds
-def test_two_processes_at_once(host, tmp_path):
+def test_download_in_two_processes_at_once_succeeds(host, tmp_path):
     served, path = host(), tmp_path / "file.bin"
     code = "import sys; from pathlib import Path; from lightning_fcl.io.download import download;"
     code += "download(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
@@ -132,7 +132,7 @@ def test_two_processes_at_once(host, tmp_path):
     assert path.read_bytes() == CONTENT and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_there_stays_until_the_new_one_is_verified(host, tmp_path, monkeypatch):
+def test_download_failure_keeps_the_existing_file(host, tmp_path, monkeypatch):
     path = tmp_path / "file.bin"
     path.write_bytes(b"another")
     for fault, kind, argument in (
@@ -149,7 +149,7 @@ def test_what_is_there_stays_until_the_new_one_is_verified(host, tmp_path, monke
     assert path.read_bytes() == b"another" and list(tmp_path.iterdir()) == [path]
 
 
-def test_links_in_place_of_a_file_are_not_written_through(host, tmp_path):
+def test_download_and_write_atomic_replace_links(host, tmp_path):
     victim, folder = tmp_path / "victim", tmp_path / "cache"
     folder.mkdir()
     victim.write_bytes(b"whole")
@@ -160,7 +160,7 @@ def test_links_in_place_of_a_file_are_not_written_through(host, tmp_path):
     assert victim.read_bytes() == b"whole" and {file.name for file in folder.iterdir()} == {"file.bin", "file.txt"}
 
 
-def test_a_full_disk_is_no_broken_connection(host, tmp_path, full_disk):
+def test_download_full_disk_raises_disk_full_error(host, tmp_path, full_disk):
     path, served = tmp_path / "file.bin", host()
     with full_disk(4096), raises(DiskFullError, value=path):
         download(served.url, path, DIGEST)
@@ -168,7 +168,7 @@ def test_a_full_disk_is_no_broken_connection(host, tmp_path, full_disk):
     assert download(served.url, path, DIGEST).read_bytes() == CONTENT
 
 
-def test_a_cache_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
+def test_download_unwritable_cache_raises_file_access_error(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").write_text("no folder")
     path = cache_folder() / "file.bin"
@@ -190,7 +190,7 @@ for _ in range(60):
 
 
 @pytest.mark.seconds
-def test_one_at_a_time_also_where_the_locks_file_goes(tmp_path):
+def test_file_lock_is_exclusive_although_its_file_is_removed(tmp_path):
     number, lock = tmp_path / "number", tmp_path / ".lock"
     number.write_text("0")
     words = [sys.executable, "-c", ADDER, str(number), str(lock)]

@@ -1,4 +1,4 @@
-"""What is downloaded verifies, and is unpacked whole or not at all."""
+"""Downloads are verified, and archives are unpacked completely or not at all."""
 
 import re
 import sys
@@ -25,8 +25,8 @@ def source(archive: str, **changes) -> Source:
 
 @pytest.mark.parametrize("kind", ["", "md5:"])
 @pytest.mark.parametrize("archive", ARCHIVES)
-def test_an_archive_is_downloaded_once_and_unpacked(tmp_path, serve, archive, kind):
-    """Also where there is an npz file, which does not stand for the original."""
+def test_source_download_archive_once_and_unpacks(tmp_path, serve, archive, kind):
+    """An existing npz file does not replace the original folder."""
     served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.npz").touch()
@@ -38,7 +38,7 @@ def test_an_archive_is_downloaded_once_and_unpacked(tmp_path, serve, archive, ki
 
 
 @pytest.mark.parametrize("archive", ARCHIVES)
-def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, serve, pack, archive):
+def test_source_download_existing_archive_is_unpacked(tmp_path, serve, pack, archive):
     content = pack(archive, FILES)
     served, _, asked = serve(source(archive), archive, content)
     path = tmp_path / "data" / "x" / archive
@@ -48,7 +48,7 @@ def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, serve, pack
     assert [path.name for path in path.parent.iterdir()] == ["original"] and asked == []
 
 
-def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
+def test_source_download_without_folder_keeps_the_file(tmp_path, serve):
     served, _, asked = serve(source("x.zip", folder=""), "x.zip", b"whole")
     for _ in range(2):
         path = served.download(tmp_path / "data")
@@ -60,7 +60,7 @@ def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
 @pytest.mark.parametrize(
     ("folder", "then"), [("original", " and run `lightning-fcl data download x` to unpack it."), ("", ".")]
 )
-def test_without_a_connection_it_is_told_where_to_put_the_file(tmp_path, serve, folder, then):
+def test_source_download_failed_names_the_path_for_the_file(tmp_path, serve, folder, then):
     served = serve(source("x.zip", folder=folder), "x.zip", b"")[0]
     place = tmp_path / "data" / "x" / "x.zip"
     with pytest.raises(ConnectionError, match=f"{re.escape(f'or download it by hand to {place}{then}')}$") as caught:
@@ -77,7 +77,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("archive", ["x.zip", "x.tgz"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archive):
+def test_source_download_damaged_archive_leaves_no_folder(tmp_path, serve, pack, damage, archive):
     served = serve(source(archive), archive, DAMAGES[damage](pack, archive))[0]
     folder = tmp_path / "data" / "x"
     with raises(FileAccessError, value=folder / archive):
@@ -86,14 +86,14 @@ def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archi
 
 
 @pytest.mark.parametrize("archive", ["x.zip", "x.tgz"])
-def test_nothing_is_unpacked_elsewhere(tmp_path, serve, pack, archive):
+def test_source_download_does_not_unpack_outside_of_its_folder(tmp_path, serve, pack, archive):
     served = serve(source(archive), archive, pack(archive, {"../../../out.txt": b"out", **FILES}))[0]
     with suppress(OSError):
         served.download(tmp_path / "data")
     assert not list(tmp_path.rglob("out.txt"))
 
 
-def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
+def test_source_download_without_pooch_raises_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with raises(MissingPackageError, value="pooch"):
         source("x.zip", url="https://x.invalid/x.zip", digest="0" * 64).download(tmp_path)

@@ -1,4 +1,4 @@
-"""Files are found by their layout, and fetched only where somebody publishes their digest."""
+"""Files of a source are found by their layouts, and are downloaded only if their digest is published."""
 
 import re
 import subprocess
@@ -38,10 +38,10 @@ def put_folder(folder: Path, listed: str = "test.csv") -> Path:
     return folder
 
 
-def test_a_folder_is_known_by_all_of_its_signs(tmp_path):
+def test_layout_folder_requires_all_markers(tmp_path):
     put(tmp_path / "original" / "train.csv")
     assert FOLDER.find(tmp_path) is None
-    put(tmp_path / "original" / "images")  # a file
+    put(tmp_path / "original" / "images")  # a file instead of a folder
     assert FOLDER.find(tmp_path) is None
     (tmp_path / "original" / "images").unlink()
     assert FOLDER.find(tmp_path) is None
@@ -51,14 +51,14 @@ def test_a_folder_is_known_by_all_of_its_signs(tmp_path):
     assert FOLDER.find(tmp_path) == tmp_path / "original"
 
 
-def test_the_first_place_counts(tmp_path):
+def test_layout_find_returns_the_first_path(tmp_path):
     for place in (".", "original", "x/original"):
         assert FOLDER.find(tmp_path) != tmp_path / place
         put_folder(tmp_path / place)
         assert FOLDER.find(tmp_path) == tmp_path / place
 
 
-def test_a_match_may_have_to_fit_more_strictly(tmp_path):
+def test_layout_required_file_restricts_matches(tmp_path):
     people = Layout("people", (".",), markers=("*/*.jpg",), required_file=r"(.+)/\1_\d\.jpg")
     put(tmp_path / "Ann" / "Bob_1.jpg")
     put(tmp_path / "Ann" / "._Ann_1.jpg")
@@ -67,13 +67,13 @@ def test_a_match_may_have_to_fit_more_strictly(tmp_path):
     assert people.find(tmp_path) == tmp_path
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_layout_without_markers_requires_a_file(tmp_path):
     (tmp_path / "x.npz").mkdir()
     assert NPZ.find(tmp_path) is None
     assert NPZ.find(put(tmp_path / "x" / "x.npz").parents[1]) == tmp_path / "x" / "x.npz"
 
 
-def test_layouts_are_found_in_their_order(tmp_path, monkeypatch):
+def test_source_find_returns_the_first_existing_layout(tmp_path, monkeypatch):
     path = put(tmp_path / "x.npz")
     assert SOURCE.find(tmp_path) == ("npz file", path) and SOURCE.download(tmp_path) == path
     folder = put_folder(tmp_path / "original")
@@ -82,8 +82,8 @@ def test_layouts_are_found_in_their_order(tmp_path, monkeypatch):
     assert SOURCE.find() == ("folder", folder)
 
 
-def test_what_is_missing_is_told_with_what_to_do(tmp_path):
-    message = f"Expected the X below `root` but found nothing in {tmp_path}."
+def test_source_find_missing_files_raises_with_a_hint(tmp_path):
+    message = f"Expected the X below `root`, but found nothing in {tmp_path}."
     end = "or point LIGHTNING_FCL_DATA at the folder that holds `original` or `x.npz`."
     by_hand = replace(SOURCE, manual_steps="Unpack {url} to {root}/x")
     for source, advice in (
@@ -96,13 +96,13 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path):
                 call(tmp_path)
 
 
-def test_the_remedy_names_the_command_only_where_it_downloads():
+def test_source_remedy_names_the_command_only_with_a_digest():
     assert SOURCE.remedy == "Delete this copy and unpack the publishers' archive again."
     assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data download x`."
 
 
-def test_the_hub_needs_the_standard_library_alone():
-    # The package's own __init__ is left out: what it imports is not the hub's.
+def test_download_module_imports_no_large_packages():
+    # Skip the package's own `__init__`, which imports more.
     code = (
         "import sys, types\n"
         "package = types.ModuleType('lightning_fcl')\n"

@@ -1,4 +1,4 @@
-"""Files survive a power failure: data first, then the name, then the folder."""
+"""Files survive a power failure: the data are synchronized first, then the new name, then the folder."""
 
 import os
 
@@ -11,7 +11,7 @@ from lightning_fcl.io.atomic import append, sync_files, write_atomic
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls that decide what a power failure leaves: kind of call, and the path at the time of the call."""
+    """Record the calls that matter after a power failure: kind, path and file size at the time of the call."""
     found, fsync, replace = [], os.fsync, os.replace
 
     def path_of(descriptor):
@@ -30,7 +30,7 @@ def calls(monkeypatch):
     return found
 
 
-def test_write_whole_syncs_the_data_before_the_rename_and_the_folder_after(tmp_path, calls):
+def test_write_atomic_syncs_data_then_renames_then_syncs_folder(tmp_path, calls):
     path = tmp_path / "a.txt"
     for content in ("one", "three"):
         calls.clear()
@@ -65,13 +65,13 @@ def test_sync_files_syncs_each_folder_once_and_skips_removed_files(tmp_path, cal
     assert [call[1] for call in calls] == [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path)]
 
 
-def test_client_store_syncs_once_per_round_and_a_temporary_one_never(tmp_path, calls):
+def test_client_store_syncs_once_per_round_unless_temporary(tmp_path, calls):
     state = {"Replay": {"x": torch.arange(3.0)}}
     for store, synced in ((ClientStore("disk", tmp_path), 3), (ClientStore("disk"), 0)):
         for _ in range(2):
             calls.clear()
             store.start_round()
-            for client in ("a", "b", "a"):  # each state is written more than once a round
+            for client in ("a", "b", "a"):  # client "a" is written twice in the round
                 store[client] = state
             assert not [call for call in calls if call[0] == "sync"]
             store.commit_round()

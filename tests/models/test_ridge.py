@@ -243,8 +243,8 @@ def test_a_matrix_that_is_not_positive_definite_is_solved_with_a_warning(caplog)
     a, b = torch.tensor([[1.0, 2.0, 0.0]]), torch.diag(torch.tensor([2.0, 4.0, 0.0]))
     assert solve(a, b, 0.0).tolist() == [[0.5, 0.5, 0.0]]
     assert caplog.messages == [
-        "B + beta I is not positive definite (beta = 0): solved by eigenvalues, the smallest of them left out. Raise "
-        "`beta` to have one solution only."
+        "B + beta I is not positive definite (beta = 0). The solution ignores eigenvalues that may be rounding errors. "
+        "Increase `beta` for a unique solution."
     ]
 
 

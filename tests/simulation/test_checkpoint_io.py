@@ -51,7 +51,7 @@ def test_strategy_default_checkpoint_io_writes_atomically(fit, make_stream, make
 
 
 def test_save_checkpoint_full_disk_keeps_previous_file_and_raises(path, full_disk):
-    message = f"bytes for {path} but the disk is full.*Make room, then go on from the"
+    message = f"bytes of free disk space for {path}, but the disk is full.*Free disk space, then resume from the"
     with full_disk(8192), pytest.raises(OSError, match=message):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
     assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]

@@ -141,7 +141,7 @@ def test_checkpoint_with_changed_byte_raises(fit, make_stream, make_task, tmp_pa
         try:
             found = read_checkpoint(lambda path: torch.load(path, weights_only=True), tmp_path / "changed.ckpt")
         except ValueError as error:
-            refused += "Expected a whole checkpoint of tensors and plain values at" in str(error)
+            refused += "Expected an undamaged checkpoint of tensors and plain values at" in str(error)
             continue
         assert all(torch.equal(found["state_dict"][name], value) for name, value in expected.items())
     assert refused > 30  # The other bytes are padding between entries.

@@ -133,7 +133,7 @@ def test_from_the_hub_at_a_commit(hub):
 @pytest.mark.seconds
 def test_a_changed_file_of_the_hub_is_refused(hub, commits):
     commits[COMMIT][CONFIG] = commits[COMMIT][CONFIG].replace(b'"version": 1', b'"version": 7')
-    assert "its checksum is another" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
+    assert "its checksum differs" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
 
 
 @pytest.mark.parametrize("name", ["hf:our/models", "hf:our/models@main"])
@@ -225,4 +225,4 @@ def test_a_cache_of_the_hub_below_a_file_is_told(hub, tmp_path):
     (tmp_path / "hf").write_text("no folder")
     done = hub("-m", "lightning_fcl.cli.main", "zoo", "info", f"hf:our/models@{COMMIT}")
     assert done.returncode == 2 and done.stderr.count("Expected") == 1, done.stderr
-    assert f"Expected to write {tmp_path / 'hf' / 'hub'} but got: " in done.stderr
+    assert f"Expected to write {tmp_path / 'hf' / 'hub'}, but got: " in done.stderr

@@ -64,7 +64,7 @@ def test_missing_dataset_raises_with_instructions(tmp_path, name):
     (tmp_path / "people" / "IMG").mkdir(parents=True)
     (tmp_path / "people" / "IMG_0001.jpg").touch()
     message = (
-        f"Expected {title} below `root` but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
+        f"Expected {title} below `root`, but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
         f"point LIGHTNING_FCL_DATA at the folder that holds {holds}."
     )
     source = SOURCES[name]
