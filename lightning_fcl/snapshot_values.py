@@ -204,7 +204,7 @@ def _refill(container: Any, content: list[Any]) -> None:
 def _refill_dict(container: dict[Any, Any], content: list[Any]) -> None:
     container.clear()
     for key, value in zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True):
-            container[key] = value  # `update` of a Counter would add to the counts
+        container[key] = value  # `update` of a Counter would add to the counts
 
 
 def _overwrite(tensor: Tensor, content: Tensor) -> None:

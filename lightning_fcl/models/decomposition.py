@@ -1,4 +1,4 @@
-"""The network of FedWEIT: shared weights with masks and additions for each task of a client."""
+"""The network of FedWEIT: shared weights, and masks and adaptive weights for each task of a client."""
 
 from __future__ import annotations
 
@@ -22,26 +22,34 @@ _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class FedWEITNet(Serializable):
-    """The decomposition of FedWEIT: ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (Yoon et al. 2021, equation 1).
+    """The weight decomposition of FedWEIT (Yoon et al., 2021).
 
-    B, the base, is the network's own weights. Each task that the client has begun has a mask m, one number for each
-    output unit of each weight, an adaptive A, and one attention alpha for each layer and each adaptive A_j of the
-    knowledge base, as in the authors' code. The linear and convolutional weights that ``layers`` matches are
-    decomposed; everything else (biases, normalisation, tokens, the head) is trained as it is and copied when a task
-    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``.
+    The weights of a task are ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (equation 1). The base B is the
+    network's own weights. Each task that the client has started has:
 
-    In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
-    task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
-    the labels tell its task, see `outputs_by_task`. Without any task the network is what it was.
+    - a mask m with one number for each output unit of each weight,
+    - an adaptive A with the shape of the weights,
+    - an attention alpha with one number for each layer and each adaptive A_j of the knowledge base, as in the authors'
+      code.
+
+    Only the linear and convolutional weights that match ``layers`` are decomposed. All other tensors (biases,
+    normalization, tokens, the head) are trained as usual and copied when a task ends. Therefore, the output for a past
+    task depends only on B and on the client's ``tasks``.
+
+    In training mode, the output is computed with the weights of the current task. In evaluation mode, the logit of a
+    class is computed with the weights of the client's task that has the class, or of the current task if no task has
+    it. This takes one forward pass per task. If the labels specify the task, `outputs_by_task` takes one pass per
+    sample. Before the first task, the network is unchanged.
 
     Args:
-        net: Any network, a `SplitViT` for example.
-        num_tasks: Most tasks that a client can have.
+        net: Any network, such as a `SplitViT`.
+        num_tasks: Maximum number of tasks of a client.
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
-        threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
+        threshold: Magnitude up to which numbers of adaptives count as zero in evaluation and uploads, as in the
+            authors' code.
 
     Raises:
-        ValueError: If a number is out of range, or ``net`` has no weights to decompose.
+        ValueError: If a number is out of range, or if ``net`` has no weights to decompose.
 
     Example:
         >>> from lightning_fcl.models import ViT
@@ -70,7 +78,7 @@ class FedWEITNet(Serializable):
         self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
         if not self.names:
             raise InvalidValueError(
-                f"Expected `layers` to match weights of linear or convolutional layers but `{layers}` matches none of "
+                f"Expected `layers` to match weights of linear or convolutional layers, but `{layers}` matches none of "
                 f"{', '.join(names[:3]) or 'none'}.",
                 hint=f'Use a pattern of layers, such as `layers="{names[0]}"`.'
                 if names
@@ -84,15 +92,16 @@ class FedWEITNet(Serializable):
         self.units = [shape[0] for shape in self.shapes]
         self.size = sum(self.sizes)
         self.tasks = nn.ModuleList(_Task() for _ in range(num_tasks))
-        self._base_of_others: list[Tensor] = []  # of each layer, (adaptives, numbers): downloaded, not the module's
+        # Downloaded adaptives of other clients, per layer with shape (adaptives, numbers). Not in the module's state.
+        self._base_of_others: list[Tensor] = []
 
     @property
     def num_started_tasks(self) -> int:
-        """Tasks that the client, whose state is in the module, has begun."""
+        """Number of tasks that the client has started."""
         return sum(1 for task in self.tasks if attrgetter("adaptive")(task).numel())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the present task in training, of every class's own task in evaluation."""
+        """Return logits of the current task in training mode, and of each class's own task in evaluation mode."""
         num_started_tasks = self.num_started_tasks
         if not num_started_tasks:
             plain: Tensor = self.net(x)
@@ -104,7 +113,10 @@ class FedWEITNet(Serializable):
         return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task."""
+        """Return logits of samples, each computed with the weights of the task of its label.
+
+        The result is meant for evaluation among the classes of one task.
+        """
         num_started_tasks = self.num_started_tasks
         if self.training or num_started_tasks < 2:
             return self.forward(x)
@@ -121,7 +133,7 @@ class FedWEITNet(Serializable):
         return logits
 
     def _run(self, number: int, x: Tensor, num_started_tasks: int) -> Tensor:
-        """The network's output with the weights of a task; those of a past one with all that the task had."""
+        """Return the output with the weights of a task. For a past task, restore its other tensors, too."""
         state = self._weights(number)
         if number < num_started_tasks - 1:
             state |= self._rest(self._task(number).rest)
@@ -148,28 +160,36 @@ class FedWEITNet(Serializable):
         assert isinstance(task, _Task)
         return task
 
-    # The state of a client.
+    # State of a client.
 
     def base_vector(self) -> Tensor:
-        """B as one vector, part of the graph."""
+        """Return B as one vector, with gradients."""
         return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
 
     def mask_vector(self, mask: Tensor) -> Tensor:
-        """``sigmoid(m)`` as one vector, each number as often as its unit has weights."""
+        """Return ``sigmoid(m)`` as one vector. Each number is repeated for all weights of its output unit."""
         counts = [size // units for size, units in zip(self.sizes, self.units, strict=True)]
         parts = zip(torch.split(torch.sigmoid(mask), self.units), counts, strict=True)
         return torch.cat([part.repeat_interleave(count) for part, count in parts])
 
     @torch.no_grad()
     def start_task(self, classes: Tensor, adaptives: int = 0) -> None:
-        """Begin the client's next task: A = B / 3, as the authors begin; m and alpha normal, of variance 1 / length.
+        """Start the client's next task.
 
-        ``adaptives`` is the number of those in the knowledge base that comes with `set_adaptives`.
+        A starts at B / 3, as in the authors' code. The mask is normal with variance 1 / units for each layer. The
+        attention is normal with variance 1 / adaptives.
+
+        Args:
+            classes: Classes of the task.
+            adaptives: Number of adaptives in the knowledge base that is passed to `set_adaptives`.
+
+        Raises:
+            ValueError: If ``num_tasks`` tasks have been started already.
         """
         num_started_tasks = self.num_started_tasks
         if num_started_tasks == len(self.tasks):
             raise InvalidValueError(
-                f"Expected at most {num_started_tasks} tasks, as many as `num_tasks` says, but another begins.",
+                f"Expected at most {num_started_tasks} tasks (`num_tasks`), but another task starts.",
                 hint="Pass a larger `num_tasks` to `FedWEITNet`.",
                 argument="num_tasks",
                 value=num_started_tasks,
@@ -182,7 +202,7 @@ class FedWEITNet(Serializable):
 
     @torch.no_grad()
     def resume_task(self, classes: Tensor, adaptives: int = 0) -> None:
-        """Let the client's last task have further classes: its mask and A go on, alpha begins anew."""
+        """Add classes to the client's last task. Its mask and A are kept, and its attention is initialized again."""
         task = self._task(self.num_started_tasks - 1)
         task.classes = torch.cat([task.classes, classes.to(task.classes.device)])
         self._attend(task, adaptives)
@@ -192,13 +212,13 @@ class FedWEITNet(Serializable):
         task.knowledge = task.mask.new_zeros(self.size if adaptives else 0)
 
     def set_adaptives(self, adaptives: Sequence[Tensor]) -> None:
-        """Make these the knowledge base that the present task trains with; they are no part of the state."""
+        """Set the knowledge base for the training of the current task. It is not part of the module's state."""
         layers = zip(*(torch.split(adaptive, self.sizes) for adaptive in adaptives), strict=True) if adaptives else []
         self._base_of_others = [torch.stack(parts) for parts in layers]
 
     @torch.no_grad()
     def update_buffers_(self) -> None:
-        """Bring up to date in place, after training, what the task keeps: ``sum_j alpha_j A_j``, and all else."""
+        """Update the buffers of the current task after training: ``sum_j alpha_j A_j``, and the other tensors."""
         task = self._task(self.num_started_tasks - 1)
         if self._base_of_others:
             mixed = zip(task.attention, self._base_of_others, strict=True)
@@ -219,7 +239,7 @@ class FedWEITNet(Serializable):
 
 
 class _Task(nn.Module):
-    """What a client keeps of one task; empty before the task begins."""
+    """State of one task of a client. All tensors are empty until the task starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +267,7 @@ def fedweit_vit(
     channels: int = 3,
     threshold: float = 1e-3,
 ) -> FedWEITNet:
-    """A `ViT` whose body is `FedWEITNet`, with the arguments of both, for recipes.
+    """Return a `ViT` in a `FedWEITNet` that decomposes its body. The arguments are those of both classes.
 
     Example:
         >>> fedweit_vit(num_tasks=2, num_classes=10, patch_size=16, width=24, depth=1, num_heads=2).net.head
@@ -258,5 +278,5 @@ def fedweit_vit(
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
-    """An adaptive without its numbers up to a magnitude."""
+    """Return an adaptive with all numbers up to a magnitude set to zero."""
     return adaptive * (adaptive.abs() > threshold)

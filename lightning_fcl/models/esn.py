@@ -1,4 +1,4 @@
-"""Echo state networks: recurrent networks whose random weights are never trained (Jaeger 2001)."""
+"""Echo state networks: recurrent networks whose random weights are never trained (Jaeger, 2001)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import above, at_least, unit_interval, warn_of_one
 
-# Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
+# Number of time steps whose states are computed at once, so that memory does not grow with the sequence length.
 BLOCK = 64
 
 
 class EchoStateNetwork(Serializable):
-    """A reservoir of leaky-integrator units, single or deep (De Caro et al., eq. 1; Bacciu et al. 2021, eq. 1).
+    """A reservoir of leaky-integrator units in layers (De Caro et al., eq. 1; Bacciu et al., 2021, eq. 1).
 
-    ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, from ``x = 0`` at the start of every
-    sequence. The layers of a deep reservoir are stacked, each driven by the states of the one below; their states side
-    by side are the network's. ``gain`` (g) and ``bias`` (b), both of shape (N_R,), are 1 and 0 until
-    intrinsic plasticity adapts them (`lightning_fcl.callbacks.IntrinsicPlasticity`); all else stays as it was drawn.
+    ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, with ``x = 0`` at the start of each
+    sequence. In a deep reservoir, the states of a layer are the input of the next layer. The state of the network is
+    the concatenation of the states of all layers, of size N_R. ``gain`` (g) and ``bias`` (b), both of shape (N_R,),
+    are 1 and 0 until intrinsic plasticity adapts them (`lightning_fcl.callbacks.IntrinsicPlasticity`). All other
+    weights are random and fixed.
 
     Args:
-        in_features: Size of the input at each step.
-        units: Units of each layer; N_R is ``layers * units``.
-        num_layers: Layers.
-        spectral_radius: Largest absolute eigenvalue of each layer's recurrent weights, to which they are rescaled.
-        leaking_rate: Share ``a`` of the new activation in the state, above 0 and up to 1.
-        input_scaling: Input weights are uniform between minus and plus this.
-        input_connectivity: Inputs that each unit sees: a float is a share (1.0: all), an int a number.
-        recurrent_connectivity: Units of its layer that each unit sees: likewise.
-        bias_scaling: The constant input b_rec of each unit is uniform between minus and plus this.
-        washout: First steps of each sequence whose states are left out.
-        seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
+        in_features: Size of the input at each time step.
+        units: Number of units of each layer. N_R is ``num_layers * units``.
+        num_layers: Number of layers.
+        spectral_radius: Largest absolute eigenvalue to which each layer's recurrent weights are rescaled.
+        leaking_rate: Fraction ``a`` of the new activation in the state, above 0 and at most 1.
+        input_scaling: Input weights are uniform between ``-input_scaling`` and ``input_scaling``.
+        input_connectivity: Inputs that each unit receives. A float is a fraction (1.0 for all), an integer is a count.
+        recurrent_connectivity: Units of its own layer that each unit receives. A float is a fraction, an integer is a
+            count.
+        bias_scaling: The constant input b_rec of each unit is uniform between ``-bias_scaling`` and ``bias_scaling``.
+        washout: Number of first time steps of each sequence whose states are dropped.
+        seed: Seed of all weights. None draws a seed from torch's global generator.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -59,7 +61,8 @@ class EchoStateNetwork(Serializable):
         spectral_radius: float = 0.9,
         leaking_rate: float = 1.0,
         input_scaling: float = 1.0,
-        input_connectivity: int | float = 1.0,  # jsonargparse takes the first type that fits
+        # Keep the order of types: jsonargparse converts to the first type of a union that matches.
+        input_connectivity: int | float = 1.0,
         recurrent_connectivity: int | float = 1.0,
         bias_scaling: float = 0.0,
         washout: int = 0,
@@ -87,7 +90,7 @@ class EchoStateNetwork(Serializable):
             recurrent = torch.randn(units, units, generator=generator)
             recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
             self.register_buffer(f"input_weight_{layer}", drive)
-            # Each unit has an incoming connection, so there is a cycle, and the radius is above 0.
+            # Each unit has an incoming connection, so the graph has a cycle, and the spectral radius is above 0.
             current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
@@ -98,29 +101,38 @@ class EchoStateNetwork(Serializable):
 
     @property
     def features(self) -> int:
+        """Size N_R of the state: units of all layers."""
         return self.num_layers * self.units
 
     def reset_plasticity(self) -> None:
+        """Set gain to 1 and bias to 0."""
         with torch.no_grad():
             self.gain.fill_(1)
             self.bias.zero_()
 
     def weights_hash(self) -> int:
-        """A number that stands for these very weights, gain and bias: states of other reservoirs do not fit to it."""
+        """Return a hash of the weights, gain, bias, leaking rate and washout.
+
+        Readouts can only be combined if their reservoirs have equal hashes.
+        """
         digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
         for value in self.state_dict().values():
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())  # bfloat16 too
+            # NumPy has no bfloat16, so hash the bytes.
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features)."""
+        """Return the states after the washout, shape (batch, time - washout, N_R).
+
+        The inputs have shape (batch, time, in_features).
+        """
         return torch.cat(list(self.iter_states(x))).transpose(0, 1)
 
     @torch.no_grad()
     def iter_states(self, x: Tensor) -> Iterator[Tensor]:
-        """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
+        """Yield the states after the washout in blocks of time steps, each of shape (steps, batch, N_R).
 
-        Nothing but the current block is held.
+        Only the current block is in memory.
         """
         x = self.check_input(x)
         weights = [self._effective(layer) for layer in range(self.num_layers)]
@@ -136,7 +148,7 @@ class EchoStateNetwork(Serializable):
                 yield whole[max(0, self.washout - start) :]
 
     def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's input weights, recurrent weights and constant input, with gain and bias worked in."""
+        """Return a layer's input weights, recurrent weights and constant input, with gain and bias folded in."""
         unit_slice = self._part(layer)
         drive, recurrent = self.weights(layer)
         gain = self.gain[unit_slice]
@@ -150,11 +162,11 @@ class EchoStateNetwork(Serializable):
         return slice(layer * self.units, (layer + 1) * self.units)
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's input weights, shape (units, inputs), and recurrent weights, shape (units, units)."""
+        """Return a layer's input weights (units, inputs) and recurrent weights (units, units)."""
         return getattr(self, f"input_weight_{layer}"), getattr(self, f"recurrent_weight_{layer}")
 
     def _run(self, effective: tuple[Tensor, Tensor, Tensor], u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """States of one layer over a block of inputs (steps, batch, inputs), in place of its activations."""
+        """Return the states of one layer for a block of inputs (steps, batch, inputs), and a copy of the last state."""
         w_in, w, constant = effective
         out = torch.addmm(constant, u.reshape(-1, u.shape[-1]), w_in.t()).view(*u.shape[:2], -1)
         transposed, leak = w.t(), self.leaking_rate
@@ -174,11 +186,21 @@ class EchoStateNetwork(Serializable):
         gain: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Each sequence's descent direction of KL(activations || N(mu, sigma)) (Schrauwen et al. 2008).
+        """Return the descent directions of KL(activations || N(mu, sigma)) for each sequence (Schrauwen et al., 2008).
 
-        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed, ``db = -(-mu/s2 + h/s2
-        (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro et al., eq. 4, with
-        what is lost in its printed form. Returns dg and db, shape (batch, N_R), without a step size.
+        ``h`` is the activation before the leak, and ``net`` is the net input of a unit, which is treated as constant.
+        The directions are ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` with s2 = sigma^2, and ``dg = 1/g + db
+        net``, summed over time. This is eq. 4 of De Caro et al., with the terms that its printed version lacks.
+
+        Args:
+            x: Inputs of shape (batch, time, in_features).
+            mu: Mean of the target distribution.
+            sigma: Standard deviation of the target distribution.
+            gain: Gain to use instead of the module's.
+            bias: Bias to use instead of the module's.
+
+        Returns:
+            dg and db, both of shape (batch, N_R), without a step size.
         """
         x = self.check_input(x)
         gain = self.gain.detach() if gain is None else gain
@@ -193,7 +215,7 @@ class EchoStateNetwork(Serializable):
         return dg, db
 
     def check_input(self, x: Tensor) -> Tensor:
-        """The input in the reservoir's precision, if it is one."""
+        """Return the input in the reservoir's precision, or raise ValueError if its shape or a value is invalid."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             raise InvalidValueError(
                 f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}.",
@@ -205,17 +227,18 @@ class EchoStateNetwork(Serializable):
         if x.shape[1] <= self.washout:
             raise InvalidValueError(
                 f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps.",
-                hint="Lower `washout` or cut longer sequences.",
+                hint="Decrease `washout`, or use longer sequences.",
                 argument="washout",
                 value=self.washout,
             )
         x = x.to(self.gain.dtype)
-        if not torch.compiler.is_exporting() and not torch.isfinite(x.sum()):  # a file has no place for an error
+        # Exported graphs cannot raise errors, so skip the check.
+        if not torch.compiler.is_exporting() and not torch.isfinite(x.sum()):
             bad = (~torch.isfinite(x)).flatten(1).any(dim=1).nonzero().flatten()
-            if len(bad):  # a sum of finite numbers may overflow
+            if len(bad):  # the sum of finite numbers can overflow
                 raise InvalidValueError(
-                    f"Expected finite sequences but {len(bad)} of {len(x)} hold NaN or infinite values, the first of "
-                    f"them number {int(bad[0])} of the batch.",
+                    f"Expected finite sequences, but {len(bad)} of {len(x)} contain NaN or infinite values. The first "
+                    f"of them has index {int(bad[0])} in the batch.",
                     hint="Correct or drop these sequences.",
                     argument="x",
                     value=bad.tolist(),
@@ -223,7 +246,7 @@ class EchoStateNetwork(Serializable):
         return x
 
     def fold_plasticity(self) -> EchoStateNetwork:
-        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal."""
+        """Return an equivalent reservoir whose weights contain gain and bias: its gain is 1, and its bias is 0."""
         other = EchoStateNetwork(self.in_features, self.units, self.num_layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
@@ -239,11 +262,11 @@ class EchoStateNetwork(Serializable):
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:
-    """Which columns each row sees: the same number in every row, drawn at random."""
+    """Return a random mask with the same number of ones in each row: the inputs that each unit receives."""
     count = max(1, round(connectivity * columns)) if isinstance(connectivity, float) else connectivity
     if connectivity <= 0 or not 1 <= count <= columns or (isinstance(connectivity, float) and connectivity > 1):
         raise InvalidValueError(
-            f"Expected `{name}` to be a share above 0 and up to 1.0, or a number between 1 and {columns}, but got "
+            f"Expected `{name}` to be a fraction above 0 and at most 1.0, or a count between 1 and {columns}, but got "
             f"{connectivity}.",
             argument=name,
             value=connectivity,
@@ -255,7 +278,7 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
 
 
 class _LayerPlasticity:
-    """The sums over time of one layer's descent directions: each step is worked off while it is in the cache."""
+    """Sums over time of the descent directions of one layer. Each step is processed while it is in the CPU cache."""
 
     def __init__(
         self, net: EchoStateNetwork, layer: int, state: Tensor, gain: Tensor, bias: Tensor, mu: float, variance: float
@@ -273,14 +296,17 @@ class _LayerPlasticity:
         self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
 
     def run(self, u: Tensor, skip: int) -> Tensor:
-        """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""
+        """Process a block of inputs (steps, batch, inputs), and return the layer's states.
+
+        The first ``skip`` steps are not added to the sums.
+        """
         net = torch.addmm(self.constant, u.reshape(-1, u.shape[-1]), self.drive).view(*u.shape[:2], -1)
         h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
         for t, step in enumerate(net.unbind(0)):
             step.addmm_(self.state, self.recurrent)
             tanh_(torch.addcmul(self.bias, step, self.gain, out=h))
             if t >= skip:
-                # h (1 + 2 s2 - h^2 + mu h) - mu, which is -s2 db
+                # Compute -s2 db = h (1 + 2 s2 - h^2 + mu h) - mu.
                 torch.mul(h, h, out=shift).neg_().add_(1 + 2 * self.variance)
                 if self.mu:
                     shift.add_(h, alpha=self.mu)
@@ -288,18 +314,18 @@ class _LayerPlasticity:
                 self.shift.add_(shift)
                 self.product.addcmul_(step, shift)
                 self.steps += 1
-            # The net input of a step is not needed any more: its place takes the state.
+            # The net input of this step is no longer needed, so the state overwrites it.
             self.state = torch.lerp(self.state, h, self.leak, out=step)
         self.state = self.state.clone()
         return net
 
     def directions(self) -> tuple[Tensor, Tensor]:
-        """Of gain and bias, both of shape (batch, units)."""
+        """Return the directions of gain and bias, both of shape (batch, units)."""
         return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
 
 
 def tanh_(values: Tensor) -> None:
-    """The hyperbolic tangent, in place. On the CPU numpy's is several times faster than torch's, and no less exact."""
+    """Apply the hyperbolic tangent in place. On CPUs, NumPy is several times faster than torch and equally precise."""
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         array = values.numpy()
         np.tanh(array, out=array)

@@ -1,4 +1,4 @@
-"""A generator of images, and how far what a network sees of them is from what it saw in training."""
+"""A generator of images, and the distance of their statistics to the running statistics of a network."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_fcl.validation import at_least
 
 
 class Generator(Serializable):
-    """Images from noise: a linear layer to a quarter of their size, two doublings, and three convolutions.
+    """A network that generates images from noise (Fang et al., 2019, "Data-free adversarial distillation").
 
-    The network of Fang et al. 2019, "Data-free adversarial distillation", which MFCL and TARGET take, too. Its last
-    layer is a batch normalisation, so that images need not be scaled to a range.
+    A linear layer makes maps of a quarter of the image size. Two upsampling layers and three convolutions follow. MFCL
+    and TARGET use this network, too. Its last layer is a batch normalization, so images need not be scaled to a range.
 
     Args:
-        size: Of an image: channels, height and width, each at least 1.
-        noise_dim: Numbers that an image is made of, at least 1.
-        width: Channels of the last hidden layer, half of those before, at least 1.
+        size: Channels, height and width of an image, each at least 1.
+        noise_dim: Size of the noise vector of an image, at least 1.
+        width: Number of channels of the last hidden layer, at least 1. The earlier layers have twice as many.
 
     Raises:
         ValueError: If a number is out of range.
@@ -55,21 +55,21 @@ class Generator(Serializable):
         )
 
     def forward(self, z: Tensor) -> Tensor:
-        """Images, shape (batch, channels, height, width), of noise, shape (batch, noise)."""
+        """Return images (batch, channels, height, width) generated from noise (batch, noise_dim)."""
         images: Tensor = self.net(z)
         return images
 
 
 def batchnorm_layers(network: nn.Module) -> list[_BatchNorm]:
-    """The layers of batch normalisation that keep statistics.
+    """Return the batch normalization layers of a network that track running statistics.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no such layers.
     """
     layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
     if not layers:
         raise InvalidValueError(
-            "Expected a network with layers of batch normalisation that keep statistics but "
+            "Expected a network with batch normalization layers that track running statistics, but "
             f"`{type(network).__name__}` has none.",
             hint="Add a layer such as `nn.BatchNorm2d`, or use another method.",
             argument="network",
@@ -79,14 +79,18 @@ def batchnorm_layers(network: nn.Module) -> list[_BatchNorm]:
 
 
 def with_statistics_distance(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a network makes of samples, and how far their statistics are from those that it keeps, a scalar.
+    """Return a network's output, and the distance of the input statistics to the running statistics, a scalar.
 
-    Over its `batchnorm_layers`, the sum of ``||mean - running mean|| + ||variance - running variance||`` of what comes
-    into them (Yin et al. 2020, "Dreaming to distill", equation 4, not squared), in evaluation mode.
+    The distance is the sum of ``||mean - running mean|| + ||variance - running variance||`` over the inputs of all
+    `batchnorm_layers` (Yin et al., 2020, "Dreaming to distill", equation 4, but not squared). The network must be in
+    evaluation mode.
+
+    Raises:
+        ValueError: If the network has no such layers.
 
     Example:
         >>> norm = nn.BatchNorm1d(1).eval()
-        >>> with_statistics_distance(norm, torch.tensor([[3.0], [3.0]]))[1]  # a mean of 3 for 0, a variance of 0 for 1
+        >>> with_statistics_distance(norm, torch.tensor([[3.0], [3.0]]))[1]  # mean 3, not 0; variance 0, not 1
         tensor(4.)
     """
     distances: list[Tensor] = []

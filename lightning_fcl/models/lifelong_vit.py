@@ -1,4 +1,4 @@
-"""Vision transformers that are made for tasks to come: LVT, whose keys are learnt, and DyTox, with a token for each."""
+"""Vision transformers for continual learning: LVT with learned attention keys, and DyTox with a token for each task."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ from lightning_fcl.models._layers import (
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.models.vit import SplitViT
 
-_ABSENT = -1e4  # not -inf: a sample whose own task is absent still has a finite loss
+# Finite instead of -inf, so that a sample of a task that is not learned yet has a finite loss.
+_ABSENT = -1e4
 
 
 class LVT(SplitViT):
-    """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes and with the arguments of `ViT`.
+    """The lifelong vision transformer (Wang et al., 2022, "LVT"), with the size and the arguments of `ViT`.
 
-    It is that transformer with `InterTaskAttention` in each block. As in Zuo et al. 2024, who compare it with FedViT
-    at the same size: the paper's own has convolutions before it and between its three stages. And it has one
-    classifier, `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is
-    trained on both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
+    It is a `ViT` with `InterTaskAttention` in each block. Zuo et al. (2024) also compare FedViT with an LVT of the
+    same size. The original LVT also has convolutions before the transformer and between its three stages.
 
-    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT`, but for
-    its six blocks of 421,092 (2,526,552), which have 111,168 of the attention (3 * (192 * 192 + 192)) and 13,284 keys
-    and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)) each.
+    The original LVT has two classifiers: one is trained only on new tasks, and the other is trained on all tasks and
+    used for predictions. This model has only the latter, `head`. `lightning_fcl.callbacks.LVTMethod` defines the loss.
+
+    By default, the body has 2,549,016 parameters, which are 10.20 MB in one direction at 4 bytes each. Each of the six
+    blocks has 421,092 parameters (2,526,552 in total). They include 111,168 of the attention's linear layers
+    (3 * (192 * 192 + 192)), and 13,284 keys and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)). All other parameters are
+    those of `ViT`.
 
     Raises:
-        ValueError: If patches do not divide the image, or heads the width; and as `SplitViT` does.
+        ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, or
+            `SplitViT` raises an error.
 
     Example:
         >>> model = LVT(num_classes=10)
@@ -66,12 +70,12 @@ class LVT(SplitViT):
 
 
 class LVTBody(Serializable):
-    """The body of `LVT`, whose arguments it has: patches, a class token, learnt positions, pre-norm blocks.
+    """The body of `LVT`: patches, a class token, learned positions and pre-norm blocks.
 
-    The output is the class token.
+    The arguments are those of `ViT`. The output is the class token.
 
     Raises:
-        ValueError: If patches do not divide the image, or heads the width.
+        ValueError: If the patch size does not divide the image size, or ``num_heads`` does not divide ``width``.
 
     Example:
         >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, num_heads=2)(torch.zeros(2, 3, 32, 32)).shape
@@ -104,7 +108,7 @@ class LVTBody(Serializable):
         self.apply(init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of images (batch, channels, height, width), shape (batch, width)."""
+        """Return features (batch, width) of images (batch, channels, height, width)."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         tokens = with_class_token(self.class_token, tokens) + self.positions
         features: Tensor = self.norm(self.blocks(tokens)[:, 0])
@@ -112,12 +116,13 @@ class LVTBody(Serializable):
 
 
 class InterTaskAttention(nn.Module):
-    """Attention whose keys are learnt, not computed from the input (Wang et al. 2022, section 3, inter-task attention).
+    """Attention with learned keys instead of keys computed from the input (Wang et al., 2022, section 3).
 
-    ``softmax(q K^T / sqrt(d) + B) v`` in each head: queries q and values v come from the tokens, the key K of each
-    token and the biases B are parameters, `external_key` and `external_bias`. B has a number for each distance of two
-    patches, as in LeViT, and three more: for the class token's attention to patches, theirs to it, and its own to
-    itself; it begins at 0, K with the variance of keys that a layer of 0.02 computes from normalised tokens.
+    Each head computes ``softmax(q K^T / sqrt(d) + B) v``. Queries q and values v are computed from the tokens. The keys
+    K of all tokens and the biases B are parameters, `external_key` and `external_bias`. B has one number for each
+    distance between two patches, as in LeViT, and three more: from the class token to patches, from patches to the
+    class token, and from the class token to itself. B starts at 0. K starts with the variance of keys that a linear
+    layer with standard deviation 0.02 computes from normalized tokens.
     """
 
     offsets: Tensor
@@ -135,7 +140,7 @@ class InterTaskAttention(nn.Module):
         nn.init.trunc_normal_(self.external_key, std=0.02 * width**0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, tokens, width) from tokens of the same shape."""
+        """Return the transformed tokens. Input and output have shape (batch, tokens, width)."""
         query, value = (split_heads(layer(tokens), self.num_heads) for layer in (self.query, self.value))
         key = self.external_key.expand(len(tokens), -1, -1, -1)
         bias = self.external_bias[:, self.offsets][None].to(query.dtype)
@@ -145,7 +150,10 @@ class InterTaskAttention(nn.Module):
 
 
 def _offsets(side: int) -> Tensor:
-    """Which bias belongs to a query (row) and a key (column): of two patches ``rows * side + columns`` apart."""
+    """Return the index of the bias for each query (row) and key (column).
+
+    The index for two patches is ``rows * side + columns``, with their distance in rows and in columns.
+    """
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     distances = (places[:, None] - places).abs()
     table = torch.full((1 + side * side, 1 + side * side), side * side)
@@ -156,10 +164,11 @@ def _offsets(side: int) -> Tensor:
 
 
 class TaskAttention(nn.Module):
-    """A block in which each task's token looks at itself and the patches (Douillard et al. 2022, eq. 3 to 6).
+    """A block in which each task token attends to itself and to the patches (Douillard et al., 2022, eq. 3 to 6).
 
-    The class attention of CaiT with a token per task: ``z = [token, patches]``; only the token asks and changes. All
-    tokens go through it at once, yet none sees another: the result is that of one pass for each.
+    This is the class attention of CaiT with one token per task: ``z = [token, patches]``, and only the token is a query
+    and is updated. All task tokens are processed in one pass, but they do not attend to each other. The result equals
+    that of one pass per task.
     """
 
     def __init__(self, width: int, num_heads: int = 12, mlp_ratio: float = 4.0) -> None:
@@ -175,7 +184,7 @@ class TaskAttention(nn.Module):
         self.apply(init_weights)
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """What each task sees, (batch, tasks, width), of tokens (tasks, width) and patches (batch, patches, width)."""
+        """Return embeddings (batch, tasks, width) from tokens (tasks, width) and patches (batch, patches, width)."""
         tasks, batch = len(tokens), len(patches)
         normed_tokens, normed_patches = self.norm1(tokens), self.norm1(patches)
         query, *of_tokens = (
@@ -193,31 +202,35 @@ class TaskAttention(nn.Module):
 
 
 class DyTox(Serializable):
-    """The model of Douillard et al. 2022, "DyTox", with the self-attention of a standard vision transformer.
+    """The model of DyTox (Douillard et al., 2022), with the self-attention of a standard vision transformer.
 
-    Patches and positions go once through ``depth`` self-attention blocks, the ``body``; one `TaskAttention` block, the
-    ``decoder``, then looks at them with each task's token, and the task's head (norm and linear layer) gives the logits
-    of the task's classes alone, eq. 7.
+    The ``body`` processes patches and positions once, in ``depth`` self-attention blocks. The ``decoder``, a
+    `TaskAttention` block, then attends to the patches with each task's token. Each task's head, a norm and a linear
+    layer, computes the logits of this task's classes (eq. 7).
 
-    A token belongs to a block of classes, not to the number that a client's experience has: in a federation whose
-    clients have the tasks in orders of their own, the clients that learn a block share its token and head. The paper's
-    model grows; here all slots are there from the start, so that all clients have the same state, and ``learnt`` tells
-    which are in use. The logits of a slot that is not are a constant that wins against nothing, and nothing of it gets
-    a gradient. `lightning_fcl.callbacks.DyToxMethod` marks tasks as learnt; while none is, all are in use.
+    A token belongs to a block of classes, not to the position of an experience in a client's sequence. If clients learn
+    the tasks in different orders, all clients that learn a block share its token and head.
 
-    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones. At
-    the defaults the body has 2,246,016 parameters, the decoder 444,864, and each task a head of 2,314 and a divergence
-    head of 2,507.
+    The original model grows with each task. This model has the tokens and heads of all tasks from the start, so that
+    all clients have the same state. The buffer ``learnt`` marks the tasks in use. The logits of other tasks are a very
+    low constant, and their parameters get no gradients. `lightning_fcl.callbacks.DyToxMethod` marks tasks as learned.
+    While no task is marked, all tasks are in use.
+
+    Each task also has a divergence head with one logit for each of its classes and one for all earlier classes. By
+    default, the body has 2,246,016 parameters and the decoder 444,864. Each task has a head of 2,314 parameters and a
+    divergence head of 2,507.
 
     Args:
-        tasks: The classes of each task; a number cuts ``num_classes`` into so many blocks of equal size, by number
-            until a stream tells which (see `assign_classes`).
+        tasks: Classes of each task, or the number of tasks. A number splits ``num_classes`` into consecutive blocks of
+            equal size. A stream can replace these blocks (see `assign_classes`).
         num_classes: Number of classes.
-        image_size: See `ViT`; and all else. The DyTox paper has a width of 384.
+        image_size: Height and width of the images in pixels. For this and the other arguments, see `ViT`. The paper
+            uses ``width=384``.
 
     Raises:
-        ValueError: If patches do not divide the image, heads the width or tasks the classes, if a class belongs to no
-            task or to two, or if a batch's images are of another size.
+        ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, the
+            number of tasks does not divide the number of classes, or a class belongs to no task or to two tasks. The
+            forward pass raises if the images have another size.
 
     Example:
         >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, num_heads=2)
@@ -261,32 +274,39 @@ class DyTox(Serializable):
         self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in tasks])
         self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
         self.divergence = nn.ModuleList([_head(width, size + 1) for size in self.sizes])
-        # Where each class's logit is among those of all heads side by side: clients' means of it are itself.
+        # Position of each class's logit in the concatenated logits of all heads. It is equal on all clients, so
+        # averaging does not change it.
         self.register_buffer("position", _positions(tasks))
-        # Above 0 for a task that anyone has begun: so it stays in any mean over clients.
+        # Above 0 for a task that any client has started, so that a mean over clients stays above 0.
         self.register_buffer("learnt", torch.zeros(len(tasks)))
         of_logit = torch.repeat_interleave(torch.arange(len(tasks)), torch.tensor(self.sizes))
         self.register_buffer("_task", of_logit, persistent=False)
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The classes of each task, in the order of its head's logits."""
+        """Classes of each task, in the order of the logits of its head."""
         order = torch.split(torch.argsort(self.position), self.sizes)
         return tuple(tuple(block.tolist()) for block in order)
 
     def task_index(self, labels: Tensor) -> Tensor:
-        """The task of each label, same shape."""
+        """Return the task index of each label, with the shape of the labels."""
         tasks: Tensor = self._task[self.position[labels.to(self.position.device)]]
         return tasks
 
     def assign_classes(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells."""
+        """Replace the consecutive blocks of classes by the blocks of a stream.
+
+        Raises:
+            ValueError: If the blocks differ from those of the model, and the model was created with explicit blocks,
+                has learned tasks already, or has blocks of other sizes.
+        """
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return
         if not self.cut or bool(self.learnt.any()) or [len(block) for block in blocks] != self.sizes:
             raise InvalidValueError(
-                f"Expected the stream's tasks to be those of `DyTox`, {_short(self.blocks)}, but got {_short(blocks)}.",
-                hint="Give `tasks` these blocks, or as many as the stream has, if all are of the same size.",
+                f"Expected the stream's tasks to have the classes of `DyTox`'s tasks, {_short(self.blocks)}, but got "
+                f"{_short(blocks)}.",
+                hint="Pass these blocks as `tasks`, or the number of the stream's tasks if all have the same size.",
                 argument="tasks",
                 value=blocks,
             )
@@ -294,7 +314,7 @@ class DyTox(Serializable):
         self.position.copy_(_positions(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (batch, channels, height, width), shape (batch, num_classes)."""
+        """Return logits (batch, num_classes) of images (batch, channels, height, width)."""
         embedded = self.embed(x)
         logits = torch.cat([head(embedded[:, task]) for task, head in enumerate(self.heads)], dim=1)
         present = (self.learnt > 0) | ~(self.learnt > 0).any()
@@ -302,7 +322,7 @@ class DyTox(Serializable):
         return logits[:, self.position]
 
     def embed(self, x: Tensor) -> Tensor:
-        """What each task's head sees, shape (batch, tasks, width)."""
+        """Return the input of each task's head, shape (batch, tasks, width)."""
         check_images(x, self.input_shape)
         with fast_attention(x):
             embedded: Tensor = self.decoder(torch.stack(list(self.tokens)), self.body(x))
@@ -317,7 +337,7 @@ def _head(width: int, classes: int) -> nn.Sequential:
 def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:
     if sorted(label for block in blocks for label in block) != list(range(num_classes)) or not all(map(len, blocks)):
         raise InvalidValueError(
-            f"Expected `tasks` to hold each of the {num_classes} classes once, and no task to be empty, but got "
+            f"Expected `tasks` to contain each of the {num_classes} classes once, and no empty task, but got "
             f"{_short(blocks)}.",
             hint="Put each class in one task, or change `num_classes`.",
             argument="tasks",

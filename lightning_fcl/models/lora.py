@@ -1,4 +1,4 @@
-"""Low-rank adaptation (Hu et al. 2022)."""
+"""Low-rank adaptation (Hu et al., 2022)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from lightning_fcl.validation import above, at_least, format_names
 
 
 class LoRA(Serializable):
-    """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` on frozen W (Hu et al. 2022).
+    """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` with frozen W (Hu et al., 2022).
 
-    A, ``a.weight`` of shape (rank, inputs), begins at random, B, ``b.weight`` of shape (outputs, rank), at zero, so
-    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen.
+    ``a.weight`` of shape (rank, inputs) starts at random values, and ``b.weight`` of shape (outputs, rank) starts at
+    zero. Therefore, the network's output is unchanged at the start. Only these weights and the parameters that match
+    ``head`` are trained. All other parameters are frozen.
 
-    A mean of clients' A and B is no mean of their products. With ``train_a=False`` it is: A is the same for all, and
-    only B and the head are averaged, which is FFA-LoRA (Sun et al. 2024). Declare
-    ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, and A never travels, as little as frozen
+    The mean of the clients' A and B does not give the mean of their products. With ``train_a=False`` it does: all
+    clients have the same A, and only B and the head are averaged. This is FFA-LoRA (Sun et al., 2024). With
+    ``FederatedStrategy(reductions={"model.*.a.weight": "constant"})``, A is not uploaded or downloaded, like frozen
     weights.
 
     Args:
-        net: A network; its layers are replaced in place.
-        rank: Rank of the additions, at least 1.
-        alpha: Scale of the additions, above 0.
-        head: Shell-style pattern of the parameters that learn as they are; all other `nn.Linear` get an addition.
-        train_a: Whether A learns, too.
+        net: A network. Its linear layers are replaced in place.
+        rank: Rank of the added weights, at least 1.
+        alpha: Scale of the added weights, above 0.
+        head: Shell-style pattern of the parameters to train directly. All other `nn.Linear` layers are adapted.
+        train_a: Whether A is trained, too.
 
     Raises:
-        ValueError: If a number is out of range, or ``head`` matches nothing, or all linear layers.
+        ValueError: If a number is out of range, or ``head`` matches no parameter or all linear layers.
 
     Example:
         >>> from lightning_fcl.models import MLP
@@ -60,7 +61,7 @@ class LoRA(Serializable):
         ]
         if not adapted_layers or not any(p.requires_grad for p in net.parameters()):
             raise InvalidValueError(
-                f"Expected `head` to match some of the network's layers but got {head} for "
+                f"Expected `head` to match some of the network's layers, but got {head} for "
                 f"{format_names((name for name, _ in net.named_parameters()))}.",
                 hint='Use a pattern of the last layer, such as `head="head.*"`.',
                 argument="head",
@@ -73,18 +74,18 @@ class LoRA(Serializable):
             self.features = net.features
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the network makes of ``x``."""
+        """Return the output of the network."""
         output: Tensor = self.net(x)
         return output
 
     def embed(self, x: Tensor) -> Tensor:
-        """The network's features, shape (batch, features)."""
+        """Return the network's features, shape (batch, features)."""
         body: EmbedsSamples = self.net  # type: ignore[assignment]
         return body.embed(x)
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer, ``layer``, and ``scale * B A`` beside it. See `LoRA`."""
+    """A frozen linear layer plus a low-rank term: ``layer(x) + scale * B A x``. See `LoRA`."""
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float, train_a: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks whose backbone has learnt all that it will: its normalisation folded, its weights fixed, perhaps in int8."""
+"""Networks with a frozen backbone: batch normalization is folded, and weights are fixed in float or int8."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Precision = Literal["int8", "float"]
 
 
 def with_frozen_backbone(network: Serializable, backbone: Precision = "int8") -> Serializable:
-    """A network with a frozen backbone, for a state that is loaded afterwards; it is changed.
+    """Return a network with a frozen backbone. The network is modified in place, and a state is loaded afterwards.
 
     Args:
-        network: A network with a ``backbone`` and a ``head``.
-        backbone: ``"int8"`` or ``"float"``.
+        network: A network with the submodules ``backbone`` and ``head``.
+        backbone: Precision of the backbone, ``"int8"`` or ``"float"``.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -40,7 +40,13 @@ def with_frozen_backbone(network: Serializable, backbone: Precision = "int8") ->
 
 
 def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
-    """Fold a network's normalisation and freeze its backbone, in place; int8 is calibrated on images, if given."""
+    """Fold a network's batch normalization, and freeze its backbone, in place.
+
+    Args:
+        network: A network with the submodules ``backbone`` and ``head``.
+        backbone: Precision of the backbone.
+        images: Images for the calibration of int8. None builds only the structure.
+    """
     network.eval()
     fold_batchnorm(network)
     if backbone == "int8":
@@ -56,8 +62,8 @@ def freeze_backbone_(network: nn.Module, backbone: Precision, images: Tensor | N
 def fold_batchnorm(module: nn.Module) -> None:
     """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
 
-    The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
-    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was.
+    In evaluation mode, the outputs are equal up to rounding. An `nn.Identity` replaces the normalization, so that the
+    other layers keep their names. The new convolution has a bias, and is trainable if the old one was.
     """
     for sequence in module.modules():
         if not isinstance(sequence, nn.Sequential):
@@ -67,18 +73,18 @@ def fold_batchnorm(module: nn.Module) -> None:
             if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
                 training = convolution.training
                 fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
-                # A bias that was not there before comes back frozen.
+                # If the convolution had no bias, the new bias is frozen.
                 cast(Tensor, fused.bias).requires_grad_(convolution.weight.requires_grad)
                 setattr(sequence, first, fused)
                 setattr(sequence, second, nn.Identity())
 
 
 class Int8Convolution(nn.Module):
-    """A convolution of 8-bit levels whose output is rounded to 8-bit levels again; all its state is in buffers.
+    """A convolution of 8-bit levels with an output of 8-bit levels. Its whole state is in buffers.
 
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
-    output channel; the bias is in units of ``input scale * weight scale``, as on integer hardware. A ReLU that
-    follows is implied: then the output's zero point is 0, and no level lies below it.
+    output channel. The bias is in units of ``input scale * weight scale``, as on integer hardware. A subsequent ReLU is
+    included: with an output zero point of 0, there are no negative outputs.
     """
 
     weight: Tensor
@@ -100,9 +106,14 @@ class Int8Convolution(nn.Module):
         self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Levels minus the zero point, shape (batch, out_channels, h, w), of such levels of the given scale."""
-        # Levels are whole numbers in floating point: the sums are exact below 2^24, whatever the order of summation,
-        # so that a sample's result does not depend on its batch, on vmap or on the device.
+        """Return output levels minus their zero point, shape (batch, out_channels, height, width).
+
+        Args:
+            x: Input levels minus their zero point.
+            scale: Scale of the input levels.
+        """
+        # Levels are whole numbers in floating point, and sums are exact below 2^24 in any order of summation.
+        # Therefore, a sample's result does not depend on its batch, on vmap or on the device.
         weight, bias = self.weight.float(), self.bias.float()
         x = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         factor = scale.float() * self.weight_scale.float() / self.scale.float()
@@ -110,10 +121,10 @@ class Int8Convolution(nn.Module):
 
 
 class Int8Backbone(nn.Module):
-    """A frozen chain of int8 convolutions: floating-point images in, floating-point maps of 256 levels out.
+    """A frozen chain of int8 convolutions. Input and output are floating-point tensors, and outputs have 256 levels.
 
-    Nothing in it is trainable, and training mode changes nothing. Its state is its `state_dict`: a model that was
-    prepared with ``quantize_backbone(model, None)`` takes another's state and gives the same outputs to the bit.
+    No parameter is trainable, and training mode has no effect. After loading the `state_dict` of another model, a model
+    that was prepared with ``quantize_backbone(model, None)`` returns bitwise identical outputs.
     """
 
     input_scale: Tensor
@@ -128,11 +139,15 @@ class Int8Backbone(nn.Module):
 
     @property
     def layers(self) -> list[Int8Convolution]:
+        """Convolutions in order."""
         return cast(list[Int8Convolution], list(self.children()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, channels, h, w), multiples of the last layer's scale, of images; in their type."""
-        # In float32 whatever the type of the images: autocast would round the sums to 8 or 11 bits.
+        """Return maps (batch, channels, height, width) in the dtype of the images.
+
+        Values are multiples of the scale of the last layer.
+        """
+        # Compute in float32 for every dtype of images: autocast would round the sums to 8 or 11 bits.
         with torch.autocast(x.device.type, enabled=False):
             scale = self.input_scale
             levels = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
@@ -145,10 +160,18 @@ class Int8Backbone(nn.Module):
 def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
-    Post-training and static: batch normalisation is folded, weights are symmetric per output channel, activations
-    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images, a hundred or so,
-    as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
-    afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
+    This is static post-training quantization. Batch normalization is folded, and weights are symmetric per output
+    channel. Activations are unsigned per tensor. Their ranges come from torchao's PT2E observers on the calibration
+    images. The output maps are quantized, too. Create the optimizer afterwards.
+
+    Args:
+        model: Model whose ``backbone`` is replaced.
+        calibration: Images as in training, about a hundred. None builds only the structure, without torchao, for a
+            state that is loaded afterwards.
+        batch_size: Number of images per calibration step.
+
+    Raises:
+        ValueError: If the backbone has other layers, or if the images have a wrong shape or non-finite values.
     """
     backbone = copy.deepcopy(model.get_submodule("backbone")).cpu().float().eval()
     fold_batchnorm(backbone)
@@ -159,8 +182,8 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
         takes = tuple(getattr(model, "input_shape", (first.in_channels, *calibration.shape[2:])))
         if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
             raise InvalidValueError(
-                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) and finite "
-                f"numbers but got {tuple(calibration.shape)}.",
+                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) with finite "
+                f"values, but got {tuple(calibration.shape)}.",
                 hint="Pass a batch of the images that the model is trained on.",
                 argument="calibration",
             )
@@ -169,21 +192,21 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
-    """The convolutions of a chain of convolutions, each with or without a ReLU, by name."""
+    """Return the convolutions of a chain of convolutions by name. A ReLU can follow each convolution."""
     convolutions: dict[str, nn.Conv2d] = {}
     for name, layer in backbone.named_modules():
         if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
             convolutions[name] = layer
         elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and convolutions)):
             raise InvalidValueError(
-                "Expected `model.backbone` to be an nn.Sequential of Conv2d (padded with zeros), BatchNorm2d after "
-                f"them, and ReLU, but got {type(layer).__name__} at `{name}`.",
+                "Expected `model.backbone` to be an nn.Sequential of Conv2d with zero padding, BatchNorm2d after "
+                f"Conv2d, and ReLU, but got {type(layer).__name__} at `{name}`.",
                 hint="Move such layers to `model.head`, which stays in floating point.",
                 argument="model.backbone",
             )
     if not convolutions:
         raise MissingValueError(
-            "Expected `model.backbone` to hold convolutions but got none.",
+            "Expected `model.backbone` to contain convolutions, but got none.",
             hint="Move the model's convolutions to `model.backbone`.",
             argument="model.backbone",
         )
@@ -191,7 +214,7 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
-    """Write into a chain what was calibrated: the numbers lie in the graph in the order of the layers."""
+    """Copy calibrated weights, scales and zero points from a graph to a chain. Both have the same order of layers."""
     activations, weights = [], []
     for node in graph.graph.nodes:
         if node.target is torch.ops.quantized_decomposed.quantize_per_tensor.default:
@@ -215,7 +238,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 
 def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
-    """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
+    """Return the PT2E graph of a backbone, with constant scales and dequantization before every convolution."""
     with silence_warnings():
         pt2e = require_package("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
@@ -231,17 +254,19 @@ def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx
 
 
 class _ChainQuantizer:
-    """Tells PT2E which tensors to quantise: every convolution's input and weight, and the chain's output."""
+    """A PT2E quantizer for the input and weight of each convolution, and for the output of the chain."""
 
     def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Return the graph unchanged."""
         return model
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Annotate the tensors to quantize."""
         from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
         from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
 
         activation = QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine)
-        # A channel of zeros would get a scale so small that its bias does not fit into 32 bits.
+        # A channel of zeros would get a very small scale, for which the bias does not fit into 32 bits.
         observer = PerChannelMinMaxObserver.with_args(eps=1e-5)
         weight = QuantizationSpec(torch.int8, observer, -127, 127, torch.per_channel_symmetric, ch_axis=0)
         for node in model.graph.nodes:
@@ -268,7 +293,7 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
+    """Temporarily silence deprecation warnings of torch.export and torchao that users cannot fix."""
     previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -280,6 +305,6 @@ def silence_warnings() -> Iterator[None]:
 
 
 def _clamp(x: Tensor, zero_point: Tensor) -> Tensor:
-    """Cut levels minus their zero point to those of 8 bits; overwrites them."""
-    # Bounds that are tensors would be slower, and vmap has no rule for an in-place `clamp_`.
+    """Clamp levels minus their zero point to the range of 8 bits. The input is overwritten."""
+    # Tensors as bounds would be slower, and vmap has no rule for an in-place `clamp_`.
     return x.add_(zero_point).clamp(0, 255).sub_(zero_point)

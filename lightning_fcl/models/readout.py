@@ -1,4 +1,4 @@
-"""Networks with a readout that was solved for, as plain modules: what they predict with once they are trained."""
+"""Networks with a linear readout in closed form, as plain modules for predictions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Features = Literal["steps", "last", "mean"]
 
 @runtime_checkable
 class EmbedsSamples(Protocol):
-    """A network that tells features."""
+    """A network that computes features of samples."""
 
     @property
     def features(self) -> int:
-        """How many."""
+        """Number of features."""
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of samples, shape (batch, features)."""
+        """Return features of samples, shape (batch, features)."""
 
 
 class RandomFeatures(DoublePrecision):
-    """Random features of a network's features: ``ReLU(f W)``, W of independent N(0, 1) (McDonnell et al. 2023, RanPAC).
+    """Random features ``ReLU(f W)`` of features f, with W from N(0, 1) (RanPAC, McDonnell et al., 2023).
 
     Args:
         in_features: Number of the network's features.
         out_features: Number of random features, M.
-        seed: Seed of W, which all clients have in common.
+        seed: Seed of W. All clients use the same seed.
 
     Raises:
         ValueError: If a number of features is below 1.
@@ -54,12 +54,12 @@ class RandomFeatures(DoublePrecision):
         self.register_buffer("weight", weight.double())
 
     def forward(self, features: Tensor) -> Tensor:
-        """Random features of shape (..., out_features), float64."""
+        """Return random features of shape (..., out_features) in float64."""
         return (features.double() @ self.weight).relu()
 
 
 class _Readout(Serializable):
-    """A linear map of what `embed` gives, in double precision."""
+    """A linear map of the features that `embed` returns, in double precision."""
 
     weight: Tensor
 
@@ -70,14 +70,15 @@ class _Readout(Serializable):
 
     @property
     def features(self) -> int:
+        """Number of features."""
         return int(self.weight.shape[1])
 
     def embed(self, x: Tensor) -> Tensor:
-        """What is read, shape (batch, ..., features)."""
+        """Return the features to read, shape (batch, ..., features)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs, shape (batch, ..., outputs)."""
+        """Return outputs of shape (batch, ..., num_outputs)."""
         return self.embed(x).double() @ self.weight.double().t()
 
 
@@ -87,8 +88,8 @@ class ReservoirReadout(_Readout):
     Args:
         reservoir: The reservoir.
         num_outputs: Size of the output.
-        readout: What it reads: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
-            ``"mean"``.
+        readout: States to read: ``"steps"`` for the state of each time step, ``"last"`` for the last state of each
+            sequence, or ``"mean"`` for the mean state of each sequence.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -106,7 +107,7 @@ class ReservoirReadout(_Readout):
         self.readout = readout
 
     def embed(self, x: Tensor) -> Tensor:
-        """What is read, in double precision: (batch, steps, N_R), or (batch, N_R)."""
+        """Return the states to read in double precision, shape (batch, steps, N_R) or (batch, N_R)."""
         states = torch.cat(list(pool_states(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
 
@@ -115,10 +116,10 @@ class FeatureReadout(_Readout):
     """A linear readout of a network's features.
 
     Args:
-        network: A network with ``embed(x)`` and ``features``, their number; its own head is not asked.
+        network: A network with ``embed(x)`` and ``features``, the number of features. Its own head is not used.
         num_outputs: Size of the output.
-        random_features: What makes random features of the network's; None: nothing.
-        bias: Whether a column of ones comes last among the features.
+        random_features: Module that maps the network's features to random features. None to use them directly.
+        bias: Whether to append a constant feature 1.
 
     Raises:
         ValueError: If the number of outputs is below 1.
@@ -143,18 +144,21 @@ class FeatureReadout(_Readout):
         self.bias = bias
 
     def embed(self, x: Tensor) -> Tensor:
-        """The network's features, or the random ones, shape (batch, features)."""
+        """Return the features to read, shape (batch, features)."""
         return readout_features(self.network.embed(x), self.random_features, self.bias)
 
 
 def readout_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
-    """What a readout sees of features: random ones of them, if any, and perhaps a column of ones behind."""
+    """Return the input of a readout: the features or their random features, with a final column of ones for a bias."""
     features = features if random_features is None else random_features(features)
     return F.pad(features, (0, 1), value=1.0) if bias else features
 
 
 def pool_states(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
-    """What a readout sees of sequences: blocks of states (steps, batch, N_R), or one of a single step."""
+    """Yield the states that a readout reads, in blocks of shape (steps, batch, N_R).
+
+    For ``"last"`` and ``"mean"``, yield a single block with one step.
+    """
     blocks = reservoir.iter_states(x)
     if readout == "steps":
         yield from blocks

@@ -1,4 +1,4 @@
-"""Ridge regression from sums: a linear readout that is trained in one pass, merged, and unlearned exactly."""
+"""Ridge regression from summed statistics: a linear readout with one-pass training, exact merging and unlearning."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models.serialization import Serializable
 from lightning_fcl.validation import at_least, between
 
-_ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
+# Rounding errors of a sum of products can exceed those of one operation by this factor.
+_ROUNDING = 100
 
 log = logging.getLogger(__name__)
 
-# Rows that are turned to double precision at once: they stay in the cache until they are multiplied.
+# Number of rows that are converted to double precision at once, so that they stay in the CPU cache.
 CHUNK_SIZE = 4096
-# Rows of S S^T that are computed at once, from the diagonal on: what is below it is the same.
+# Number of rows of S S^T that are computed at once, from the diagonal on. The lower triangle is copied from the upper.
 STRIPE_SIZE = 128
 
 
 class DoublePrecision(Serializable):
-    """A module whose buffers of double precision stay so when it follows others to a device or another type."""
+    """A module whose double precision buffers keep their precision when the module is moved or converted."""
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         wide = {name: value for name, value in self.named_buffers(recurse=False) if value.dtype is torch.float64}
@@ -36,23 +37,24 @@ class DoublePrecision(Serializable):
 
 
 class RidgeReadout(DoublePrecision):
-    """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al. 2021, eq. 10).
+    """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al., 2021, eq. 10).
 
-    It learns ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12, with the regulariser left out:
-    it is added once, in the solution), which readouts of one reservoir can add to each other's and take away again.
+    The statistics are ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12). The regularizer is
+    not part of them and is added once, in the solution. Readouts of the same reservoir can add and subtract their
+    statistics.
 
     Args:
         in_features: Size of the states, N_R.
         out_features: Size of the outputs, N_Y.
-        beta: Regulariser, above or equal 0. It is no part of the statistics: added to each client's B, as in the
-            paper's eq. 7 and 9, it would count once per client.
-        symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
-        rank: Of B only so many leading singular values and vectors are kept, as their products, shape (rank, N_R), and
-            the solution lies in the space that they span (FedRAN); None: all of B.
+        beta: Regularizer, at least 0. In the paper's eq. 7 and 9 it is part of each client's B, where it would count
+            once per client.
+        symmetric: Whether to store and upload only the upper triangle of B, which halves the number of bytes.
+        rank: Number of leading singular values and vectors of B to keep, as their products of shape (rank, N_R). The
+            solution is then restricted to the space of these vectors (FedRAN). None keeps all of B.
 
     Raises:
-        ValueError: If ``beta`` is below 0, ``rank`` is no number of states, another readout is of another reservoir or
-            shape, or one is to be taken away from a readout of low rank.
+        ValueError: If ``beta`` is below 0 or ``rank`` is not between 1 and ``in_features``. `merge` and `unlearn` raise
+            if the other readout has another reservoir or shape, and `unlearn` if ``rank`` is set.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
@@ -98,45 +100,50 @@ class RidgeReadout(DoublePrecision):
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.float64))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Outputs of shape (..., out_features), float64, from states of shape (..., in_features)."""
+        """Return outputs of shape (..., out_features) in float64 from states of shape (..., in_features)."""
         return states.double() @ self.weight.t()
 
     def reset(self, tag: int = 0) -> None:
-        """Forget all statistics, to begin with those of another reservoir; the weights stay until the next `solve`."""
+        """Reset all statistics to start with another reservoir. The weights are kept until the next `solve`.
+
+        Args:
+            tag: Hash of the new reservoir, see `EchoStateNetwork.weights_hash`.
+        """
         for value in (self.A, self.B, self.n):
             value.zero_()
         self.tag.fill_(tag)
 
     def partial_fit(self, states: Tensor, targets: Tensor) -> None:
-        """Add samples: states of shape (n, in_features) and targets of shape (n, out_features)."""
+        """Add samples with states of shape (n, in_features) and targets of shape (n, out_features)."""
         if self.rank is None:
             accumulate(self.A, self.B, states, targets)
         else:
             accumulate_rows(self.A, self.B, states, targets)
-            self.B.copy_(leading_rows(self.B, self.rank))  # no sample's own states are kept
+            # This also removes the states of single samples.
+            self.B.copy_(leading_rows(self.B, self.rank))
         self.n += len(states)
 
     def merge(self, other: RidgeReadout) -> None:
-        """Add the samples of another readout of the same reservoir (`EchoStateNetwork.weights_hash`) and shape."""
+        """Add the statistics of another readout with the same shape and reservoir (`EchoStateNetwork.weights_hash`)."""
         self._check(other)
         self.A += other.A
         self.B.copy_(self.B + other.B if self.rank is None else leading_rows(torch.cat([self.B, other.B]), self.rank))
         self.n += other.n
 
     def unlearn(self, other: RidgeReadout) -> None:
-        """Take samples away that were added before, by a readout that has learnt from them alone: unlearning."""
+        """Subtract the statistics of a readout that was trained only on samples that were added before."""
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
-                f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what "
-                "was cut off of all samples together tells nothing of some.",
+                f"Expected a readout with all of B to remove samples from, but got one of rank {self.rank}: a reduced "
+                "B does not determine the part of some samples.",
                 hint="Make both readouts without `rank`.",
                 argument="rank",
                 value=self.rank,
             )
         if other.n > self.n:
             raise InvalidValueError(
-                f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added.",
+                f"Expected a readout of at most {self.n} samples to remove, but got {other.n} samples.",
                 argument="n",
                 value=int(other.n),
             )
@@ -147,8 +154,8 @@ class RidgeReadout(DoublePrecision):
     def _check(self, other: RidgeReadout) -> None:
         if self.tag != other.tag:
             raise InvalidValueError(
-                f"Expected a readout of the reservoir {int(self.tag):x} but got one of {int(other.tag):x}: other "
-                "weights, gain or bias.",
+                f"Expected a readout of the reservoir {int(self.tag):x}, but got one of {int(other.tag):x}. Their "
+                "weights, gain, bias, leaking rate or washout differ.",
                 hint="Compute it again with this reservoir.",
                 argument="tag",
                 value=int(other.tag),
@@ -161,19 +168,20 @@ class RidgeReadout(DoublePrecision):
             )
 
     def solve(self) -> None:
-        """Set the weights from the statistics."""
+        """Compute the weights from the statistics."""
         if self.rank is None:
             self.weight.copy_(solve(self.A, unpack_upper(self.B, self.in_features), self.beta))
         else:
             self.weight.copy_(self.solve_path([self.beta])[0])
 
     def solve_path(self, betas: Sequence[float]) -> Tensor:
-        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
+        """Return the weights for several regularizers, shape (betas, outputs, features), by one eigendecomposition."""
         _check_finite(self.A, self.B)
         if self.rank is not None:
             _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
             values = sizes.square()
-            is_significant = values > _ROUNDING * _cut_off(values)  # what lies outside would be divided by beta alone
+            # Components outside of the row space would be divided by beta alone.
+            is_significant = values > _ROUNDING * _cut_off(values)
             return _from_spectrum(self.A, values[is_significant], rows[is_significant].t(), betas)
         return _by_eigenvalues(self.A, unpack_upper(self.B, self.in_features), betas)[0]
 
@@ -182,7 +190,10 @@ class RidgeReadout(DoublePrecision):
 
 
 def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-    """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision."""
+    """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b``, in place and in double precision.
+
+    ``b`` is square, or a packed upper triangle.
+    """
     size = states.shape[1]
     for state_chunk, target_chunk in zip(
         torch.split(states, CHUNK_SIZE), torch.split(targets, CHUNK_SIZE), strict=True
@@ -202,16 +213,20 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
 
 
 def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-    """As `accumulate`, but ``b``, shape (rows, features), holds the states, or their `leading_rows` if it is full."""
+    """Add ``targets^T states`` to ``a``, and append the states to the rows of ``b``, shape (rows, features), in place.
+
+    If ``b`` has too few empty rows, it is replaced by the `leading_rows` of all rows.
+    """
     a.addmm_(targets.double().t(), states.double())
     rows = torch.cat([b[b.any(dim=1)], states.double()])
     b.copy_(F.pad(rows, (0, 0, 0, len(b) - len(rows))) if len(rows) <= len(b) else leading_rows(rows, len(b)))
 
 
 def leading_rows(rows: Tensor, rank: int) -> Tensor:
-    """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros."""
+    """Return the products of leading singular values and right vectors of some rows, padded to (rank, features)."""
     if not torch.isfinite(rows).all():
-        return torch.full_like(rows[:1], torch.nan).expand(rank, -1)  # no client that sends it is taken in
+        # The server rejects uploads with NaN.
+        return torch.full_like(rows[:1], torch.nan).expand(rank, -1)
     rows = rows[rows.any(dim=1)]
     if len(rows) > rows.shape[1]:
         rows = torch.linalg.qr(rows, mode="r").R
@@ -220,15 +235,15 @@ def leading_rows(rows: Tensor, rank: int) -> Tensor:
 
 
 class GroupMoments(DoublePrecision):
-    """Sums and numbers of each class's samples in random groups, from which B can be estimated (STSA-E).
+    """Sums and numbers of samples of each class in random groups, from which B can be estimated (STSA-E).
 
     Args:
-        groups: Number of groups into which a client's samples fall.
+        groups: Number of groups into which a client's samples are divided.
         classes: Number of classes.
         features: Size of the states.
 
     Raises:
-        ValueError: If there is not one group at least.
+        ValueError: If ``groups`` is below 1.
     """
 
     sums: Tensor
@@ -242,12 +257,14 @@ class GroupMoments(DoublePrecision):
         self.register_buffer("counts", torch.zeros(groups, classes, dtype=torch.long))
 
     def second_moments(self) -> Tensor:
-        """The estimate of S^T S of all samples, shape (features, features).
+        """Return an estimate of S^T S of all samples, shape (features, features).
 
-        ``Sum_c [a_c Sum_j s_jc s_jc^T / n_jc - b_c P_c P_c^T]`` with ``a_c = (N_c - 1) / (K_c - 1)`` and ``b_c = (N_c -
-        K_c) / ((K_c - 1) N_c)``: ``s_jc`` and ``n_jc`` are sum and number of class c in group j, ``P_c`` and ``N_c``
-        those of all ``K_c`` groups that hold it. Right on average over random groupings, and exact where each group has
-        one sample. Of a class in one group alone only that group's mean is known.
+        The estimate is ``Sum_c [a_c Sum_j s_jc s_jc^T / n_jc - b_c P_c P_c^T]`` with ``a_c = (N_c - 1) / (K_c - 1)``
+        and ``b_c = (N_c - K_c) / ((K_c - 1) N_c)``. ``s_jc`` and ``n_jc`` are the sum and number of samples of class c
+        in group j. ``P_c`` and ``N_c`` are the sum and number of samples of class c in all of its ``K_c`` groups.
+
+        The estimate is unbiased over random groupings, and exact if each group has one sample. For a class in a single
+        group, only the mean of the group is used.
         """
         n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
         num_other_groups = (groups - 1).clamp(min=1)
@@ -259,7 +276,10 @@ class GroupMoments(DoublePrecision):
 
 
 def accumulate_groups(sums: Tensor, counts: Tensor, states: Tensor, targets: Tensor) -> None:
-    """Add samples to a client's `GroupMoments`: its samples, which come in random order, to the groups in turn."""
+    """Add samples to the sums and counts of a client's `GroupMoments`. Samples are assigned to the groups in turn.
+
+    The samples must be in random order.
+    """
     groups, classes = counts.shape
     turns = int(counts.sum()) + torch.arange(len(states), device=states.device)
     indices = turns % groups * classes + targets.argmax(dim=1)
@@ -268,28 +288,29 @@ def accumulate_groups(sums: Tensor, counts: Tensor, states: Tensor, targets: Ten
 
 
 def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
-    """Add a number to the diagonal of a matrix, square or packed."""
+    """Add a number to the diagonal of a matrix in place. The matrix is square, or a packed upper triangle."""
     if b.dim() == 2:
         b.diagonal().add_(value)
     else:
-        lengths = torch.arange(size, 0, -1, device=b.device)  # of the packed rows, which begin on the diagonal
+        # The packed rows start on the diagonal, and each is one shorter than the previous row.
+        lengths = torch.arange(size, 0, -1, device=b.device)
         b[lengths.cumsum(0) - lengths] += value
 
 
 def pack_upper(full: Tensor) -> Tensor:
-    """The upper triangle of a matrix, row after row."""
+    """Return the upper triangle of a matrix as a vector, row by row."""
     return full.flatten().index_select(0, _upper(*full.shape, full.device))
 
 
 @lru_cache(maxsize=64)
 def _upper(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Where the upper triangle is among a matrix's numbers, row after row."""
+    """Return the indices of the upper triangle in the flattened matrix, row by row."""
     indices: Tensor = torch.triu_indices(rows, columns, dtype=torch.int32, device=device)
     return indices[0] * columns + indices[1]
 
 
 def unpack_upper(b: Tensor, size: int) -> Tensor:
-    """A symmetric matrix from its packed upper triangle; a square one is returned as it is."""
+    """Return the symmetric matrix of a packed upper triangle. A square matrix is returned unchanged."""
     if b.dim() == 2:
         return b
     full = b.new_zeros(size, size)
@@ -300,28 +321,32 @@ def unpack_upper(b: Tensor, size: int) -> Tensor:
 
 
 def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """``a (b + beta I)^-1`` in double precision: by Cholesky, or by eigenvalues where ``beta`` is lost in rounding."""
+    """Return ``a (b + beta I)^-1`` in double precision.
+
+    The solution is computed by Cholesky, or by eigenvalues if ``beta`` is below the rounding errors.
+    """
     a, b = a.double(), b.double()
     _check_finite(a, b)
-    # Rounding may leave a singular matrix positive: only a regulariser above all rounding errors says that it is none.
-    if beta > _ROUNDING * _cut_off(b.diagonal().sum().expand(len(b))):  # the trace is above all eigenvalues
+    # Rounding can make a singular matrix positive definite, so Cholesky needs a `beta` above all rounding errors. The
+    # trace is an upper bound of the eigenvalues.
+    if beta > _ROUNDING * _cut_off(b.diagonal().sum().expand(len(b))):
         factor, error_code = torch.linalg.cholesky_ex(b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device))
         if not error_code:
             return torch.cholesky_solve(a.t(), factor).t()
     weights, rank = _by_eigenvalues(a, b, [beta])
     if rank < len(b):
         log.warning(
-            "B + beta I is not positive definite (beta = %g): solved by eigenvalues, the smallest of them left out. "
-            "Raise `beta` to have one solution only.",
+            "B + beta I is not positive definite (beta = %g). The solution ignores eigenvalues that may be rounding "
+            "errors. Increase `beta` for a unique solution.",
             beta,
         )
     return weights[0]
 
 
 def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tensor, int]:
-    """``a (b + beta I)^-1`` for each beta, shape (betas, outputs, features), and the rank of b.
+    """Return ``a (b + beta I)^-1`` for each beta, shape (betas, outputs, features), and the rank of b.
 
-    An eigenvalue of b that may be nothing but rounding errors counts as 0; without a beta the least solution is taken.
+    Eigenvalues of b that may be rounding errors count as 0. For beta = 0, the solution of least norm is returned.
     """
     values, vectors = torch.linalg.eigh(b)
     is_significant = values > _ROUNDING * _cut_off(values)
@@ -338,12 +363,12 @@ def _from_spectrum(a: Tensor, values: Tensor, vectors: Tensor, betas: Sequence[f
 def _check_finite(a: Tensor, b: Tensor) -> None:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise InvalidValueError(
-            "Expected finite statistics but they hold NaN or infinite values.",
+            "Expected finite statistics, but they contain NaN or infinite values.",
             hint="Leave out the clients with such statistics.",
             argument="A",
         )
 
 
 def _cut_off(values: Tensor) -> Tensor:
-    """The size of the rounding errors of eigenvalues."""
+    """Return the magnitude of the rounding errors of eigenvalues."""
     return values.abs().max() * len(values) * torch.finfo(values.dtype).eps

@@ -1,7 +1,7 @@
-"""What a network or a task was made with, as plain data, and made again from it: ours and torch's optimizers, no other.
+"""Descriptions of networks and tasks as plain data, and their creation from descriptions.
 
-A description is data: nothing that it names is imported, and nothing is called before its class and its arguments are
-known and checked.
+Only networks of this package and torch's optimizers are created from a description. A description is data: no name in
+it is imported, and no class is called before the class and its arguments have been checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
 
 
 class Serializable(nn.Module):
-    """A module that knows what it was made with: ``init_config`` is its class path and arguments, as plain data."""
+    """A module with ``init_config``: the class path and the arguments that it was created with, as plain data."""
 
     init_config: dict[str, Any]
     __signature__: inspect.Signature
@@ -47,7 +47,7 @@ class Serializable(nn.Module):
 
 
 def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """A function that makes a network, which then is described as made by it."""
+    """Decorate a function that creates a network, so that the network's ``init_config`` describes the function call."""
     make = check_arguments(make)
 
     @wraps(make)
@@ -60,7 +60,7 @@ def serializable(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def to_plain_config(value: object) -> Any:
-    """An argument as plain data; what cannot be made again is told by its class alone."""
+    """Convert an argument to plain data. An object that cannot be created again is described only by its class path."""
     value = to_plain(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -71,7 +71,8 @@ def to_plain_config(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain_config(item) for key, item in value.items()}
     subject, arguments = value, {}
-    if isinstance(value, partial):  # a recipe's is one of what makes objects, with the class as its last argument
+    # In a recipe, the partial calls a factory, and the class is the last positional argument.
+    if isinstance(value, partial):
         *_, subject = (value.func, *value.args)
         arguments = to_plain_config(value.keywords)
     if isinstance(subject, type) and _class_named(path := f"{_OPTIMIZERS}.{subject.__name__}") is subject:
@@ -81,7 +82,17 @@ def to_plain_config(value: object) -> Any:
 
 
 def build_from_config(init_config: object, name: str) -> Any:
-    """An argument, made again from what `to_plain_config` gave, from a file that need not be trusted."""
+    """Create an argument from a result of `to_plain_config`. The description can come from an untrusted file.
+
+    Args:
+        init_config: Description of the argument.
+        name: Name of the argument for messages.
+
+    Raises:
+        InvalidValueError: If a class is not a network of `lightning_fcl.models` or an optimizer, or if an argument has
+            a wrong type.
+        UnknownNameError: If a class does not have an argument.
+    """
     if isinstance(init_config, list | tuple):
         return [build_from_config(item, name) for item in init_config]
     if not isinstance(init_config, Mapping):
@@ -92,8 +103,8 @@ def build_from_config(init_config: object, name: str) -> Any:
     if make is None or not isinstance(arguments, Mapping):
         top = name.partition(".")[0]
         raise InvalidValueError(
-            f"Expected `{top}` to be handed in but it was not: what describes it names {init_config['class_path']}, "
-            f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description.",
+            f"Expected the object `{top}` to be passed, because its description names {init_config['class_path']}. "
+            f"Only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` can be created from a description.",
             hint=f"Pass the object as `{top}=...`.",
             argument=top,
         )
@@ -105,14 +116,24 @@ def build_from_config(init_config: object, name: str) -> Any:
 
 
 def validate_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
-    """The arguments of a class or function from plain data, by their names and types, before it is called."""
+    """Return arguments in plain data, converted to the types of a class or function, without calling it.
+
+    Args:
+        make: The class or function.
+        arguments: Arguments by name.
+        name: Name of the object for messages.
+
+    Raises:
+        UnknownNameError: If an argument is missing or unknown.
+        InvalidValueError: If an argument has a wrong type.
+    """
     signature = inspect.signature(make)
     try:
         signature.bind(**arguments)
     except TypeError as error:
         hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
         raise UnknownNameError(
-            f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint, argument=name
+            f"Expected arguments of {_named(make)} for `{name}`, but got: {error}.", hint=hint, argument=name
         ) from None
     types = all_argument_types(make)
     cast: dict[str, object] = {}
@@ -123,7 +144,7 @@ def validate_arguments(make: Callable[..., object], arguments: Mapping[str, obje
         except TypeError:
             kind = hint.__name__ if isinstance(hint, type) and not get_origin(hint) else hint
             raise InvalidValueError(
-                f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.",
+                f"Expected `{name}.{key}` to be of type {kind}, but got {value!r}.",
                 argument=f"{name}.{key}",
                 value=value,
             ) from None
@@ -134,7 +155,7 @@ def _description(make: Callable[..., object], args: Iterable[object], kwargs: Ma
     signature = inspect.signature(make)
     try:
         bound = signature.bind(*args, **kwargs)
-    except TypeError:  # the call itself will say so; or a copy is being made
+    except TypeError:  # the call itself raises this error, or `__new__` is called by `copy` without arguments
         return {}
     bound.apply_defaults()
     arguments: dict[str, object] = {}
@@ -149,7 +170,7 @@ def _named(make: Callable[..., object]) -> str:
 
 
 def _class_named(path: object) -> Callable[..., Any] | None:
-    """The network or optimizer of a public name; None: it is neither."""
+    """Return the network or optimizer with a public name, or None if the name is neither."""
     package, _, name = str(path).rpartition(".")
     if package == _MODELS and name in import_module(_MODELS).__all__:
         make: Callable[..., Any] = getattr(import_module(_MODELS), name)
@@ -165,7 +186,7 @@ def _class_named(path: object) -> Callable[..., Any] | None:
 
 
 def _cast(value: Any, hint: Any) -> Any:
-    """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one."""
+    """Convert plain data to the type of an annotation, such as a list to a tuple. Raise TypeError if that fails."""
     origin, type_args = get_origin(hint), get_args(hint)
     if origin is Literal:
         fits = value in type_args

@@ -1,4 +1,4 @@
-"""Networks small enough for a device: perceptrons, HAR-CNN of sensors (Usmanova et al. 2021), and DSICNet of faces."""
+"""Small networks for devices: perceptrons, HAR-CNN for sensor data (Usmanova et al., 2021), and DSICNet for faces."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 
 class MLP(Serializable, nn.Sequential):
-    """Linear layers with ReLU between them, on flattened inputs.
+    """Linear layers with ReLU between them, for flattened inputs.
 
     Args:
-        sizes: Features of the input, of each hidden layer and of the output, at least two numbers.
+        sizes: Number of features of the input, of each hidden layer and of the output. At least two numbers.
 
     Raises:
         ValueError: If there are fewer than two sizes.
@@ -38,7 +38,7 @@ class MLP(Serializable, nn.Sequential):
     def __init__(self, sizes: Sequence[int]) -> None:
         if len(sizes) < 2:
             raise InvalidValueError(
-                f"Expected `sizes` to hold at least an input and an output size but got {list(sizes)}.",
+                f"Expected `sizes` to contain at least an input and an output size, but got {list(sizes)}.",
                 argument="sizes",
             )
         layers: list[nn.Module] = [nn.Flatten()]
@@ -48,38 +48,44 @@ class MLP(Serializable, nn.Sequential):
         self.features = sizes[-2]
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the last layer sees: shape (batch, features)."""
+        """Return the input of the last layer, shape (batch, features)."""
         for layer in list(self)[:-1]:
             x = layer(x)
         return x
 
 
 class HARCNN(Serializable):
-    """A network of convolutions, pooling and dense layers with a linear classifier.
+    """A network of convolutions, pooling and dense layers with a linear classifier (Usmanova et al., 2021).
 
-    Usmanova et al. 2021, "A distillation-based approach integrating continual learning and federated learning for
-    pervasive services", section 3.5 and Table 1. The notation lists the layers, joined by ``_``: ``196-16C`` is a
-    convolution with 196 filters of width 16 without padding, then ReLU; ``4M`` is max pooling over 4 steps; ``1024D``
-    is a dense layer with 1024 units, then ReLU, then dropout. The classifier is not written. The paper gives a
-    dropout rate but not its place: here it follows every dense layer but the classifier, and nothing else.
+    The paper is "A distillation-based approach integrating continual learning and federated learning for pervasive
+    services", section 3.5 and Table 1. The notation lists the layers, joined by ``_``:
 
-    At 12 bytes a parameter, for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters) and
-    ``196-16C_4M_1024D_512D`` (6,167,626) have the sizes of Table 1, 67.8 and 74.1 MB. ``32-10C_256D_128D`` (1,010,726)
-    and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654) have 12.1 MB and 404 KB, where the table has 3.3 MB and 45 KB.
+    - ``196-16C`` is a convolution with 196 filters of width 16 without padding, followed by ReLU.
+    - ``4M`` is max pooling over 4 time steps.
+    - ``1024D`` is a dense layer with 1024 units, followed by ReLU and dropout.
 
-    The hidden layers are `body`, the classifier is `head`.
+    The notation does not contain the classifier. The paper gives a dropout rate but no position. This model has dropout
+    after every dense layer except the classifier, and nowhere else.
+
+    At 12 bytes per parameter and for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters) and
+    ``196-16C_4M_1024D_512D`` (6,167,626) have the sizes of Table 1, 67.8 MB and 74.1 MB. ``32-10C_256D_128D``
+    (1,010,726) and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654) have 12.1 MB and 404 KB. Table 1 has 3.3 MB and 45 KB for
+    them.
+
+    The hidden layers are `body`, and the classifier is `head`.
 
     Args:
-        notation: The layers, convolutions and pooling first.
-        in_channels: Channels of the signal.
-        length: Time steps of the signal.
-        num_classes: Outputs of the classifier.
+        notation: The layers. Convolutions and pooling come before dense layers.
+        in_channels: Number of channels of the signal.
+        length: Number of time steps of the signal.
+        num_classes: Number of outputs of the classifier.
         dropout: Probability of dropping a unit after a dense layer, from 0 to below 1.
-        init: ``"torch"`` keeps PyTorch's defaults; ``"keras"`` sets Glorot uniform weights and zero biases, the
+        init: ``"torch"`` keeps PyTorch's initialization. ``"keras"`` uses Glorot uniform weights and zero biases, the
             defaults of the library that the paper used.
 
     Raises:
-        ValueError: If the notation is wrong (the message names the token and its position), or the signal too short.
+        ValueError: If the notation is invalid (the message names the token and its position), or if the signal is too
+            short.
 
     Example:
         >>> import torch
@@ -103,7 +109,7 @@ class HARCNN(Serializable):
         at_least(1, in_channels=in_channels, length=length, num_classes=num_classes)
         if not 0 <= dropout < 1:
             raise InvalidValueError(
-                f"Expected `dropout` to be from 0 to below 1 but got {dropout}. 0 switches it off.",
+                f"Expected `dropout` to be at least 0 and below 1, but got {dropout}. Use 0 for no dropout.",
                 argument="dropout",
                 value=dropout,
             )
@@ -121,14 +127,15 @@ class HARCNN(Serializable):
                         nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, shape (batch, num_classes), of windows (batch, in_channels, length), or of one alone."""
+        """Return logits (batch, num_classes) of windows (batch, in_channels, length), or of a single window."""
         logits: Tensor = self.head(self.embed(x))
         return logits
 
     def embed(self, x: Tensor) -> Tensor:
+        """Return the input of the classifier, shape (batch, features)."""
         if x.ndim not in (2, 3) or tuple(x.shape[-2:]) != (self.in_channels, self.length):
             raise InvalidValueError(
-                f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}.",
+                f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}), but got {tuple(x.shape)}.",
                 hint="Transpose the windows, or build the model with their `in_channels` and `length`.",
                 argument="x",
             )
@@ -139,13 +146,15 @@ class HARCNN(Serializable):
 def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tuple[nn.Sequential, int]:
     layers: list[nn.Module] = []
     channels, steps = in_channels, length
-    features = 0  # of the last dense layer; 0 before the first
+    # Outputs of the last dense layer, or 0 before the first dense layer.
+    features = 0
     for position, token in enumerate(notation.split("_"), start=1):
         location = f"{token!r} at position {position}"
         match = _TOKEN.fullmatch(token)
         if match is None:
             raise InvalidValueError(
-                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {location} of {notation!r}.",
+                f"Expected `notation` to contain tokens such as 196-16C, 4M or 1024D, but got {location} of "
+                f"{notation!r}.",
                 hint="Join the tokens with one `_` each, and use capitals and sizes of at least 1.",
                 argument="notation",
                 value=location,
@@ -158,7 +167,7 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
             continue
         if features:
             raise InvalidValueError(
-                f"Expected `notation` to have no convolution or pooling after a dense layer but got {location} of "
+                f"Expected `notation` to have no convolution or pooling after a dense layer, but got {location} of "
                 f"{notation!r}.",
                 hint="Move the dense layers to the end.",
                 argument="notation",
@@ -167,8 +176,8 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
         width = int(match["pool"] or match["width"])
         if width > steps:
             raise InvalidValueError(
-                f"Expected `length` to leave at least {width} steps for {location} of {notation!r} but got {steps} "
-                f"there, from `length`={length}.",
+                f"Expected `length` to leave at least {width} steps for {location} of {notation!r}, but "
+                f"`length`={length} leaves {steps} steps.",
                 hint="Use longer windows, or narrower filters and pools.",
                 argument="length",
                 value=steps,
@@ -186,22 +195,24 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
 
 
 class DSICNet(Serializable):
-    """Depthwise-separable CNN in two parts: a `backbone` that is frozen on devices, and a `head` that learns there.
+    """Depthwise-separable CNN with a `backbone` that is frozen on devices, and a `head` that is trained on devices.
 
-    Kröger et al. name a DSICNet of 30,000 parameters whose last convolution and classifier (M_T, 24 kB in fp32) are
-    trained and whose rest (M_F) is frozen int8. Its table of layers is published nowhere that we know: this is a
-    reconstruction from these numbers. Stem 3x3 of 16; pairs of a depthwise and a pointwise convolution to 32 and to
-    64, four of 64; a depthwise of 64; the head is the last pointwise convolution, to 80, and a classifier. With ten
-    classes and batch normalisation there are 29,962 parameters; once the latter is folded, M_T has 6,010 (24,040
-    bytes).
+    Kröger et al. describe a DSICNet of 30,000 parameters. Its last convolution and classifier (M_T, 24 kB in fp32) are
+    trained, and the rest (M_F) is frozen in int8. We found no publication of its layers, so this network is a
+    reconstruction from these numbers.
+
+    The backbone has a 3x3 stem with 16 channels and six pairs of a depthwise and a pointwise convolution. One pair has
+    32 output channels, and five pairs have 64. A depthwise convolution with 64 channels follows. The head is the last
+    pointwise convolution with 80 channels, and a classifier. With ten classes and batch normalization, there are 29,962
+    parameters. After folding the batch normalization, M_T has 6,010 parameters (24,040 bytes).
 
     Args:
         num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
+        image_size: Height and width of the images in pixels.
+        channels: Number of channels of the images.
 
     Raises:
-        ValueError: If the images are smaller than 16 x 16, or a batch is of another size.
+        ValueError: If the images are smaller than 16 x 16, or if a batch has images of another size.
 
     Example:
         >>> import torch
@@ -215,7 +226,7 @@ class DSICNet(Serializable):
         at_least(1, num_classes=num_classes)
         if min(image_size) < 16:
             raise InvalidValueError(
-                f"Expected `image_size` of at least 16 x 16 pixels but got {image_size}.",
+                f"Expected `image_size` of at least 16 x 16 pixels, but got {image_size}.",
                 argument="image_size",
                 value=image_size,
             )
@@ -240,12 +251,12 @@ class DSICNet(Serializable):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, shape (batch, num_classes), of images (batch, channels, height, width), or of the backbone's maps."""
+        """Return logits (batch, num_classes) of images (batch, channels, height, width), or of the backbone's maps."""
         logits: Tensor = self.head(self.latent(x))
         return logits
 
     def latent(self, x: Tensor) -> Tensor:
-        """The backbone's maps, shape (batch, 64, h, w); maps that were computed before are returned as they are."""
+        """Return the backbone's maps, shape (batch, 64, h, w). Maps as inputs are returned unchanged."""
         if x.dim() == 4 and x.shape[1] == self.latent_channels:
             return x
         check_images(x, self.input_shape)
@@ -253,6 +264,7 @@ class DSICNet(Serializable):
         return maps
 
     def embed(self, x: Tensor) -> Tensor:
+        """Return the input of the classifier, shape (batch, features)."""
         features: Tensor = self.head[:-1](self.latent(x))
         return features
 

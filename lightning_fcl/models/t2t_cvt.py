@@ -1,4 +1,4 @@
-"""Bodies whose tokens gather their neighbours: T2T-ViT (Yuan et al., ICCV 2021) and CvT (Wu et al., ICCV 2021)."""
+"""Transformer bodies with tokens of neighboring patches: T2T-ViT (Yuan et al., 2021) and CvT (Wu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from lightning_fcl.models.serialization import Serializable
 
 
 class T2TBody(Serializable):
-    """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
+    """The tokens-to-token vision transformer without its classifier (Yuan et al., ICCV 2021, "T2T-ViT", section 3).
 
-    The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms
-    these, lays them out as a map again, and splits that; a linear layer follows the last split. Then a deep and
-    narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of pre-norm attention
-    without biases of queries, keys and values. The output is the class token.
+    The T2T module (section 3.1, eq. 1 to 4) splits the image into overlapping patches ("soft split"), transforms the
+    patches, arranges them in a map again, and repeats this for each split. A linear layer follows the last split.
 
-    The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters, and
-    50,432 fixed numbers in the positions; the paper has 4.3 M. Left out: the Performer of the T2T module, for which
-    full attention stands as in the paper's T2T-ViT_t; dropout and stochastic depth.
+    The backbone (section 3.2, eq. 5) is deep and narrow. It has a class token, fixed sinusoidal positions, and blocks
+    of pre-norm attention without biases of queries, keys and values. The output is the class token.
+
+    The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters and 50,432
+    fixed numbers in the positions. The paper has 4.3 M. Differences from the paper: full attention instead of the
+    Performer in the T2T module, as in the paper's T2T-ViT_t, and no dropout or stochastic depth.
 
     Args:
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
-        width: Channels of the backbone's tokens, an even number.
-        depth: Blocks of the backbone.
-        num_heads: Heads of the backbone.
-        mlp_ratio: Hidden width of the backbone's perceptrons over that of the tokens.
+        image_size: Height and width of the images in pixels.
+        channels: Number of channels of the images.
+        width: Number of channels of the backbone's tokens, an even number.
+        depth: Number of blocks of the backbone.
+        num_heads: Number of attention heads of the backbone.
+        mlp_ratio: Hidden width of the backbone's perceptrons divided by the width of the tokens.
         splits: Size and stride of the patches in each soft split.
-        token_width: Channels of the tokens in the T2T module.
+        token_width: Number of channels of the tokens in the T2T module.
 
     Raises:
-        ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
+        ValueError: If ``num_heads`` does not divide the width, the width is odd, there is no split, or the image size
+            does not match the strides.
 
     Example:
         >>> body = T2TBody(32, width=16, depth=1, num_heads=2, splits=((3, 2), (3, 2)), token_width=8)
@@ -90,14 +92,14 @@ class T2TBody(Serializable):
         self.apply(init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        """Return features (batch, features) of images (batch, channels, height, width)."""
         tokens = self.project(self.tokens(x))
         tokens = with_class_token(self.class_token, tokens) + self.positions
         features: Tensor = self.norm(self.blocks(tokens)[:, 0])
         return features
 
     def tokens(self, x: Tensor) -> Tensor:
-        """What the T2T module makes of images: the last split's patches, shape (batch, tokens, patch)."""
+        """Return the output of the T2T module: the patches of the last split, shape (batch, tokens, patch)."""
         tokens = _soft_split(x, *self.splits[0])
         for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
             side = round(tokens.shape[1] ** 0.5)
@@ -106,9 +108,10 @@ class T2TBody(Serializable):
 
 
 class TokenTransformer(nn.Module):
-    """Attention and a perceptron that make narrow tokens of wide ones (Yuan et al. 2021, eq. 1).
+    """Attention and a perceptron that map wide tokens to narrow tokens (Yuan et al., 2021, eq. 1).
 
-    One head. As the widths differ, the values stand in the residual connection, as in the authors' code.
+    The attention has one head. Input and output have different widths, so the residual connection adds the values
+    instead of the input, as in the authors' code.
     """
 
     def __init__(self, inputs: int, width: int) -> None:
@@ -120,7 +123,7 @@ class TokenTransformer(nn.Module):
         self.mlp = make_mlp(width, 1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, tokens, width) from tokens (batch, tokens, inputs)."""
+        """Return tokens (batch, tokens, width) from tokens (batch, tokens, inputs)."""
         query, key, value = self.qkv(self.norm1(tokens)).chunk(3, dim=2)
         tokens = value + self.output(attend(query, key, value))
         transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
@@ -143,41 +146,41 @@ class _Attention(nn.Module):
 
 
 def _soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:
-    """Patches (batch, patches, channels * kernel * kernel) that overlap, one for each ``stride`` pixels (eq. 3)."""
+    """Return overlapping patches (batch, patches, channels * kernel * kernel), one per ``stride`` pixels (eq. 3)."""
     return F.unfold(maps, kernel, padding=compute_padding(kernel, stride), stride=stride).transpose(1, 2)
 
 
 def _sinusoids(tokens: int, width: int) -> Tensor:
-    """Fixed positions (1, tokens, width): sines and cosines of wavelengths 2 pi to 20000 pi (Vaswani et al. 2017)."""
+    """Return sinusoidal positions (1, tokens, width) of wavelengths 2 pi to 20000 pi (Vaswani et al., 2017)."""
     rates = 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(tokens, dtype=torch.float64)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[None].float()
 
 
 class CvTBody(Serializable):
-    """The convolutional vision transformer without its classifier (Wu et al. 2021, "CvT", sections 3.1 to 3.3).
+    """The convolutional vision transformer without its classifier (Wu et al., ICCV 2021, "CvT", sections 3.1 to 3.3).
 
-    Each stage begins with a convolution that makes tokens of the map before it, normalised over their channels
-    (section 3.1: "convolutional token embedding"), and transforms them in blocks of `ConvolutionalBlock`. A class token
-    joins in the last stage; what becomes of it is the output. There are no positions: the convolutions tell them.
+    Each stage starts with a convolution that converts a map to tokens, followed by layer normalization (section 3.1,
+    "convolutional token embedding"). `ConvolutionalBlock` modules transform the tokens. The last stage adds a class
+    token, which is the output. There are no position embeddings, because the convolutions encode the positions.
 
-    The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters
-    where the paper has 20.0 M. Left out: the last block's convolution of queries, as none but the class token asks
-    there, which no convolution touches; stochastic depth.
+    The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters.
+    The paper has 20.0 M. Differences from the paper: the last block has no convolution of queries, because its only
+    query is the class token, which no convolution changes. There is no stochastic depth.
 
     Args:
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
-        widths: Channels of the tokens in each stage.
-        depths: Blocks of each stage.
-        num_heads: Heads of each stage.
+        image_size: Height and width of the images in pixels.
+        channels: Number of channels of the images.
+        widths: Number of channels of the tokens in each stage.
+        depths: Number of blocks of each stage.
+        num_heads: Number of attention heads of each stage.
         kernels: Size of each stage's embedding convolution.
         strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
-        mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
+        mlp_ratio: Hidden width of the perceptrons divided by the width of the tokens.
 
     Raises:
-        ValueError: If the stages' arguments are not equally many, heads do not divide the width, or the image does
-            not fit the strides.
+        ValueError: If the arguments of the stages have different lengths, a number of heads does not divide the width,
+            or the image size does not match the strides.
 
     Example:
         >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), num_heads=(1, 2), kernels=(3, 3), strides=(2, 2))
@@ -208,9 +211,9 @@ class CvTBody(Serializable):
             channels = width
         if side < 3:
             raise InvalidValueError(
-                f"Expected `image_size` to leave at least 3 x 3 positions in the last stage but got {side} x {side}, "
-                f"from `image_size`={image_size}.",
-                hint="Take larger images, or smaller `strides`.",
+                f"Expected `image_size` to leave at least 3 x 3 positions in the last stage, but `image_size`="
+                f"{image_size} leaves {side} x {side}.",
+                hint="Use larger images, or smaller `strides`.",
                 argument="image_size",
                 value=side,
             )
@@ -220,13 +223,13 @@ class CvTBody(Serializable):
         self.apply(init_weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        """Return features (batch, features) of images (batch, channels, height, width)."""
         features: Tensor = self.norm(self.stages(x))
         return features
 
 
 class _Stage(nn.Module):
-    """Maps to maps; the last stage: maps to its class token."""
+    """A stage of CvT. It maps maps to maps, and the last stage returns the class token."""
 
     def __init__(
         self,
@@ -262,7 +265,14 @@ class _Stage(nn.Module):
 
 
 class ConvolutionalBlock(nn.Module):
-    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2), of all tokens or the first."""
+    """A transformer block with convolutional projections (Wu et al., 2021, section 3.2).
+
+    Args:
+        width: Number of channels of the tokens.
+        num_heads: Number of attention heads.
+        mlp_ratio: Hidden width of the perceptron divided by the width of the tokens.
+        class_only: Whether to compute only the class token.
+    """
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
         super().__init__()
@@ -277,7 +287,12 @@ class ConvolutionalBlock(nn.Module):
         self.mlp = make_mlp(width, mlp_ratio)
 
     def forward(self, tokens: Tensor, side: int) -> Tensor:
-        """Tokens from tokens, shape (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
+        """Return the transformed tokens.
+
+        Args:
+            tokens: Tokens of shape (batch, tokens, width). The tokens of a ``side`` x ``side`` map come last.
+            side: Height and width of the map.
+        """
         normed = self.norm1(tokens)
         query = self.query(normed[:, :1]) if self.class_only else self.query(normed, side)
         mixed = attend(query, self.key(normed, side), self.value(normed, side), self.num_heads)
@@ -287,7 +302,7 @@ class ConvolutionalBlock(nn.Module):
 
 
 class ConvolutionalProjection(nn.Module):
-    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2)."""
+    """A depthwise 3 x 3 convolution of the map, batch normalization, and a linear layer (Wu et al., 2021, eq. 2)."""
 
     def __init__(self, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -296,7 +311,12 @@ class ConvolutionalProjection(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor, side: int) -> Tensor:
-        """Projected tokens, of tokens (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
+        """Return projected tokens.
+
+        Args:
+            tokens: Tokens of shape (batch, tokens, width). The tokens of a ``side`` x ``side`` map come last.
+            side: Height and width of the map.
+        """
         num_other_tokens = tokens.shape[1] - side * side
         maps = self.norm(self.convolution(to_map(tokens[:, num_other_tokens:], side)))
         projected: Tensor = self.linear(

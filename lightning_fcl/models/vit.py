@@ -1,4 +1,4 @@
-"""Vision transformers in two parts, a body that is shared and a head that stays with its client."""
+"""Vision transformers in two parts: a body that clients share, and a head that can be client-local."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["SplitViT", "ViT", "create_vit"]
 
 
 class SplitViT(Serializable):
-    """A body that makes features of images, and a linear head: ``forward(x) = head(body(x))``.
+    """A body that computes features of images, and a linear head: ``forward(x) = head(body(x))``.
 
-    With ``reductions={"model.head.*": "local"}`` the bodies are averaged and each client keeps its head, as in FedRep
-    and FedViT.
+    With ``reductions={"model.head.*": "local"}``, the bodies are averaged and each client keeps its own head, as in
+    FedRep and FedViT.
 
     Args:
-        body: Maps images (batch, channels, height, width) to features (batch, features).
-        features: Features of the body.
+        body: Module that maps images (batch, channels, height, width) to features (batch, features).
+        features: Number of features of the body.
         num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
+        image_size: Height and width of the images in pixels.
+        channels: Number of channels of the images.
 
     Raises:
-        ValueError: If there is no class, or a batch's images are of another size.
+        ValueError: If ``num_classes`` is below 1, or if a batch has images of another size.
 
     Example:
         >>> import torch
@@ -50,12 +50,12 @@ class SplitViT(Serializable):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (batch, channels, height, width), shape (batch, num_classes)."""
+        """Return logits (batch, num_classes) of images (batch, channels, height, width)."""
         logits: Tensor = self.head(self.embed(x))
         return logits
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the head sees: the body's features, shape (batch, features)."""
+        """Return the body's features, which are the input of the head, shape (batch, features)."""
         check_images(x, self.input_shape)
         with fast_attention(x):
             features: Tensor = self.body(x)
@@ -63,26 +63,28 @@ class SplitViT(Serializable):
 
 
 class ViT(SplitViT):
-    """The vision transformer of Zuo et al. 2024, "FedViT", section 5.1: six layers, at 32 x 32 pixels.
+    """The vision transformer of FedViT (Zuo et al., 2024, section 5.1): six layers, for images of 32 x 32 pixels.
 
-    The architecture is that of Dosovitskiy et al. 2021: patches, a class token, learnt positions, pre-norm blocks with
-    biases everywhere. It is timm's ``VisionTransformer``, whose parameters are exactly those of the authors' code. The
-    paper tells the layers only, the code the rest: width 192, 12 heads (3 heads have as many parameters).
+    The architecture is that of Dosovitskiy et al. (2021): patches, a class token, learned positions, and pre-norm
+    blocks with biases in all layers. It is timm's ``VisionTransformer``, with exactly the parameters of the authors'
+    code. The paper specifies only the number of layers. The width of 192 and the 12 heads come from the code. The
+    number of heads does not change the number of parameters.
 
-    The body has 2,691,648 parameters, which are 10.77 MB one way: 444,864 in each block.
+    The body has 2,691,648 parameters, which are 10.77 MB in one direction. Each block has 444,864 parameters.
 
     Args:
         num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels, a multiple of the patches'.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        num_heads: Heads of the attention; they divide the width.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-        channels: Channels of the images.
+        image_size: Height and width of the images in pixels, a multiple of ``patch_size``.
+        patch_size: Height and width of a patch in pixels.
+        width: Number of channels of the tokens.
+        depth: Number of blocks.
+        num_heads: Number of attention heads, a divisor of ``width``.
+        mlp_ratio: Hidden width of the perceptrons divided by the width of the tokens.
+        channels: Number of channels of the images.
 
     Raises:
-        ValueError: If patches do not divide the image, or heads the width; and as `SplitViT` does.
+        ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, or
+            `SplitViT` raises an error.
 
     Example:
         >>> import torch
@@ -112,9 +114,11 @@ class ViT(SplitViT):
 def create_vit(
     name: str = "vit", image_size: int = 32, num_classes: int = 100, channels: int = 3, **options: Any
 ) -> SplitViT:
-    """A vision transformer by name, untrained: the eight families of Zuo et al. 2024, "FedViT", section 5.5.
+    """Return an untrained vision transformer by name: the eight families of FedViT (Zuo et al., 2024, section 5.5).
 
-    A family's name stands for its smallest variant. Names and what a transformer sees, position by position:
+    The name of a family selects its smallest variant. The table lists the names, the patches or convolutions, and the
+    number of positions per side in each stage. For example, ``4 every 2: 15, 8, 4`` means patches of 4 pixels with
+    stride 2, and 15, 8 and 4 positions per side in three stages.
 
     ======================================================  =============================  ============================
     name                                                    below 112 pixels: at 32        from 112 pixels: at 224
@@ -130,15 +134,19 @@ def create_vit(
     ``t2t``: ``t2t_7``, ``t2t_10``, ``t2t_12``, ``t2t_14``  strides 2, 2, 1: 16, 8, 8      4, 2, 2: 56, 28, 14
     ======================================================  =============================  ============================
 
-    From 112 pixels on these are their papers' configurations, but for the six layers of ``vit``; at 32 there is more
-    than one position left in every attention, else its queries and keys would learn nothing. ``vit`` is `ViT`,
-    ``deit`` the same with 12 layers and without distillation, ``cvt`` and ``t2t`` are `CvTBody` and `T2TBody`, the
-    others timm's. PVT is its second version (timm has no other); at 32 it reduces keys by (4, 2, 1, 1) where the paper
-    has (8, 4, 2, 1). LeViT has one head in place of two; the batch normalisation before it belongs to the body and
-    stands before the pooling, where a batch of one image can be trained, too. Nothing is dropped while training,
-    unless an option says so.
+    From 112 pixels on, these are the configurations of the papers, except for the six layers of ``vit``. At 32 pixels,
+    every attention has more than one position, because queries and keys of a single position would not be trained.
 
-    What travels are the bodies' parameters, 4 bytes each, and LeViT's and CvT's statistics of batch normalisation:
+    - ``vit`` is `ViT`. ``deit`` is a `ViT` with 12 layers, without distillation.
+    - ``cvt`` is `CvTBody`, and ``t2t`` is `T2TBody`. The other bodies come from timm.
+    - PVT is version 2, the only one in timm. At 32 pixels, it reduces keys by (4, 2, 1, 1) instead of the paper's
+      (8, 4, 2, 1).
+    - LeViT has one head instead of two. The batch normalization before the head belongs to the body, and comes before
+      the pooling, so that a batch of one image can be trained, too.
+    - There is no dropout or stochastic depth, unless an option sets it.
+
+    Each upload or download contains the parameters of the body, 4 bytes each, and the statistics of batch
+    normalization of LeViT and CvT. The numbers of parameters are:
 
     =====  ==========  ==========    =====  ==========  ==========    =====  ==========  ==========
     body        at 32      at 224    body        at 32      at 224    body        at 32      at 224
@@ -149,18 +157,18 @@ def create_vit(
     =====  ==========  ==========    =====  ==========  ==========    =====  ==========  ==========
 
     Args:
-        name: A family or a variant, see above.
-        image_size: Height and width of the images, in pixels.
+        name: Name of a family or a variant, see above.
+        image_size: Height and width of the images in pixels.
         num_classes: Number of classes.
-        channels: Channels of the images.
-        options: Arguments of the class that is built in place of the variant's, such as ``depth``, or timm's
+        channels: Number of channels of the images.
+        options: Arguments of the body's class that override those of the variant, such as ``depth``, or timm's
             ``drop_path_rate``.
 
     Returns:
-        The model, with `body`, `head` and `features`. Its weights come from torch's global generator.
+        The model, with `body`, `head` and `features`. Its weights are drawn from torch's global generator.
 
     Raises:
-        ValueError: If the name or an option is not known, or the image size does not suit the architecture.
+        ValueError: If the name or an option is unknown, or if the image size does not match the architecture.
 
     Example:
         >>> import torch
