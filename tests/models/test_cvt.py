@@ -1,4 +1,4 @@
-"""CvT has the paper's parameters, and its convolutional projections are plain convolutions."""
+"""CvT has the paper's number of parameters, and its convolutional projections equal plain convolutions."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lightning_fcl.models.t2t_cvt import ConvolutionalBlock, ConvolutionalProjec
 
 
 def shaken(module: nn.Module) -> nn.Module:
-    """With weights that have no special value, nor running statistics."""
+    """Return a module with random weights and running statistics instead of special initial values."""
     for value in (*module.parameters(), *module.buffers()):
         if value.is_floating_point():
             value.data += 0.1 * torch.rand_like(value)
@@ -20,7 +20,7 @@ def shaken(module: nn.Module) -> nn.Module:
 
 
 def block(width):
-    """By hand: two norms; three projections; output; perceptron."""
+    """Return the number of parameters of a block: two norms, three projections, output and perceptron."""
     convolutions = 3 * (9 * width + 2 * width)
     attention = 4 * width * width + 4 * width
     return 4 * width + convolutions + attention + (8 * width * width + 5 * width)
@@ -31,11 +31,12 @@ def body(depths):
     for width, depth, kernel in zip((64, 192, 384), depths, (7, 3, 3), strict=True):
         count += channels * width * kernel**2 + width + 2 * width + depth * block(width)
         channels = width
-    return count + 384 + 2 * 384 - (9 * 384 + 2 * 384)  # class token, last norm; the last block's queries
+    # Add the class token and the last norm. The last block has no convolution of queries.
+    return count + 384 + 2 * 384 - (9 * 384 + 2 * 384)
 
 
 @pytest.mark.parametrize("depths", [(1, 2, 10), (1, 4, 16)])
-def test_parameters_by_hand(depths, parameters_of):
+def test_cvt_has_the_expected_number_of_parameters(depths, parameters_of):
     with torch.device("meta"):
         model = CvTBody(224, depths=depths)
     assert parameters_of(model) == body(depths)
@@ -45,7 +46,7 @@ def test_parameters_by_hand(depths, parameters_of):
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("others", [0, 1])
-def test_projection_is_a_convolution_of_the_map(stride, others):
+def test_convolutional_projection_equals_a_convolution_of_the_map(stride, others):
     projection = shaken(ConvolutionalProjection(6, stride))
     tokens = torch.randn(2, others + 5 * 5, 6, dtype=torch.float64)
     maps = torch.zeros(2, 6, 5, 5, dtype=torch.float64)
@@ -64,7 +65,7 @@ def test_projection_is_a_convolution_of_the_map(stride, others):
     assert wanted.shape[1] == others + (25 if stride == 1 else 9)
 
 
-def test_block_written_out():
+def test_convolutional_block_equals_explicit_computation():
     layer = shaken(ConvolutionalBlock(8, num_heads=2))
     tokens = torch.randn(3, 1 + 16, 8, dtype=torch.float64)
     normed = F.layer_norm(tokens, (8,), layer.norm1.weight, layer.norm1.bias)
@@ -81,7 +82,7 @@ def test_block_written_out():
     torch.testing.assert_close(layer(tokens, side=4), wanted)
 
 
-def test_the_last_block_computes_what_the_class_token_would_be():
+def test_last_block_equals_the_class_token_of_a_full_block():
     full, last = ConvolutionalBlock(8, num_heads=2), ConvolutionalBlock(8, num_heads=2, class_only=True)
     shaken(full)
     state = {name.replace("query.linear", "query"): value for name, value in full.state_dict().items()}
@@ -90,7 +91,7 @@ def test_the_last_block_computes_what_the_class_token_would_be():
     torch.testing.assert_close(last(tokens, side=4), full(tokens, side=4)[:, :1])
 
 
-def test_stages_halve_the_map():
+def test_cvt_stages_halve_the_map():
     seen = []
     model = CvTBody(32, widths=(8, 12, 16), depths=(1, 2, 2), num_heads=(1, 2, 4), kernels=(3, 3, 3), strides=(2, 2, 2))
     for layer in model.modules():
@@ -100,8 +101,8 @@ def test_stages_halve_the_map():
     assert seen == [(16, 256, 256), (8, 64, 64), (8, 64, 64), (4, 17, 17), (4, 17, 1)]
 
 
-def test_no_position_is_added():
-    """Away from the borders a shifted image has shifted tokens."""
+def test_cvt_stage_is_shift_equivariant():
+    """Away from the borders, shifting the image shifts the tokens."""
     model = CvTBody(48, widths=(8, 8), depths=(0, 1), num_heads=(1, 1), kernels=(7, 3), strides=(4, 2)).eval()
     x = torch.zeros(1, 3, 48, 48)
     x[..., 16:24, 16:24] = torch.randn(1, 3, 8, 8)
@@ -117,7 +118,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
+def test_cvt_invalid_arguments_raise(case):
     changes, argument = WRONG[case]
     with raises(InvalidValueError, argument), torch.device("meta"):
         CvTBody(**changes)

@@ -1,4 +1,4 @@
-"""The decomposed network: its weights by hand, and every sample's own task."""
+"""The decomposed network: weights of the equation, and the task of each sample."""
 
 import copy
 
@@ -18,7 +18,7 @@ def small(classes=6):
 
 
 def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
-    """A network with some tasks begun, each with a knowledge base of its own and numbers far from where they begin."""
+    """Return a network with some started tasks. Each task has its own knowledge base and weights far from the start."""
     model = FedWEITNet(small(), 4, threshold=threshold)
     others = []
     for task in range(tasks):
@@ -34,7 +34,7 @@ def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
 
 
 def by_hand(model, task, others, evaluate):
-    """theta of a task: layer by layer, number by number."""
+    """Compute theta of a task for each layer and each number."""
     own, place, unit, weights = model.tasks[task], 0, 0, {}
     for layer, (name, parameter) in enumerate((n, p) for n, p in model.net.named_parameters() if n in model.names):
         size = parameter.numel()
@@ -52,7 +52,7 @@ def by_hand(model, task, others, evaluate):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("train", [True, False])
-def test_weights_are_those_of_the_equation(train):
+def test_fedweit_weights_equal_the_equation(train):
     model, others = begun(threshold=0.02)
     model.train(train)
     x = torch.randn(4, 3, 8, 8)
@@ -63,7 +63,7 @@ def test_weights_are_those_of_the_equation(train):
         torch.testing.assert_close(actual, expected)
 
 
-def test_a_past_task_has_the_weights_and_all_else_that_it_had():
+def test_fedweit_past_task_keeps_its_outputs():
     model = FedWEITNet(small(), 3).eval()
     x = torch.randn(4, 3, 8, 8)
     model.start_task(torch.tensor([0, 1]), 1)
@@ -84,7 +84,7 @@ def test_a_past_task_has_the_weights_and_all_else_that_it_had():
     assert not torch.equal(model(x)[:, :2], before)
 
 
-def test_a_mixed_batch_is_each_task_s_own():
+def test_outputs_by_task_uses_the_task_of_each_sample():
     model, _ = begun()
     model.eval()
     x, y = torch.randn(7, 3, 8, 8), torch.tensor([5, 0, 2, 1, 4, 3, 0])
@@ -92,11 +92,11 @@ def test_a_mixed_batch_is_each_task_s_own():
     for row, label in enumerate(y.tolist()):
         block = slice(label // 2 * 2, label // 2 * 2 + 2)
         torch.testing.assert_close(mixed[row, block], everything[row, block])
-        for other in {0, 2, 4} - {block.start}:  # another task's network says something else
+        for other in {0, 2, 4} - {block.start}:  # the networks of other tasks have other outputs
             assert not torch.allclose(mixed[row, other : other + 2], everything[row, other : other + 2])
 
 
-def test_classes_that_no_task_has_are_the_present_task_s():
+def test_fedweit_classes_without_a_task_use_the_current_task():
     model, others = begun(tasks=2)
     model.eval()
     x = torch.randn(2, 3, 8, 8)
@@ -105,14 +105,14 @@ def test_classes_that_no_task_has_are_the_present_task_s():
     torch.testing.assert_close(model(x)[:, 4:], expected[:, 4:])
 
 
-def test_without_a_task_it_is_the_network():
+def test_fedweit_without_a_task_equals_the_network():
     net = small()
     model, x = FedWEITNet(net, 2), torch.randn(2, 3, 8, 8)
     assert torch.equal(model(x), net(x)) and torch.equal(model.outputs_by_task(x, torch.zeros(2).long()), net(x))
     assert model.state_dict()["tasks.0.adaptive"].shape == (0,)
 
 
-def test_where_a_task_begins():
+def test_start_task_initializes_the_state_of_the_task():
     model = FedWEITNet(small(), 2)
     base = model.base_vector().clone()
     model.start_task(torch.tensor([0]), 3)
@@ -124,7 +124,7 @@ def test_where_a_task_begins():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["vit", "cait", "levit", "swin", "cvt", "t2t"])
-def test_other_transformers(name):
+def test_fedweit_decomposes_other_transformers(name):
     options = {"cait": {"depth": 1}, "t2t": {"depth": 1}, "vit": {"depth": 1, "width": 24, "num_heads": 3}}
     torch.manual_seed(0)
     net, x = create_vit(name, num_classes=4, **options.get(name, {})), torch.randn(2, 3, 32, 32)
@@ -140,7 +140,7 @@ def test_other_transformers(name):
     copy.deepcopy(model)
 
 
-def test_what_it_refuses():
+def test_fedweit_invalid_arguments_raise():
     with raises(InvalidValueError, "num_tasks"):
         FedWEITNet(small(), 0)
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "threshold"):

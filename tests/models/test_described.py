@@ -1,4 +1,4 @@
-"""Networks say what they were made with, and are made again from it; nothing else is."""
+"""Networks are described by plain data and are created from it. Other objects are not created."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_network_is_made_again_from_its_description(name):
+def test_every_network_is_created_from_its_description(name):
     make = getattr(lightning_fcl.models, name)
     network = make(**NEEDED.get(name, {}))
     told = json.loads(json.dumps(network.init_config))  # plain data
@@ -53,10 +53,10 @@ def test_every_network_is_made_again_from_its_description(name):
     shapes = {key: value.shape for key, value in network.state_dict().items()}
     assert {key: value.shape for key, value in again.state_dict().items()} == shapes
     assert copy.deepcopy(network).init_config == network.init_config
-    assert get_type_hints(make.__init__ if isinstance(make, type) else make)  # else no type could be checked
+    assert get_type_hints(make.__init__ if isinstance(make, type) else make)  # types can be checked
 
 
-def test_a_function_is_told_in_place_of_what_it_makes():
+def test_init_config_names_the_function_that_created_the_network():
     assert create_vit("deit", depth=1).init_config["init_args"] == {
         "name": "deit",
         "image_size": 32,
@@ -67,7 +67,7 @@ def test_a_function_is_told_in_place_of_what_it_makes():
     assert fedweit_vit(2, depth=1).init_config["class_path"] == "lightning_fcl.models.fedweit_vit"
 
 
-def test_parsers_see_the_signature_of_init():
+def test_jsonargparse_reads_the_signature_of_init():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model")
     told = {"class_path": "lightning_fcl.models.EchoStateNetwork", "init_args": {"in_features": 3}}
@@ -78,7 +78,7 @@ def test_parsers_see_the_signature_of_init():
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, partial(torch.optim.Adam, lr=0.5, betas=(0.8, 0.9))])
-def test_optimizers_of_torch_are_made_again(make):
+def test_torch_optimizers_are_created_from_their_description(make):
     again = build_from_config(to_plain_config(make), "optimizer")([torch.zeros(1, requires_grad=True)])
     expected = make([torch.zeros(1, requires_grad=True)])
     assert type(again) is torch.optim.Adam
@@ -126,12 +126,12 @@ def test_optimizers_of_torch_are_made_again(make):
         ),
     ],
 )
-def test_what_is_not_ours_or_does_not_fit_is_refused(described, expected):
+def test_build_from_config_invalid_description_raises(described, expected):
     with raises(*expected):
         build_from_config(described, "model")
 
 
-def test_what_is_not_ours_is_told_by_its_class():
+def test_to_plain_config_describes_other_objects_by_class_path():
     class Own(nn.Module):
         pass
 
@@ -142,7 +142,7 @@ def test_what_is_not_ours_is_told_by_its_class():
         build_from_config(body, "model")
 
 
-def test_a_users_own_subclass_is_not_taken_for_ours():
+def test_init_config_of_a_user_subclass_names_the_user_class():
     class MLP(lightning_fcl.models.MLP):
         pass
 

@@ -1,4 +1,4 @@
-"""DSICNet has the parameters that its docstring counts, and takes images or the backbone's maps."""
+"""DSICNet has the documented number of parameters, and accepts images or maps of the backbone."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ def pointwise(inputs, outputs):
     return inputs * outputs + 2 * outputs
 
 
-# By hand: weights, and two numbers of batch normalisation for each output channel.
+# Computed from the layers: weights, and two numbers of batch normalization for each output channel.
 STEM = 16 * 3 * 3 + 2 * 16
 PAIRS = [(16, 32), (32, 64), (64, 64), (64, 64), (64, 64), (64, 64)]
 BACKBONE = STEM + sum(depthwise(i) + pointwise(i, o) for i, o in PAIRS) + depthwise(64)
 
 
-def test_parameters(parameters_of):
+def test_dsicnet_has_the_documented_number_of_parameters(parameters_of):
     net = DSICNet()
     assert parameters_of(net.backbone) == BACKBONE == 23_872
     assert parameters_of(net.head) == pointwise(64, 80) + 80 * 10 + 10
@@ -32,10 +32,10 @@ def test_parameters(parameters_of):
     assert f"{parameters_of(net):,}" in DSICNet.__doc__
 
 
-def test_the_folded_head_is_24_kilobytes_and_computes_the_same(parameters_of):
+def test_dsicnet_folded_head_has_24_kb_and_equal_outputs(parameters_of):
     net = DSICNet().train()
     for _ in range(3):
-        net(torch.randn(8, 1, 64, 48))  # running statistics other than 0 and 1
+        net(torch.randn(8, 1, 64, 48))  # makes running statistics differ from 0 and 1
     net.eval().backbone.requires_grad_(False)
     x = torch.randn(2, 1, 64, 48)
     before = net(x)
@@ -53,7 +53,7 @@ def test_the_folded_head_is_24_kilobytes_and_computes_the_same(parameters_of):
 
 @pytest.mark.parametrize(("image_size", "maps"), [((64, 48), (4, 3)), ((16, 16), (1, 1)), ((33, 47), (3, 3))])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_shapes(image_size, maps, channels, parameters_of):
+def test_dsicnet_output_shapes(image_size, maps, channels, parameters_of):
     net = DSICNet(num_classes=7, image_size=image_size, channels=channels).eval()
     x = torch.randn(5, channels, *image_size)
     assert net(x).shape == (5, 7) and net.latent(x).shape == (5, 64, *maps) and net.embed(x).shape == (5, 80)
@@ -61,7 +61,7 @@ def test_shapes(image_size, maps, channels, parameters_of):
     assert net.features == 80 and net.latent_channels == 64
 
 
-def test_maps_that_were_computed_before_give_the_same():
+def test_dsicnet_accepts_maps_of_the_backbone():
     net, x = DSICNet(image_size=(32, 32)).eval(), torch.randn(3, 1, 32, 32)
     maps = net.backbone(x)
     assert torch.equal(net.latent(x), maps) and net.latent(maps) is maps
@@ -70,12 +70,12 @@ def test_maps_that_were_computed_before_give_the_same():
 
 
 @pytest.mark.parametrize("shape", [(1, 48, 64), (3, 64, 48), (1, 64, 47)])
-def test_other_images_are_refused(shape):
+def test_dsicnet_images_of_another_shape_raise(shape):
     with raises(InvalidValueError, "image_size"):
         DSICNet()(torch.zeros(2, *shape))
 
 
-def test_wrong_arguments():
+def test_dsicnet_invalid_arguments_raise():
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "num_classes"):
         DSICNet(num_classes=0)
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "image_size"):

@@ -1,4 +1,4 @@
-"""DyTox: the encoder once, tokens that do not see each other, logits of tasks in their classes' places."""
+"""DyTox: one pass of the encoder, independent task tokens, and the order of logits by class."""
 
 import numpy as np
 import pytest
@@ -22,14 +22,14 @@ def tiny(tasks=3, num_classes=6, **options):
 
 
 def shaken(model):
-    """With weights that have no special value."""
+    """Return a model with random weights instead of special initial values."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
     return model
 
 
-def test_parameters_of_the_papers_shape(parameters_of):
+def test_dytox_has_the_documented_number_of_parameters(parameters_of):
     model = DyTox()
     block = (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192) + 4 * 192
     parts = {
@@ -46,7 +46,7 @@ def test_parameters_of_the_papers_shape(parameters_of):
     }
 
 
-def test_a_task_costs_no_pass_of_its_own():
+def test_dytox_forward_runs_body_and_decoder_once():
     passes = {"body": 0, "decoder": 0}
     model = tiny(tasks=6)
     for part in passes:
@@ -60,7 +60,7 @@ def test_a_task_costs_no_pass_of_its_own():
 
 
 def by_hand(block, token, patches):
-    """One token and its patches, head by head."""
+    """Compute the block for one token and its patches, head by head."""
     z = torch.cat([token.expand(len(patches), 1, -1), patches], dim=1)
     normed = F.layer_norm(z, z.shape[2:], block.norm1.weight, block.norm1.bias)
     width = z.shape[2] // block.num_heads
@@ -75,7 +75,7 @@ def by_hand(block, token, patches):
     return (token + block.mlp(normed))[:, 0]
 
 
-def test_all_tokens_at_once_are_each_on_its_own():
+def test_task_attention_of_all_tokens_equals_one_pass_per_token():
     torch.manual_seed(0)
     block = shaken(TaskAttention(12, num_heads=3)).double()
     tokens, patches = torch.randn(4, 12).double(), torch.randn(5, 7, 12).double()
@@ -83,7 +83,7 @@ def test_all_tokens_at_once_are_each_on_its_own():
     torch.testing.assert_close(block(tokens, patches), alone)
 
 
-def test_logits_written_out():
+def test_dytox_logits_equal_explicit_computation():
     model, x = tiny([[4, 1], [0], [3, 5, 2]]), torch.randn(3, 3, 8, 8)
     patches = model.body(x)
     pixels = F.unfold(x, 4, stride=4).transpose(1, 2)
@@ -98,7 +98,7 @@ def test_logits_written_out():
     assert model.task_index(torch.arange(6)).tolist() == [1, 0, 2, 2, 0, 2]
 
 
-def test_only_tasks_in_use_have_logits_and_gradients():
+def test_dytox_only_learned_tasks_have_logits_and_gradients():
     model, x = tiny(), torch.randn(4, 3, 8, 8)
     everything = model(x)
     model.learnt[[0, 2]] = torch.tensor([1.0, 0.01])
@@ -109,13 +109,13 @@ def test_only_tasks_in_use_have_logits_and_gradients():
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert {"tokens.0", "heads.2.1.weight", "body.pos_embed"} < reached
     assert not any(name.startswith(("tokens.1", "heads.1.", "divergence")) for name in reached)
-    # The same weights without the slot: its classes weigh nothing.
+    # Without the absent task, the loss is equal: its classes have no weight.
     without = F.cross_entropy(everything[:, [0, 1, 4, 5]], torch.arange(4))
     torch.testing.assert_close(F.cross_entropy(some, torch.tensor([0, 1, 4, 5])), without)
     assert torch.isfinite(F.cross_entropy(some, torch.tensor([2, 2, 3, 3])))
 
 
-def test_a_stream_tells_the_classes():
+def test_assign_classes_replaces_blocks_or_raises():
     model, x = tiny(), torch.randn(2, 3, 8, 8)
     before = model(x)
     model.assign_classes([(1, 4), (0, 5), (2, 3)])
@@ -149,19 +149,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
+def test_dytox_invalid_arguments_raise(case):
     options, argument = WRONG[case]
     with raises(InvalidValueError, argument):
         tiny(**options)
 
 
-def test_other_images_are_refused():
+def test_dytox_images_of_another_shape_raise():
     with raises(InvalidValueError, "image_size"):
         tiny()(torch.zeros(2, 3, 12, 12))
 
 
 @pytest.mark.parametrize("tasks", [3, [[5, 0], [1, 2], [3, 4]]])
-def test_a_recipe_names_it(tasks):
+def test_dytox_is_created_from_a_recipe(tasks):
     parser = ArgumentParser()
     parser.add_subclass_arguments(Classifier, "model")
     network = {"class_path": "lightning_fcl.models.DyTox", "init_args": {**TINY, "tasks": tasks, "num_classes": 6}}
@@ -172,7 +172,7 @@ def test_a_recipe_names_it(tasks):
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_without_its_method_it_is_a_model_as_any(fit, max_vectorized_clients):
+def test_dytox_without_its_method_is_trained(fit, max_vectorized_clients):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 3, 8, 8)).astype(np.float32), np.arange(60) % 6
     scenario = {

@@ -1,4 +1,4 @@
-"""Reservoirs against the recurrence written as a plain loop in NumPy."""
+"""Reservoirs equal the recurrence in a plain NumPy loop."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def inputs(batch=4, steps=11, features=3, seed=0):
 
 
 def adapted(reservoir, seed=1):
-    """A reservoir whose gain and bias are no longer 1 and 0."""
+    """Return a reservoir with gain and bias other than 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         reservoir.gain.copy_(0.5 + torch.rand(reservoir.features, generator=generator))
@@ -38,7 +38,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize("plastic", [False, True])
-def test_states_are_those_of_a_plain_loop(make_reservoir, by_numpy, options, plastic):
+def test_states_equal_a_plain_loop(make_reservoir, by_numpy, options, plastic):
     reservoir, x = make_reservoir(**options), inputs()
     if plastic:
         adapted(reservoir)
@@ -49,7 +49,7 @@ def test_states_are_those_of_a_plain_loop(make_reservoir, by_numpy, options, pla
     assert np.abs(expected).max() > 0.1
 
 
-def test_single_precision_is_the_same_up_to_rounding(make_reservoir, by_numpy):
+def test_single_precision_states_equal_up_to_rounding(make_reservoir, by_numpy):
     reservoir, x = make_reservoir().float(), inputs()
     states = reservoir(x)
     assert states.dtype == torch.float32
@@ -68,7 +68,7 @@ def test_states_do_not_depend_on_the_size_of_blocks(make_reservoir, monkeypatch,
     torch.testing.assert_close(reservoir.plasticity_gradients(x, 0.1, 0.3), directions, rtol=1e-12, atol=1e-12)
 
 
-def test_yielded_blocks_are_not_written_over(make_reservoir, monkeypatch):
+def test_iter_states_does_not_overwrite_blocks(make_reservoir, monkeypatch):
     monkeypatch.setattr(esn, "BLOCK", 2)
     reservoir, x, copies = make_reservoir(), inputs(), []
     blocks = [(copies.append(block.clone()), block)[1] for block in reservoir.iter_states(x)]
@@ -87,28 +87,28 @@ def test_spectral_radius_is_exact(radius, connectivity):
 @pytest.mark.parametrize(
     ("connectivity", "of_inputs", "of_units"), [(1.0, 5, 20), (0.4, 2, 8), (3, 3, 3), (1, 1, 1), (0.01, 1, 1)]
 )
-def test_connectivity_is_the_number_in_every_row(connectivity, of_inputs, of_units):
-    # A unit that sees one other only may have no cycle; this seed has one.
+def test_connectivity_sets_the_number_of_weights_in_each_row(connectivity, of_inputs, of_units):
+    # With one connection per unit, the graph may have no cycle. With this seed it has one.
     reservoir = EchoStateNetwork(5, 20, 2, input_connectivity=connectivity, recurrent_connectivity=connectivity, seed=1)
-    for layer, seen in ((0, of_inputs), (1, of_units)):  # the second layer's inputs are the units below it
+    for layer, seen in ((0, of_inputs), (1, of_units)):  # the inputs of the second layer are the units of the first
         drive, recurrent = reservoir.weights(layer)
         assert (drive != 0).sum(dim=1).tolist() == [seen] * 20
         assert (recurrent != 0).sum(dim=1).tolist() == [of_units] * 20
 
 
-def test_one_as_a_number_is_not_one_as_a_share():
+def test_connectivity_integer_1_differs_from_float_1():
     options = {"units": 20, "seed": 1}
     assert (EchoStateNetwork(5, input_connectivity=1, **options).weights(0)[0] != 0).sum() == 20
     assert (EchoStateNetwork(5, input_connectivity=1.0, **options).weights(0)[0] != 0).sum() == 100
 
 
-def test_rows_see_different_columns():
+def test_input_connectivity_differs_between_units():
     seen = EchoStateNetwork(10, 40, input_connectivity=2, seed=0).weights(0)[0] != 0
     assert len({tuple(row.tolist()) for row in seen}) > 10
     assert seen.any(dim=0).all()
 
 
-def test_scales_of_the_input_and_of_the_constant():
+def test_input_and_bias_scaling_bound_the_weights():
     reservoir = EchoStateNetwork(4, 300, input_scaling=0.5, bias_scaling=0.2, seed=0)
     for values, scale in ((reservoir.weights(0)[0], 0.5), (reservoir.recurrent_bias, 0.2)):
         assert scale * 0.98 < values.abs().max() <= scale
@@ -116,7 +116,7 @@ def test_scales_of_the_input_and_of_the_constant():
     assert EchoStateNetwork(4, 30, seed=0).recurrent_bias.abs().max() == 0
 
 
-def test_the_seed_makes_the_weights_and_leaves_the_global_generator():
+def test_seed_fixes_weights_without_the_global_generator():
     before = torch.get_rng_state()
     one, two, other = (EchoStateNetwork(3, 10, 2, recurrent_connectivity=0.5, seed=seed) for seed in (4, 4, 5))
     assert torch.equal(torch.get_rng_state(), before)
@@ -125,7 +125,7 @@ def test_the_seed_makes_the_weights_and_leaves_the_global_generator():
     assert not torch.equal(one.weights(0)[1], one.weights(1)[1])
 
 
-def test_without_a_seed_the_global_generator_makes_them():
+def test_no_seed_uses_the_global_generator():
     torch.manual_seed(1)
     one = EchoStateNetwork(3, 10)
     two = EchoStateNetwork(3, 10)
@@ -135,7 +135,7 @@ def test_without_a_seed_the_global_generator_makes_them():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "washout": 2, "bias_scaling": 0.4}, {"leaking_rate": 1.0}])
-def test_baked_has_the_same_states(make_reservoir, options):
+def test_fold_plasticity_keeps_the_states(make_reservoir, options):
     reservoir, x = adapted(make_reservoir(**options)), inputs()
     baked = reservoir.fold_plasticity()
     assert torch.equal(baked.gain, torch.ones_like(baked.gain)) and not baked.bias.any()
@@ -143,10 +143,10 @@ def test_baked_has_the_same_states(make_reservoir, options):
     assert baked(x).dtype == torch.float64
 
 
-def test_tag_stands_for_the_reservoir(make_reservoir):
+def test_weights_hash_identifies_the_reservoir(make_reservoir):
     reservoir = make_reservoir()
     tag = reservoir.weights_hash()
-    assert 0 <= tag < 2**63  # it is kept in a tensor of int64
+    assert 0 <= tag < 2**63  # the tag is stored in a tensor of int64
     reservoir(inputs())
     reservoir.plasticity_gradients(inputs(), 0.0, 0.1)
     assert reservoir.weights_hash() == tag == make_reservoir().weights_hash()
@@ -165,7 +165,7 @@ def test_tag_stands_for_the_reservoir(make_reservoir):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_tag_of_low_precision(make_reservoir, dtype):
+def test_weights_hash_low_precision_changes_with_the_gain(make_reservoir, dtype):
     reservoir = make_reservoir().to(dtype)
     tag = reservoir.weights_hash()
     with torch.no_grad():
@@ -178,8 +178,11 @@ def test_tag_of_low_precision(make_reservoir, dtype):
     "options", [{}, {"num_layers": 2, "units": 6}, {"washout": 5}, {"bias_scaling": 0.5, "leaking_rate": 1.0}]
 )
 @pytest.mark.parametrize("own", [False, True])
-def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
-    """Autograd of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), the unit's input held fixed, summed over time."""
+def test_plasticity_gradients_equal_autograd_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
+    """The expected values are gradients of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), summed over time.
+
+    The net input is constant.
+    """
     reservoir, x, sigma = adapted(make_reservoir(**options)), inputs(), 0.4
     gain, bias = (value.detach().expand(4, -1).clone() for value in (reservoir.gain, reservoir.bias))
     if own:
@@ -194,7 +197,7 @@ def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, 
     torch.testing.assert_close(db, -b.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_no_graph_is_built(make_reservoir):
+def test_reservoir_builds_no_graph(make_reservoir):
     reservoir = make_reservoir()
     assert not reservoir(inputs()).requires_grad
     assert not any(direction.requires_grad for direction in reservoir.plasticity_gradients(inputs(), 0.0, 0.1))
@@ -229,13 +232,13 @@ def test_no_graph_is_built(make_reservoir):
         ),
     ],
 )
-def test_wrong_arguments(options, argument):
+def test_reservoir_invalid_arguments_raise(options, argument):
     with raises(InvalidValueError, argument):
         EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
 
 
 @pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity_gradients(x, 0.0, 0.1)])
-def test_wrong_inputs(make_reservoir, call):
+def test_reservoir_inputs_of_another_shape_raise(make_reservoir, call):
     reservoir = make_reservoir(washout=4)
     for shape in ((2, 9, 5), (9, 3)):
         with raises(InvalidValueError, "in_features"):
@@ -245,14 +248,14 @@ def test_wrong_inputs(make_reservoir, call):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_series_that_are_not_finite_are_refused(make_reservoir, value):
+def test_reservoir_non_finite_inputs_raise(make_reservoir, value):
     x = inputs()
     x[1, 3, 0] = x[3, 0, 2] = value
     with raises(InvalidValueError, "x"):
         make_reservoir()(x)
 
 
-def test_large_finite_series_whose_sum_overflows_are_taken(make_reservoir):
+def test_reservoir_accepts_finite_inputs_with_overflowing_sum(make_reservoir):
     reservoir = make_reservoir().float()
     x = torch.full((4, 11, 3), 1e38)
     assert torch.isinf(x.sum())

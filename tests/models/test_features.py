@@ -1,4 +1,4 @@
-"""What a classifier's last layer sees, of every network that has one."""
+"""Features of networks: the input of the last layer."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_logits_are_the_last_layer_s_of_the_features(name):
+def test_last_layer_of_features_equals_logits(name):
     make, shape = NETWORKS[name]
     model, x = make().eval(), torch.randn(2, *shape)
     last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]

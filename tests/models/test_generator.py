@@ -1,4 +1,4 @@
-"""The generator of images, and how far statistics are from those that a network keeps."""
+"""The generator of images, and the distance to a network's running statistics."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.rounding
 
 
 @pytest.mark.parametrize("size", [(1, 8, 8), (3, 32, 32), (2, 9, 14), (1, 1, 1)])
-def test_images_have_the_size(size):
+def test_generator_images_have_the_given_size(size):
     assert Generator(size, noise_dim=5, width=2)(torch.randn(3, 5)).shape == (3, *size)
 
 
@@ -27,7 +27,7 @@ def two_layers():
     return net.eval()
 
 
-def test_the_distance_is_that_of_means_and_variances_of_what_comes_into_layers():
+def test_statistics_distance_equals_explicit_computation():
     net, x = two_layers(), 2 * torch.randn(30, 1, 8, 8) + 1
     first = net[0](x)
     second = net[:5](x)
@@ -39,13 +39,13 @@ def test_the_distance_is_that_of_means_and_variances_of_what_comes_into_layers()
     assert torch.equal(output, net(x)) and not net[1]._forward_pre_hooks
 
 
-def test_what_a_network_was_trained_on_is_nearer_than_anything_else():
+def test_statistics_distance_is_smaller_for_training_data():
     net = two_layers()
     near, far = (with_statistics_distance(net, x)[1] for x in (torch.randn(500, 1, 8, 8), torch.rand(500, 1, 8, 8)))
     assert near < 0.5 * far
 
 
-def test_refused():
+def test_generator_invalid_arguments_raise():
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "width"):
         Generator((1, 8, 8), width=0)
     with raises(InvalidValueError, "network"):

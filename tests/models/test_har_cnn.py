@@ -1,4 +1,4 @@
-"""HARCNN builds what its notation says, and says what is wrong with a notation."""
+"""HARCNN builds the layers of its notation, and rejects an invalid notation with the reason."""
 
 import math
 
@@ -11,7 +11,8 @@ from torch import nn
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.models.small import HARCNN
 
-# By hand: filters * channels * width + filters, units * inputs + units, and the classifier; lengths in the comments.
+# Number of parameters: filters * channels * width + filters, units * inputs + units, and the classifier. The comments
+# contain the number of time steps after each layer.
 TABLE_1 = {
     # 128 -> 119
     "32-10C_256D_128D": (32 * 6 * 10 + 32) + (256 * 32 * 119 + 256) + (128 * 256 + 128) + (6 * 128 + 6),
@@ -28,20 +29,20 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("notation", TABLE_1)
-def test_parameters_of_table_1(notation, parameters_of):
+def test_har_cnn_has_the_documented_number_of_parameters(notation, parameters_of):
     model = HARCNN(notation)
     assert parameters_of(model) == TABLE_1[notation]
     assert f"{parameters_of(model):,}" in HARCNN.__doc__
     assert model(torch.randn(3, 6, 128)).shape == (3, 6)
 
 
-def test_sizes_of_table_1_that_match(parameters_of):
+def test_har_cnn_sizes_match_table_1(parameters_of):
     assert parameters_of(HARCNN()) * 12 / 1e6 == pytest.approx(67.8, abs=0.05)
     assert parameters_of(HARCNN("196-16C_4M_1024D_512D")) * 12 / 1e6 == pytest.approx(74.1, rel=0.002)
     assert parameters_of(HARCNN("32-10C_4M_256D_128D")) * 12 / 1e6 == pytest.approx(3.3, abs=0.05)
 
 
-def test_forward_equals_the_layers_written_out():
+def test_har_cnn_forward_equals_explicit_layers():
     model = HARCNN("5-4C_3M_7-2C_8D_9D", in_channels=2, length=30, num_classes=4).eval()
     c1, b1, c2, b2, d1, e1, d2, e2, h, g = (parameter.detach() for parameter in model.parameters())
     x = torch.randn(6, 2, 30)
@@ -53,19 +54,19 @@ def test_forward_equals_the_layers_written_out():
     torch.testing.assert_close(model(x), out @ h.T + g)
 
 
-def test_one_window_without_the_batch():
+def test_har_cnn_accepts_a_window_without_batch():
     model = HARCNN("4-3C_2M_8D").eval()
     x = torch.randn(2, 6, 128)
     torch.testing.assert_close(model(x[1]), model(x)[1])
 
 
-def test_a_network_without_hidden_dense_layers(parameters_of):
+def test_har_cnn_without_hidden_dense_layers(parameters_of):
     model = HARCNN("4-3C_2M", length=12)
     assert parameters_of(model) == (4 * 6 * 3 + 4) + (6 * 4 * 5 + 6)
 
 
 @pytest.mark.parametrize(("notation", "wanted"), [("4-3C_2M_8D", 1), ("4-3C_8D_8D_8D", 3), ("4-3C_2M", 0)])
-def test_dropout_follows_each_dense_layer_and_nothing_else(notation, wanted):
+def test_har_cnn_dropout_follows_only_dense_layers(notation, wanted):
     layers = list(HARCNN(notation, dropout=0.3).body)
     places = [place for place, layer in enumerate(layers) if isinstance(layer, nn.Dropout)]
     assert len(places) == wanted
@@ -100,7 +101,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("notation", WRONG)
-def test_wrong_notation(notation):
+def test_har_cnn_invalid_notation_raises(notation):
     with raises(InvalidValueError, WRONG[notation]):
         HARCNN(notation)
 
@@ -116,13 +117,13 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_wrong_arguments(case):
+def test_har_cnn_invalid_arguments_raise(case):
     changes, expected = ARGUMENTS[case]
     with raises(*expected):
         HARCNN("4-3C", **changes)
 
 
 @pytest.mark.parametrize("shape", [(2, 128, 6), (2, 6, 127), (128,), (1, 2, 6, 128)])
-def test_wrong_windows(shape):
+def test_har_cnn_windows_of_another_shape_raise(shape):
     with raises(InvalidValueError, "x"):
         HARCNN("4-3C")(torch.zeros(shape))

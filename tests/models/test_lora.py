@@ -1,4 +1,4 @@
-"""LoRA: nothing at first, then an addition of low rank; what averaging makes of it."""
+"""LoRA: unchanged outputs at the start, updates of low rank, and averages of clients."""
 
 import copy
 
@@ -19,11 +19,13 @@ def make(make_task, train_a=True, rank=2):
 
 
 def full(state):
-    """The first layer's whole weights."""
+    """Return the complete weights of the first layer."""
     return state["model.net.1.layer.weight"] + 0.5 * state["model.net.1.b.weight"] @ state["model.net.1.a.weight"]
 
 
 class Uploads(Callback):
+    """Records the number of samples and the state of each upload."""
+
     def __init__(self):
         self.states = []
 
@@ -36,7 +38,7 @@ class Uploads(Callback):
 
 
 @pytest.mark.parametrize("train_a", [True, False])
-def test_the_mean_of_products_is_the_product_of_means_with_a_common_a_alone(fit, make_stream, make_task, train_a):
+def test_lora_mean_of_products_is_exact_only_with_a_common_a(fit, make_stream, make_task, train_a):
     rules = {} if train_a else {"model.*.a.weight": "constant"}
     task, uploads = make(make_task, train_a), Uploads()
     begun = copy.deepcopy(task.state_dict())
@@ -51,14 +53,14 @@ def test_the_mean_of_products_is_the_product_of_means_with_a_common_a_alone(fit,
     assert torch.equal(after["model.net.1.layer.weight"], begun["model.net.1.layer.weight"])
 
 
-def test_it_begins_as_the_network_itself():
+def test_lora_initial_outputs_equal_the_network():
     plain = MLP([6, 5, 4])
     adapted, x = LoRA(copy.deepcopy(plain), head="3.*"), torch.randn(7, 6)
     assert torch.equal(adapted(x), plain(x)) and torch.equal(adapted.embed(x), plain.embed(x))
     assert adapted.features == 5
 
 
-def test_its_rank_and_scale():
+def test_lora_update_has_the_given_rank_and_scale():
     adapted = LoRA(MLP([30, 20, 4]), rank=3, alpha=6.0, head="3.*")
     layer = adapted.net[1]
     nn.init.normal_(layer.b.weight)
@@ -68,14 +70,14 @@ def test_its_rank_and_scale():
     assert int(torch.linalg.matrix_rank(added.double(), rtol=1e-5)) == 3
 
 
-def test_only_b_and_the_head_travel(fit, make_stream, make_task):
+def test_lora_constant_a_uploads_only_b_and_head(fit, make_stream, make_task):
     metrics = ContinualMetrics()
     fit(make(make_task, False), make_stream(), [metrics], reductions={"model.*.a.weight": "constant"})
     sent = metrics.record["rounds"][-1]["upload_bytes"]
     assert set(sent.values()) == {4 * (2 * 16 + 16 * 4 + 4)}
 
 
-def test_b_of_zeros_that_does_not_learn_is_fedavg_of_the_head(fit, make_stream, make_task):
+def test_lora_frozen_at_zero_equals_fedavg_of_the_head(fit, make_stream, make_task):
     torch.manual_seed(0)
     plain = MLP([6, 16, 4])
     adapted = LoRA(copy.deepcopy(plain), head="3.*")
@@ -88,7 +90,7 @@ def test_b_of_zeros_that_does_not_learn_is_fedavg_of_the_head(fit, make_stream, 
 
 
 @pytest.mark.seconds
-def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
+def test_lora_vectorized_equals_sequential(fit, make_stream, make_task):
     tasks = [make(make_task), make(make_task)]
     for task, size in zip(tasks, (1, 3), strict=True):
         trainer = fit(task, make_stream(partition="dirichlet"), max_vectorized_clients=size)
@@ -98,7 +100,7 @@ def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
 
 
 @pytest.mark.seconds
-def test_layers_of_a_vision_transformer():
+def test_lora_adapts_layers_of_a_vision_transformer():
     net = ViT(num_classes=4, image_size=32, width=24, depth=1, num_heads=2)
     x = torch.randn(2, 3, 32, 32)
     wanted = net.eval()(x)
@@ -112,6 +114,6 @@ def test_layers_of_a_vision_transformer():
 
 
 @pytest.mark.parametrize("head", ["head.*", "*"])
-def test_a_head_of_nothing_or_all_is_refused(head):
+def test_lora_head_matching_nothing_or_all_raises(head):
     with raises(InvalidValueError, "head"):
         LoRA(MLP([6, 5, 4]), head=head)

@@ -1,4 +1,4 @@
-"""LVT: attention to keys that are learnt."""
+"""LVT: attention with learned keys."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def tiny(**kwargs):
     return LVT(**{"num_classes": 5, "patch_size": 16, "width": 24, "depth": 2, "num_heads": 3, **kwargs})
 
 
-def test_parameters_are_those_of_the_vit_but_for_the_keys(parameters_of):
+def test_lvt_has_the_documented_number_of_parameters(parameters_of):
     model = LVT(num_classes=7)
     linear, keys = 192 * 192 + 192, 65 * 192 + 12 * 67
     assert parameters_of(model.body) == parameters_of(ViT(num_classes=7).body) + 6 * (keys - linear) == 2_549_016
@@ -28,7 +28,7 @@ def test_parameters_are_those_of_the_vit_but_for_the_keys(parameters_of):
     assert len(learnt) == 12
 
 
-def test_attention_with_the_input_s_own_keys_is_self_attention():
+def test_inter_task_attention_with_computed_keys_is_self_attention():
     torch.manual_seed(0)
     layer, tokens, key = InterTaskAttention(24, 3, side=2), torch.randn(1, 5, 24), nn.Linear(24, 24)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_attention_with_the_input_s_own_keys_is_self_attention():
     torch.testing.assert_close(layer(tokens), expected)
 
 
-def test_attention_by_hand():
+def test_inter_task_attention_equals_explicit_computation():
     torch.manual_seed(0)
     layer, tokens = InterTaskAttention(12, 3, side=2).double(), torch.randn(4, 5, 12).double()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_offsets_are_distances():
     assert table[1 + 8 * 2 + 3, 1 + 8 * 5 + 1] == 3 * 8 + 2
 
 
-def test_every_parameter_learns():
+def test_lvt_every_parameter_has_a_gradient():
     model = tiny()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,14 +78,14 @@ def test_every_parameter_learns():
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_keys_are_as_large_as_those_of_a_linear_layer():
+def test_external_keys_have_the_scale_of_computed_keys():
     torch.manual_seed(0)
     layer = InterTaskAttention(192, 12, side=8)
     assert layer.external_key.detach().std() == pytest.approx(0.02 * 192**0.5, rel=0.05)
     assert not layer.external_bias.any()
 
 
-def test_other_sizes_and_one_image():
+def test_lvt_accepts_other_sizes_and_one_image():
     model = tiny(image_size=48, channels=1)
     assert model(torch.zeros(1, 1, 48, 48)).shape == (1, 5)
     assert tuple(model.body.blocks[0].attention.external_key.shape) == (3, 10, 8)
@@ -102,6 +102,6 @@ def test_other_sizes_and_one_image():
         ),
     ],
 )
-def test_wrong_arguments(arguments, argument):
+def test_lvt_invalid_arguments_raise(arguments, argument):
     with raises(InvalidValueError, argument):
         LVTBody(**arguments)

@@ -1,4 +1,4 @@
-"""The parts of our vision transformers, against plain computations."""
+"""Layers of the vision transformers equal plain computations."""
 
 import math
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ from lightning_fcl.models._layers import (
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_attention_head_by_head(heads):
+def test_attend_equals_attention_per_head(heads):
     query, key, value = (torch.randn(3, n, 8, dtype=torch.float64) for n in (5, 7, 7))
     wanted = []
     for part in torch.arange(8).chunk(heads):
@@ -45,7 +45,7 @@ NETWORKS = {
 
 
 class Watching(TorchFunctionMode):
-    """Notes the precision of attention."""
+    """Records the precision of attention."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Watching(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_attention_stays_in_single_precision_under_autocast(name):
+def test_attention_under_autocast_has_single_precision(name):
     model, x = NETWORKS[name](), torch.randn(4, 3, 32, 32)
     plain = model(x)
     with Watching() as watching, torch.autocast("cpu", torch.bfloat16):
@@ -68,7 +68,7 @@ def test_attention_stays_in_single_precision_under_autocast(name):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_wide_attention_is_that_of_bf16_to_its_rounding(heads):
+def test_fast_attention_equals_bf16_attention_up_to_rounding(heads):
     tokens = [torch.randn(3, 9, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(3, 9, 16, dtype=torch.bfloat16)
     found = []
@@ -81,21 +81,21 @@ def test_wide_attention_is_that_of_bf16_to_its_rounding(heads):
         torch.testing.assert_close(ours, usual, rtol=0.05, atol=0.05)
 
 
-def test_the_rule_is_of_a_cpu_under_autocast_alone():
+def test_fast_attention_applies_only_to_cpu_autocast():
     assert isinstance(fast_attention(torch.zeros(1)), nullcontext)
     with torch.autocast("cpu", torch.bfloat16):
         assert not isinstance(fast_attention(torch.zeros(1)), nullcontext)
         assert isinstance(fast_attention(torch.zeros(1, device="meta")), nullcontext)
 
 
-def test_a_map_is_its_tokens_row_by_row():
+def test_to_map_arranges_tokens_row_by_row():
     tokens = torch.randn(2, 9, 4)
     maps = to_map(tokens, 3)
     assert all(torch.equal(maps[:, :, n // 3, n % 3], tokens[:, n]) for n in range(9))
     assert torch.equal(maps.flatten(2).transpose(1, 2), tokens)
 
 
-def test_there_is_a_patch_for_each_stride_or_an_error():
+def test_count_patches_is_side_by_stride_or_raises():
     fitting = 0
     for side, stride, kernel in product(range(1, 17), range(1, 6), range(1, 8)):
         if side % stride or kernel < stride or kernel > side or (stride == 1 and kernel % 2 == 0):
@@ -110,7 +110,7 @@ def test_there_is_a_patch_for_each_stride_or_an_error():
     assert fitting > 100
 
 
-def test_linear_layers_are_initialised_and_no_other():
+def test_init_weights_initializes_only_linear_layers():
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(3, 3, bias=False), nn.LayerNorm(3))
     nn.init.ones_(model[2].bias)
     model.apply(init_weights)
@@ -118,7 +118,7 @@ def test_linear_layers_are_initialised_and_no_other():
     assert model[0].bias.abs().max() == 0 and model[2].bias.min() == 1
 
 
-def test_sizes_of_which_no_block_can_be_made():
+def test_check_blocks_invalid_sizes_raise():
     for name, value in {"width": 0, "num_heads": 0, "depth": 0, "mlp_ratio": -1.0}.items():
         options = {"width": 192, "num_heads": 12, "depth": 1, "mlp_ratio": 4.0, name: value}
         for build in (check_blocks, partial(ViT, num_classes=2), partial(LVT, num_classes=2)):

@@ -24,14 +24,14 @@ def standard(images):
 
 
 def digits():
-    """Scikit-learn's digits as standardised images of 64 x 48 pixels."""
+    """Return scikit-learn's digits as standardized images of 64 x 48 pixels."""
     images = torch.from_numpy(load_digits().images[:320]).float()[:, None]
     return standard(nn.functional.interpolate(images, (64, 48), mode="bilinear"))
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A float network that knows the digits, in evaluation mode, and its int8 copy."""
+    """Return a float network that is trained on digits, in evaluation mode, and its int8 copy."""
     torch.manual_seed(0)
     x, y = digits(), torch.from_numpy(load_digits().target[:320])
     model = DSICNet()
@@ -52,7 +52,7 @@ def relative(a, b):
 
 
 def conv_by_hand(x, weight, bias, stride, padding, groups):
-    """A convolution of whole numbers in loops over the kernel, in int64."""
+    """Compute a convolution of whole numbers in int64, in loops over the kernel."""
     x = np.pad(x.astype(np.int64), ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     outputs, inputs, height, width = weight.shape
     h, w = (x.shape[2] - height) // stride + 1, (x.shape[3] - width) // stride + 1
@@ -74,7 +74,7 @@ def float_backbone(model):
 # --- folding ---
 
 
-def test_folding_is_the_formula_and_leaves_other_norms_alone():
+def test_fold_batchnorm_follows_the_formula_and_keeps_other_norms():
     convolution, norm = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
         nn.init.uniform_(value, 0.5, 2)
@@ -91,7 +91,7 @@ def test_folding_is_the_formula_and_leaves_other_norms_alone():
 
 
 @pytest.mark.parametrize(("groups", "stride", "padding", "relu"), [(1, 2, 1, True), (4, 1, 1, True), (2, 1, 0, False)])
-def test_a_layer_is_integer_arithmetic(groups, stride, padding, relu):
+def test_int8_convolution_equals_integer_arithmetic(groups, stride, padding, relu):
     torch.manual_seed(1)
     layers = [nn.Conv2d(4, 8, 3, stride, padding, groups=groups, bias=False), nn.BatchNorm2d(8)]
     model = nn.Module()
@@ -127,19 +127,19 @@ def test_a_layer_is_integer_arithmetic(groups, stride, padding, relu):
 
 
 @pytest.mark.seconds
-def test_the_network_is_as_near_to_float_as_the_graph_that_torchao_makes(pair):
+def test_int8_backbone_error_equals_the_torchao_graph(pair):
     model, int8 = pair
     with torch.no_grad():
         maps = model.backbone(digits())
         graph = quantization.calibrated_graph(float_backbone(model), digits()[:128], 64)(digits())
-    # The graph adds biases in floating point: here and there a number falls on the other side of a half, which moves
-    # others in the layers that follow.
+    # The graph adds biases in floating point. A few numbers are therefore rounded to another level, which changes other
+    # numbers in later layers.
     error = relative(maps, graph)
     assert relative(maps, int8.backbone(digits())) == pytest.approx(error, rel=0.05)
     assert relative(graph, int8.backbone(digits())) < error / 2
 
 
-def test_int8_is_near_float_on_digits(pair):
+def test_int8_network_is_near_float_on_digits(pair):
     model, int8 = pair
     unseen = digits()[128:]
     assert 0.001 < relative(model.backbone(unseen), int8.backbone(unseen)) < 0.12
@@ -147,7 +147,7 @@ def test_int8_is_near_float_on_digits(pair):
     assert float((model(unseen).argmax(1) == int8(unseen).argmax(1)).float().mean()) > 0.97
 
 
-def test_a_channel_of_zeros_keeps_its_bias():
+def test_int8_channel_of_zeros_keeps_its_bias():
     model = nn.Module()
     model.backbone = nn.Sequential(nn.Conv2d(1, 2, 1))
     nn.init.zeros_(model.backbone[0].weight[0])
@@ -159,7 +159,7 @@ def test_a_channel_of_zeros_keeps_its_bias():
 # --- state ---
 
 
-def test_the_state_is_tensors_and_has_the_bytes_of_a_device(pair):
+def test_int8_state_has_only_buffers_and_int8_weights(pair):
     backbone = pair[1].backbone
     state = backbone.state_dict()
     assert all(type(value) is torch.Tensor for value in state.values())
@@ -171,7 +171,7 @@ def test_the_state_is_tensors_and_has_the_bytes_of_a_device(pair):
 
 
 @pytest.mark.seconds
-def test_a_loaded_state_gives_the_same_bits(pair, tmp_path):
+def test_int8_loaded_state_is_bitwise_identical(pair, tmp_path):
     int8 = pair[1]
     torch.save(int8.state_dict(), tmp_path / "state.pt")
     fresh = DSICNet()
@@ -181,7 +181,7 @@ def test_a_loaded_state_gives_the_same_bits(pair, tmp_path):
     assert torch.equal(fresh.eval()(digits()), int8(digits()))
 
 
-def test_the_structure_needs_no_torchao(monkeypatch):
+def test_quantize_backbone_without_images_needs_no_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantize_pt2e", None)
     quantize_backbone(DSICNet(), None)
@@ -193,7 +193,7 @@ def test_the_structure_needs_no_torchao(monkeypatch):
 
 
 @pytest.mark.seconds
-def test_modes_copies_types_and_batches_change_nothing(pair):
+def test_int8_outputs_do_not_depend_on_mode_dtype_or_batch(pair):
     int8 = copy.deepcopy(pair[1])
     maps = int8.backbone(digits())
     assert torch.equal(int8.train().backbone(digits()), maps)
@@ -210,7 +210,7 @@ def test_modes_copies_types_and_batches_change_nothing(pair):
 
 
 @pytest.mark.filterwarnings("error")
-def test_vmap_over_inputs_and_states(pair):
+def test_int8_backbone_vmap_over_inputs_and_states(pair):
     backbone = pair[1].backbone
     x = digits()[:12].view(3, 4, 1, 64, 48)
     maps = backbone(digits()[:12]).view(3, 4, 64, 4, 3)
@@ -231,7 +231,7 @@ def small_stream(**kwargs):
 
 
 @pytest.mark.seconds
-def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
+def test_int8_head_vectorized_equals_sequential(fit):
     images = torch.randn(16, 1, 16, 16)
     results = []
     for size in (1, 3):
@@ -263,7 +263,7 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
         torch.full((2, 1, 64, 48), float("nan")),
     ],
 )
-def test_bad_images_are_refused_and_change_nothing(images):
+def test_quantize_backbone_invalid_images_raise_without_change(images):
     model = DSICNet()
     with raises(InvalidValueError, "calibration"):
         quantize_backbone(model, images)
@@ -286,12 +286,12 @@ def with_backbone(*layers):
         (with_backbone(), (MissingValueError, "model.backbone")),
     ],
 )
-def test_other_models_are_refused(model, expected):
+def test_quantize_backbone_unsupported_layers_raise(model, expected):
     with raises(*expected):
         quantize_backbone(model, None)
 
 
 @pytest.mark.seconds
-def test_a_quantised_model_is_refused(pair):
+def test_quantize_backbone_quantized_model_raises(pair):
     with raises(InvalidValueError, "model.backbone"):
         quantize_backbone(pair[1], None)

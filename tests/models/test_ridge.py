@@ -1,4 +1,4 @@
-"""The readout's sums and solutions against NumPy, and against exact arithmetic where they are ill-conditioned."""
+"""Statistics and solutions of the readout equal NumPy's, or exact arithmetic for ill-conditioned matrices."""
 
 from fractions import Fraction
 
@@ -33,7 +33,7 @@ def same(left, right, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_more_features_than_are_multiplied_at_once(symmetric):
+def test_statistics_of_more_features_than_a_stripe(symmetric):
     states, targets = samples(n=60, features=300)
     readout = fitted((states[:35], targets[:35]), (states[35:], targets[35:]), symmetric=symmetric, features=300)
     wide = states.double()
@@ -48,7 +48,7 @@ def by_numpy(states, targets, beta):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 1e-3, 10.0])
-def test_solution_is_numpys(symmetric, beta):
+def test_solve_equals_numpy(symmetric, beta):
     data = samples()
     readout = fitted(data, beta=beta, symmetric=symmetric)
     readout.solve()
@@ -60,7 +60,7 @@ def test_solution_is_numpys(symmetric, beta):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_pieces_are_the_whole(monkeypatch, symmetric):
+def test_partial_fit_in_parts_equals_one_fit(monkeypatch, symmetric):
     states, targets = samples()
     whole = fitted((states, targets), symmetric=symmetric)
     monkeypatch.setattr(ridge, "CHUNK_SIZE", 7)
@@ -69,8 +69,8 @@ def test_pieces_are_the_whole(monkeypatch, symmetric):
     assert int(whole.n) == 200
 
 
-def test_statistics_are_of_double_precision_sums():
-    """Sums of single-precision products would be off by a thousand times more."""
+def test_statistics_are_summed_in_double_precision():
+    """Sums of single-precision products would have an error that is a thousand times larger."""
     states, targets = samples(20000, 4)
     readout = fitted((states, targets), features=4)
     wide = states.double().numpy()
@@ -79,7 +79,7 @@ def test_statistics_are_of_double_precision_sums():
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_merged_is_pooled_in_any_order(symmetric):
+def test_merge_in_any_order_equals_pooled_fit(symmetric):
     data = samples()
     parts = list(zip(*(part.split([20, 100, 80]) for part in data), strict=True))
     pooled = fitted(data, symmetric=symmetric, tag=5)
@@ -93,7 +93,7 @@ def test_merged_is_pooled_in_any_order(symmetric):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_unlearned_is_never_seen(symmetric):
+def test_unlearn_equals_fit_without_the_samples(symmetric):
     data = samples()
     kept, left = zip(*(part.split([150, 50]) for part in data), strict=True)
     readout, never = fitted(kept, symmetric=symmetric), fitted(kept, symmetric=symmetric)
@@ -106,7 +106,7 @@ def test_unlearned_is_never_seen(symmetric):
     same(readout, never, 1e-9)
 
 
-def test_statistics_that_do_not_fit_are_refused():
+def test_merge_of_another_reservoir_or_shape_raises():
     readout = fitted(samples(), tag=0xABC)
     before = {name: value.clone() for name, value in readout.state_dict().items()}
     for change in (readout.merge, readout.unlearn):
@@ -119,7 +119,7 @@ def test_statistics_that_do_not_fit_are_refused():
     assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
 
 
-def test_more_samples_than_there_are_cannot_be_taken_away():
+def test_unlearn_more_samples_than_added_raises():
     with raises(InvalidValueError, "n"):
         fitted(samples(100)).unlearn(fitted(samples()))
     (readout := fitted(samples())).unlearn(fitted(samples()))
@@ -127,7 +127,7 @@ def test_more_samples_than_there_are_cannot_be_taken_away():
 
 
 @pytest.mark.parametrize("rank", [3, 8])
-def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
+def test_low_rank_merge_keeps_the_leading_directions(rank):
     states, targets = samples()
     merged = RidgeReadout(8, 3, 0.1, rank=rank)
     for rows, wanted in zip(states.split(100), targets.split(100), strict=True):
@@ -151,7 +151,7 @@ def of_rank(rows, rank):
     return sizes[:rank, None] * vectors[:rank]
 
 
-def test_reset_forgets_statistics_but_not_the_solution():
+def test_reset_clears_statistics_and_keeps_the_solution():
     readout = fitted(samples())
     readout.solve()
     weight = readout.weight.clone()
@@ -161,7 +161,7 @@ def test_reset_forgets_statistics_but_not_the_solution():
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_several_solutions_are_those_one_by_one(symmetric):
+def test_solve_path_equals_single_solutions(symmetric):
     betas = [1e-5, 1e-2, 1.0, 30.0]
     readout = fitted(samples(), symmetric=symmetric)
     together = readout.solve_path(betas)
@@ -171,7 +171,7 @@ def test_several_solutions_are_those_one_by_one(symmetric):
 
 
 def exact_solution(a, b, beta):
-    """Gauss-Jordan elimination in fractions: no rounding but that of the result."""
+    """Solve by Gauss-Jordan elimination in fractions. Only the result is rounded."""
     size, beta = len(b), Fraction(float(beta))
     rows = [
         [Fraction(float(b[i, j])) + (beta if i == j else 0) for j in range(size)]
@@ -190,7 +190,7 @@ def exact_solution(a, b, beta):
 
 
 def with_spectrum(values, seed=0):
-    """A matrix of these eigenvalues, and an A that comes from such states."""
+    """Return a matrix with these eigenvalues, and a matching A."""
     rng = np.random.default_rng(seed)
     vectors = np.linalg.qr(rng.normal(size=(len(values), len(values))))[0]
     b = (vectors * values) @ vectors.T
@@ -203,10 +203,10 @@ def with_spectrum(values, seed=0):
     [
         (np.logspace(0, 9, 10), 0.0),  # condition number 1e9
         (np.logspace(-3, 6, 10), 1e-4),
-        (np.r_[np.zeros(4), np.logspace(0, 4, 6)], 1e-5),  # rank 6 of 10: beta alone holds it up
+        (np.r_[np.zeros(4), np.logspace(0, 4, 6)], 1e-5),  # rank 6 of 10: only beta makes the matrix invertible
     ],
 )
-def test_an_ill_conditioned_solution_is_the_exact_one(values, beta):
+def test_solve_ill_conditioned_equals_exact_solution(values, beta):
     a, b = with_spectrum(values)
     exact = exact_solution(a, b, beta)
     condition = (values.max() + beta) / (values.min() + beta)
@@ -218,15 +218,15 @@ def test_an_ill_conditioned_solution_is_the_exact_one(values, beta):
     weights.append(readout.solve_path([beta])[0])
     for weight in weights:
         assert np.abs(weight.numpy() - exact).max() < tolerance < 1e-2 * np.abs(exact).max()
-    # Single precision does not find it.
+    # A solution in single precision has a larger error.
     narrow = np.linalg.solve(b.astype(np.float32) + np.float32(beta) * np.eye(10, dtype=np.float32), a.T).T
     assert np.abs(narrow - exact).max() > tolerance
 
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("rank", [1, 6, 9])
-def test_without_a_regulariser_the_smallest_of_many_solutions_is_taken(seed, rank, caplog):
-    """Rounding may leave a singular B positive definite or not: either way it has no inverse."""
+def test_solve_singular_without_beta_returns_least_norm(seed, rank, caplog):
+    """Because of rounding, a singular B may or may not be positive definite. In both cases it has no inverse."""
     rng = np.random.default_rng(seed)
     states = rng.normal(size=(50, rank)) @ rng.normal(size=(rank, 10))
     targets = rng.normal(size=(50, 2))
@@ -239,7 +239,7 @@ def test_without_a_regulariser_the_smallest_of_many_solutions_is_taken(seed, ran
     assert "B + beta I is not positive definite (beta = 0)" in caplog.text
 
 
-def test_a_matrix_that_is_not_positive_definite_is_solved_with_a_warning(caplog):
+def test_solve_singular_matrix_logs_a_warning(caplog):
     a, b = torch.tensor([[1.0, 2.0, 0.0]]), torch.diag(torch.tensor([2.0, 4.0, 0.0]))
     assert solve(a, b, 0.0).tolist() == [[0.5, 0.5, 0.0]]
     assert caplog.messages == [
@@ -248,7 +248,7 @@ def test_a_matrix_that_is_not_positive_definite_is_solved_with_a_warning(caplog)
     ]
 
 
-def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
+def test_solve_well_conditioned_matrix_logs_no_warning(caplog):
     solve(torch.ones(1, 3), torch.eye(3), 0.0)
     solve(torch.ones(1, 3), torch.zeros(3, 3), 1e-3)
     assert not caplog.messages
@@ -256,7 +256,7 @@ def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["A", "B"])
-def test_statistics_that_are_not_finite_are_refused(value, where):
+def test_solve_non_finite_statistics_raise(value, where):
     readout = fitted(samples())
     getattr(readout, where)[0, 0] = value
     for call in (readout.solve, lambda: readout.solve_path([1.0])):
@@ -267,7 +267,7 @@ def test_statistics_that_are_not_finite_are_refused(value, where):
 @pytest.mark.parametrize(
     "move", [lambda m: m.float(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu").float()]
 )
-def test_statistics_keep_their_precision_bit_for_bit(move):
+def test_statistics_stay_bitwise_identical_after_conversion(move):
     readout = fitted(samples(), tag=2**53 + 1)
     readout.solve()
     before = {name: value.clone() for name, value in readout.state_dict().items()}
@@ -278,7 +278,7 @@ def test_statistics_keep_their_precision_bit_for_bit(move):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_accumulating_adds_to_what_is_there(packed):
+def test_accumulate_adds_to_existing_values(packed):
     states, targets = samples(30)
     a, full = torch.ones(3, 8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
     b = full[tuple(torch.triu_indices(8, 8))] if packed else full.clone()
@@ -288,6 +288,6 @@ def test_accumulating_adds_to_what_is_there(packed):
 
 
 @pytest.mark.parametrize("beta", [-1e-3, float("inf")])
-def test_wrong_beta(beta):
+def test_ridge_readout_invalid_beta_raises(beta):
     with raises(InvalidValueError, "beta"):
         RidgeReadout(2, 1, beta=beta)

@@ -1,4 +1,4 @@
-"""T2T-ViT has the paper's parameters, and its soft splits are patches that overlap."""
+"""T2T-ViT has the paper's number of parameters, and its soft splits are overlapping patches."""
 
 import math
 
@@ -13,7 +13,7 @@ from lightning_fcl.models.t2t_cvt import TokenTransformer, _sinusoids, _soft_spl
 
 
 def transformer(inputs, width=64):
-    """By hand: norms, queries with keys and values, output, perceptron."""
+    """Return the number of parameters: norms, queries with keys and values, output, perceptron."""
     return 2 * inputs + inputs * 3 * width + width * width + width + 2 * width + 2 * (width * width + width)
 
 
@@ -25,18 +25,19 @@ def body(width, depth, ratio):
 
 
 @pytest.mark.parametrize("changes", [{}, {"width": 384, "depth": 14, "num_heads": 6, "mlp_ratio": 3.0}])
-def test_parameters_by_hand(changes):
+def test_t2t_has_the_expected_number_of_parameters(changes):
     with torch.device("meta"):
         model = T2TBody(224, **changes)
     count = sum(p.numel() for p in model.parameters()) + (model.features + 1) * 1000
     assert count == body(model.features, len(model.blocks), changes.get("mlp_ratio", 2.0)) + (model.features + 1) * 1000
     if not changes:
-        fixed = (14 * 14 + 1) * 256  # the authors' code counts the positions, too, though they are not learnt
+        # The authors' code also counts the positions, although they are not learned.
+        fixed = (14 * 14 + 1) * 256
         assert f"{count:,}" in T2TBody.__doc__ and f"{fixed:,}" in T2TBody.__doc__
 
 
 @pytest.mark.parametrize(("kernel", "stride", "around"), [(7, 4, 2), (3, 2, 1), (3, 1, 1), (4, 4, 0)])
-def test_soft_split_by_a_loop(kernel, stride, around):
+def test_soft_split_equals_patches_in_a_loop(kernel, stride, around):
     maps = torch.randn(2, 3, 8, 8)
     padded = torch.zeros(2, 3, 8 + 2 * around, 8 + 2 * around)
     padded[:, :, around : around + 8, around : around + 8] = maps
@@ -48,7 +49,7 @@ def test_soft_split_by_a_loop(kernel, stride, around):
     assert torch.equal(_soft_split(maps, kernel, stride), torch.stack(patches, dim=1))
 
 
-def test_the_module_splits_three_times():
+def test_t2t_module_applies_all_splits():
     model = T2TBody(16, width=6, depth=1, num_heads=2, splits=((3, 2), (3, 2), (3, 1)), token_width=5).eval()
     x = torch.randn(2, 3, 16, 16)
     maps = x
@@ -63,7 +64,7 @@ def test_the_module_splits_three_times():
     torch.testing.assert_close(model(x), model.norm(model.blocks[0](tokens)[:, 0]))
 
 
-def test_token_transformer_written_out():
+def test_token_transformer_equals_explicit_computation():
     layer = TokenTransformer(7, 4).double()
     tokens = torch.randn(2, 9, 7, dtype=torch.float64)
     weights = layer.qkv.weight.split(4)
@@ -75,7 +76,7 @@ def test_token_transformer_written_out():
     torch.testing.assert_close(layer(tokens), wanted)
 
 
-def test_without_positions_the_order_of_tokens_tells_nothing():
+def test_t2t_without_positions_ignores_the_order_of_patches():
     model = T2TBody(16, width=8, depth=2, num_heads=2, splits=((4, 4),)).eval()
     rows = torch.randn(1, 3, 4, 4, 4, 4)  # 4 x 4 patches of 4 x 4
 
@@ -100,7 +101,7 @@ def test_positions_are_sines_and_cosines():
             assert table[place, 2 * pair + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_positions_do_not_travel():
+def test_positions_are_not_in_the_state():
     model = T2TBody(16, width=8, depth=1, num_heads=2, splits=((4, 4),))
     assert "positions" not in model.state_dict() and "positions" in dict(model.named_buffers())
     assert model.double().positions.dtype is torch.float64
@@ -119,7 +120,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
+def test_t2t_invalid_arguments_raise(case):
     changes, argument = WRONG[case]
     with raises(InvalidValueError, argument), torch.device("meta"):
         T2TBody(**changes)

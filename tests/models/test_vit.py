@@ -1,4 +1,4 @@
-"""Eight families of vision transformers: body and head apart, alive in all parts, ready to be averaged."""
+"""Eight families of vision transformers: separate bodies and heads, trainable parameters, and states for averaging."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from lightning_fcl.federation.aggregation import state_tensors
 from lightning_fcl.models import SplitViT, ViT, create_vit
 from lightning_fcl.models._backbones import FAMILIES, VARIANTS, LevitBody
 
-# The smallest of each family, with the positions of the whole: those depend on patches and strides alone.
+# Small versions of each family. The positions are those of the full models, as they depend only on patches and strides.
 TINY = {
     "vit": {"width": 12, "depth": 2, "num_heads": 3},
     "deit": {"width": 12, "depth": 2, "num_heads": 3},
@@ -39,20 +39,20 @@ def tiny(name, image_size=32, num_classes=5, **options):
 
 
 def shaken(model):
-    """With weights that have no special value: some begin at 0, and would stop the gradient."""
+    """Return a model with random weights. Some weights start at 0, which would stop the gradient."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
     return model
 
 
-# By hand.
+# Number of parameters, computed from the layers.
 ATTENTION = (192 * 576 + 576) + (192 * 192 + 192)
 PERCEPTRON = (192 * 768 + 768) + (768 * 192 + 192)
 BLOCK = ATTENTION + PERCEPTRON + 2 * 2 * 192
 
 
-def test_parameters_of_the_papers_vit(parameters_of):
+def test_vit_has_the_documented_number_of_parameters(parameters_of):
     model = ViT(num_classes=7)
     assert parameters_of(model.body) == (3 * 16 * 192 + 192) + 192 + 65 * 192 + 6 * BLOCK + 2 * 192 == 2_691_648
     assert 4 * parameters_of(model.body) == 10_766_592
@@ -62,7 +62,7 @@ def test_parameters_of_the_papers_vit(parameters_of):
     assert len(model.body.blocks) == 6 and model.body.blocks[0].attn.num_heads == 12
 
 
-def test_vit_by_name_is_the_papers():
+def test_create_vit_by_name_equals_vit():
     torch.manual_seed(0)
     left = ViT(num_classes=7)
     torch.manual_seed(0)
@@ -72,11 +72,12 @@ def test_vit_by_name_is_the_papers():
     assert all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
 
 
-def test_vit_written_out():
+def test_vit_equals_explicit_computation():
     model = shaken(ViT(width=12, num_heads=2, depth=1)).double().eval()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     body, block = model.body, model.body.blocks[0]
-    pixels, layer = F.unfold(x, 4, stride=4).transpose(1, 2), body.patch_embed.proj  # channel by channel, row by row
+    # The order of pixels is channel by channel, then row by row.
+    pixels, layer = F.unfold(x, 4, stride=4).transpose(1, 2), body.patch_embed.proj
     patches = pixels @ layer.weight.flatten(1).T + layer.bias
     tokens = torch.cat([body.cls_token.expand(3, 1, 12), patches], dim=1) + body.pos_embed
     parts = block.attn.qkv(F.layer_norm(tokens, (12,), block.norm1.weight, block.norm1.bias, 1e-6)).split(12, dim=2)
@@ -91,8 +92,8 @@ def test_vit_written_out():
     torch.testing.assert_close(model(x), features @ model.head.weight.T + model.head.bias)
 
 
-# Millions of parameters with 1000 classes at 224 x 224: from the papers; LeViT's less one of its two heads, PVT's as in
-# its authors' repository.
+# Millions of parameters with 1000 classes at 224 x 224, from the papers. LeViT has one head less than in the paper. The
+# numbers of PVT are from its authors' repository.
 PUBLISHED = {
     "deit_tiny": 5.7,
     "deit_small": 22.1,
@@ -123,14 +124,14 @@ def test_every_variant_has_a_published_size():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_at_224_are_the_published(name, parameters_of):
+def test_variants_at_224_have_the_published_number_of_parameters(name, parameters_of):
     with torch.device("meta"):
         model = create_vit(name, image_size=224, num_classes=1000)
     assert parameters_of(model) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.012)
 
 
 @each
-def test_the_documented_sizes(name, parameters_of):
+def test_create_vit_sizes_equal_the_docstring(name, parameters_of):
     columns = " ".join(create_vit.__doc__.split())
     with torch.device("meta"):
         small, large = (parameters_of(create_vit(name, image_size).body) for image_size in (32, 224))
@@ -147,7 +148,7 @@ def test_the_documented_sizes(name, parameters_of):
         ("swin_tiny", "swin_tiny_patch4_window7_224"),
     ],
 )
-def test_at_224_the_parameters_are_those_of_timms_own_models(name, original):
+def test_variants_at_224_have_the_parameters_of_timm_models(name, original):
     timm = pytest.importorskip("timm")
     with torch.device("meta"):
         model, theirs = create_vit(name, 224, 1000), timm.create_model(original)
@@ -156,7 +157,7 @@ def test_at_224_the_parameters_are_those_of_timms_own_models(name, original):
     assert ours == shapes
 
 
-# Tokens that the attention of each stage has for keys at 32 x 32.
+# Number of keys in the attention of each stage at 32 x 32.
 KEYS = {
     "vit": {65},
     "cait": {64},
@@ -189,12 +190,12 @@ def test_every_attention_has_several_keys_at_32(name, monkeypatch):
             module.register_forward_hook(lambda _, args, out: seen.add(out.shape[-1]))
     model(torch.randn(2, 3, 32, 32))
     if name == "cait":
-        seen.discard(65)  # of the class token's own blocks
+        seen.discard(65)  # keys of the blocks of the class token
     assert seen == KEYS[name]
 
 
 @each
-def test_shapes_at_32(name):
+def test_create_vit_shapes_at_32(name):
     model = create_vit(name, num_classes=7).eval()
     x = torch.randn(2, 3, 32, 32)
     features = model.body(x)
@@ -205,7 +206,7 @@ def test_shapes_at_32(name):
 
 
 @each
-def test_shapes_at_224(name):
+def test_create_vit_shapes_at_224(name):
     model = create_vit(name, image_size=224, num_classes=7).eval()
     with torch.no_grad():
         assert model(torch.randn(1, 3, 224, 224)).shape == (1, 7)
@@ -213,25 +214,25 @@ def test_shapes_at_224(name):
 
 @each
 @pytest.mark.parametrize("image_size", [48, 64, 160])
-def test_other_sizes_and_channels(name, image_size):
+def test_create_vit_accepts_other_sizes_and_channels(name, image_size):
     model = tiny(name, image_size, channels=1)
     assert model(torch.randn(2, 1, image_size, image_size)).shape == (2, 5)
 
 
 @each
-def test_state_is_body_and_head(name):
+def test_create_vit_state_contains_body_and_head(name):
     model = tiny(name)
     parts = [{id(p) for p in part.parameters()} for part in (model.body, model.head)]
     assert not parts[0] & parts[1] and parts[0] | parts[1] == {id(p) for p in model.parameters()}
     state = state_tensors(model)
-    assert state.keys() == model.state_dict().keys()  # no two names for one tensor
+    assert state.keys() == model.state_dict().keys()  # each tensor has one name
     assert {key.split(".")[0] for key in state} == {"body", "head"}
     assert [key for key in state if key.startswith("head.")] == ["head.weight", "head.bias"]
     assert all(isinstance(value, torch.Tensor) for value in state.values())
     assert all(p.requires_grad for p in model.parameters())
 
 
-# A constant that is added to all keys, or to all scores, changes no softmax.
+# Biases without effect: a constant that is added to all keys or to all scores does not change the softmax.
 BLIND = ("key.linear.bias", "key.norm.bias", "attn.k.bias", "attn.proj_l.bias")
 
 
@@ -242,7 +243,7 @@ def test_gradients_reach_every_row(name):
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.momentum = 1.0
     model(x)
-    model.eval()  # in training LeViT's norms hide the constants that come before them
+    model.eval()  # in training mode, LeViT's norms cancel the constants before them
     (model(x) * torch.randn(4, 5)).sum().backward()
     for key, parameter in model.named_parameters():
         rows = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[None]
@@ -251,10 +252,10 @@ def test_gradients_reach_every_row(name):
 
 @pytest.mark.seconds
 @each
-def test_a_few_steps_tell_eight_images_apart(name):
-    """AdamW, as in the paper. The head alone cannot go below log(4), as the classes are equally frequent.
+def test_training_separates_eight_images(name):
+    """The optimizer is AdamW, as in the paper. Without the images, the loss cannot be below log(4), as classes are equal.
 
-    Over four seeds and all networks the lowest loss is at most 0.85.
+    For four seeds and all networks, the lowest loss is at most 0.85.
     """
     model = tiny(name, num_classes=4).train()
     x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
@@ -269,7 +270,7 @@ def test_a_few_steps_tell_eight_images_apart(name):
 
 
 @each
-def test_the_seed_decides(name):
+def test_create_vit_weights_depend_on_the_seed(name):
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -279,8 +280,8 @@ def test_the_seed_decides(name):
 
 
 @each
-def test_copies_and_other_weights(name):
-    """After a forward in evaluation mode, in which a model may be tempted to keep what it gathered."""
+def test_create_vit_copies_and_other_weights_after_a_forward(name):
+    """Models could cache values of the first forward pass in evaluation mode, which would hide other weights."""
     model, other = shaken(tiny(name)).eval(), shaken(tiny(name)).eval()
     x = torch.randn(2, 3, 32, 32)
     before, wanted = model(x), other(x)
@@ -294,14 +295,14 @@ def test_copies_and_other_weights(name):
 
 
 @each
-def test_nothing_is_dropped_and_one_image_is_enough_to_train(name):
+def test_training_one_image_is_deterministic(name):
     model, x = shaken(tiny(name)).train(), torch.randn(1, 3, 32, 32)
     first = model(x)
     assert torch.equal(model(x), first)
     first.sum().backward()
 
 
-def test_levit_is_timms_with_a_norm_before_the_pooling():
+def test_levit_body_has_a_norm_before_the_pooling():
     from timm.models.levit import Levit
 
     model = shaken(tiny("levit")).eval()
@@ -313,7 +314,8 @@ def test_levit_is_timms_with_a_norm_before_the_pooling():
     tokens = model.body.levit.forward_features(x)
     norm = model.body.norm
     pooled = (tokens.mean(dim=1) - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
-    torch.testing.assert_close(model.body(x), pooled, rtol=1e-4, atol=1e-4)  # in evaluation the order tells nothing
+    # In evaluation mode, the order of norm and pooling does not matter.
+    torch.testing.assert_close(model.body(x), pooled, rtol=1e-4, atol=1e-4)
     assert type(model.body.levit) is Levit and isinstance(model.body.levit.head, nn.Identity)
 
 
@@ -323,7 +325,7 @@ def images(samples=24, classes=4):
 
 
 @pytest.mark.parametrize("name", ["vit", "t2t"])
-def test_a_cohort_is_one_by_one(fit, name):
+def test_vectorized_training_equals_sequential(fit, name):
     states = []
     for cohort in (1, 2):
         torch.manual_seed(0)
@@ -337,7 +339,7 @@ def test_a_cohort_is_one_by_one(fit, name):
         torch.testing.assert_close(value, states[1][key], rtol=0, atol=1e-5)
 
 
-def test_a_recipe_names_it():
+def test_create_vit_from_a_recipe():
     parser = ArgumentParser()
     parser.add_subclass_arguments(Classifier, "model")
     network = {
@@ -352,7 +354,7 @@ def test_a_recipe_names_it():
 
 
 @pytest.mark.parametrize("name", ["deit-tiny", "DeiT_Tiny", "deit"])
-def test_spellings(name, parameters_of):
+def test_create_vit_accepts_other_spellings(name, parameters_of):
     with torch.device("meta"):
         assert parameters_of(create_vit(name, 224, 1000)) == 5_717_416
 
@@ -379,7 +381,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
+def test_create_vit_invalid_arguments_raise(case):
     positional, options, expected = WRONG[case]
     with raises(*expected), torch.device("meta"):
         create_vit(*positional, **options)
@@ -387,6 +389,6 @@ def test_wrong_arguments(case):
 
 @each
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 32), (3, 32, 36), (32, 32)])
-def test_other_images_are_refused(name, shape):
+def test_create_vit_images_of_another_shape_raise(name, shape):
     with raises(InvalidValueError, "image_size"), torch.device("meta"):
         tiny(name)(torch.zeros(2, *shape))
