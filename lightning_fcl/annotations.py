@@ -232,7 +232,7 @@ def quoted_value(value: object) -> str:
 
 
 def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> tuple[str, str]:
-    """Return a message about a value that an annotation does not accept, and a hint how to fix it.
+    """Return a message about a value that an annotation does not accept, and a hint on how to fix it.
 
     Example:
         >>> explain("batch_size", "16", int | None, None)

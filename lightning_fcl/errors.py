@@ -1,4 +1,4 @@
-"""Errors that the library raises: the expected value, the actual value, and a hint how to fix the error."""
+"""Errors that the library raises: the expected value, the actual value, and a hint on how to fix the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each message contains the expected value, the actual value and a hint how to fix the error."""
+"""Checks of arguments. Each message has the expected value, the actual value and a hint on how to fix the error."""
 
 from __future__ import annotations
 

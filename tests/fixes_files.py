@@ -1086,7 +1086,11 @@ ROWS |= {
         MissingFileError,
     ),
     "checkpoint that is cut off": Row(
-        load_checkpoint, {"name": "zcut.ckpt"}, {"name": "whole.ckpt"}, "the newest undamaged one there", DamagedFileError
+        load_checkpoint,
+        {"name": "zcut.ckpt"},
+        {"name": "whole.ckpt"},
+        "the newest undamaged one there",
+        DamagedFileError,
     ),
     "checkpoint above the limit": Row(
         limited, {"limit": "100"}, {"limit": "100000000"}, "set LIGHTNING_FCL_MAX_BYTES to at least", DamagedFileError

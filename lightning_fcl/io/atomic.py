@@ -1,7 +1,7 @@
-"""Atomic writes, locks, and temporary folders that are removed with their owner.
+"""Atomic writes, locks, and temporary folders that are removed at the latest when their process ends.
 
 A file is written under a temporary name and then renamed, so that an interruption leaves no half-written file.
-Temporary files and folders are locked while their owner runs. If a process is killed, the next process reuses or
+Temporary files and folders are locked while their process runs. If a process is killed, the next process reuses or
 removes its temporary files.
 """
 
@@ -203,9 +203,10 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 class TemporaryFolder:
-    """A folder in the system's temporary directory that is removed with its owner, at the latest when the process ends.
+    """A temporary folder that is removed when this object is deleted, at the latest when the process ends.
 
-    Folders of killed processes are removed when the next temporary folder is created.
+    The folder is in the system's temporary directory. Folders of killed processes are removed when the next temporary
+    folder is created.
 
     Args:
         name: Part of the name of the folder.
@@ -268,11 +269,11 @@ def _leave(path: Path, descriptor: int | None) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the temporary folders of killed processes of the current user. Their locks are free."""
+    """Remove temporary folders of the current user whose lock is free because their process was killed."""
     if sys.platform == "win32":
         return
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # the owner is running, or has removed the folder in the meantime
+        with suppress(OSError):  # the process still runs, or has removed the folder in the meantime
             if folder.lstat().st_uid != os.getuid():
                 continue
             descriptor = os.open(folder / _LOCK, os.O_RDWR)
@@ -309,4 +310,4 @@ def _lock(path: Path, wait: bool = True) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
-        os.close(descriptor)  # the owner renamed or removed the file before it was locked, so try again
+        os.close(descriptor)  # another process renamed or removed the file before it was locked, so try again

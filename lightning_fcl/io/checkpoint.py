@@ -85,7 +85,7 @@ def read_checkpoint(reader: Callable[[BufferedReader], Any], path: str | Path) -
 
 
 def check_zip(file: BufferedReader) -> None:
-    """Raise an error if a checksum in a zip file is wrong, or if the unpacked content exceeds the limit of size."""
+    """Raise an error if a checksum in a zip file is wrong, or if the unpacked content exceeds the size limit."""
     with ZipFile(file) as archive:
         check_members(archive, os.fstat(file.fileno()).st_size)
         damaged = archive.testzip()

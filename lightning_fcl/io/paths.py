@@ -7,7 +7,7 @@ from unicodedata import is_normalized
 
 from lightning_fcl.errors import InvalidValueError
 
-# Maximum length of a name in bytes. File systems allow 255, and temporary files have longer names.
+# Maximum length of a name in bytes. File systems allow 255, and a temporary file has a longer name.
 _LONGEST = 240
 _PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
@@ -21,9 +21,13 @@ def cache_folder() -> Path:
 def safe_join(folder: Path, *names: object) -> Path:
     """Return the path of a name inside a folder. The name can come from an untrusted file or message.
 
-    Each part of a name must mean the same file on every operating system. A part is rejected if it is ``..``, has a
-    drive or a character that is not printable, ends in a space or a dot, is not in Unicode form NFKC, or has more than
-    240 bytes.
+    Each part of a name must mean the same file on every operating system. A part is rejected in these cases:
+
+    - It is ``..``, or a reserved name such as ``con``.
+    - It contains a drive, a separator or a character that is not printable.
+    - It ends in a space or a dot.
+    - It is not in Unicode form NFKC.
+    - It has more than 240 bytes.
 
     Args:
         folder: The folder. It can be a link itself, but no link inside the folder may lead out of it.

@@ -103,7 +103,7 @@ def as_file_error(path: Path, description: str, remedy: str = REDOWNLOAD_HINT) -
         path: Path of the file.
         description: Expected content, as a verb phrase such as "to be a CSV file". The message starts with
             "Expected", the path and this phrase.
-        remedy: Hint how to fix the error.
+        remedy: Hint on how to fix the error.
 
     Raises:
         MissingFileError: If the file is missing.
@@ -190,7 +190,7 @@ def require_file(path: Path, description: str, remedy: str) -> Path:
     Args:
         path: Path of the file.
         description: Description of the file before its path in the message, with a space at the end, or "".
-        remedy: Hint how to fix the error.
+        remedy: Hint on how to fix the error.
     """
     if not path.is_file():
         raise MissingFileError(f"Expected {description}{path} but found no such file.", hint=remedy, value=path)

@@ -31,7 +31,7 @@ MAX_DEPTH = 100
 
 
 class _LimitError(yaml.YAMLError):
-    """A document exceeds a limit. Has a hint how to fix it."""
+    """A document exceeds a limit. Has a hint on how to fix it."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message} {hint}")

@@ -34,7 +34,7 @@ class EchoStateNetwork(Serializable):
         leaking_rate: Fraction ``a`` of the new activation in the state, above 0 and at most 1.
         input_scaling: Input weights are uniform between ``-input_scaling`` and ``input_scaling``.
         input_connectivity: Inputs that each unit receives. A float is a fraction (1.0 for all), an integer is a count.
-        recurrent_connectivity: Units of its own layer that each unit receives. A float is a fraction, an integer is a
+        recurrent_connectivity: Units of the same layer that each unit receives. A float is a fraction, an integer is a
             count.
         bias_scaling: The constant input b_rec of each unit is uniform between ``-bias_scaling`` and ``bias_scaling``.
         washout: Number of first time steps of each sequence whose states are dropped.

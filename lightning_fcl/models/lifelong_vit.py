@@ -38,9 +38,9 @@ class LVT(SplitViT):
     used for predictions. This model has only the latter, `head`. `lightning_fcl.callbacks.LVTMethod` defines the loss.
 
     By default, the body has 2,549,016 parameters, which are 10.20 MB in one direction at 4 bytes each. Each of the six
-    blocks has 421,092 parameters (2,526,552 in total). They include 111,168 of the attention's linear layers
-    (3 * (192 * 192 + 192)), and 13,284 keys and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)). All other parameters are
-    those of `ViT`.
+    blocks has 421,092 parameters (2,526,552 in total). The attention's linear layers have 111,168 of
+    them (3 * (192 * 192 + 192)). Keys and biases are 13,284 ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)). All other
+    parameters are those of `ViT`.
 
     Raises:
         ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, or
@@ -228,8 +228,8 @@ class DyTox(Serializable):
             uses ``width=384``.
 
     Raises:
-        ValueError: If the patch size does not divide the image size, ``num_heads`` does not divide ``width``, the
-            number of tasks does not divide the number of classes, or a class belongs to no task or to two tasks. The
+        ValueError: If the patch size does not divide the image size, or ``num_heads`` does not divide ``width``. Also
+            if a number of tasks does not divide ``num_classes``, or a class does not belong to exactly one task. The
             forward pass raises if the images have another size.
 
     Example:

@@ -133,8 +133,8 @@ def test_low_rank_merge_keeps_the_leading_directions(rank):
     for rows, wanted in zip(states.split(100), targets.split(100), strict=True):
         (part := RidgeReadout(8, 3, 0.1, rank=rank)).partial_fit(rows, wanted)
         merged.merge(part)
-    cut = [of_rank(rows.double().numpy(), rank) for rows in states.split(100)]
-    _, sizes, vectors = np.linalg.svd(of_rank(np.vstack(cut), rank), full_matrices=False)
+    cut = [reduce_rank(rows.double().numpy(), rank) for rows in states.split(100)]
+    _, sizes, vectors = np.linalg.svd(reduce_rank(np.vstack(cut), rank), full_matrices=False)
     square, space = sizes[:rank] ** 2, vectors[:rank].T
     np.testing.assert_allclose((merged.B.T @ merged.B).numpy(), space * square @ space.T, rtol=0, atol=1e-9)
     merged.solve()
@@ -146,7 +146,7 @@ def test_low_rank_merge_keeps_the_leading_directions(rank):
         merged.unlearn(part)
 
 
-def of_rank(rows, rank):
+def reduce_rank(rows, rank):
     _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
     return sizes[:rank, None] * vectors[:rank]
 

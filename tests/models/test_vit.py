@@ -243,7 +243,8 @@ def test_gradients_reach_every_row(name):
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             module.momentum = 1.0
     model(x)
-    model.eval()  # in training mode, LeViT's norms cancel the constants before them
+    # In training mode, LeViT's norms cancel the constants before them.
+    model.eval()
     (model(x) * torch.randn(4, 5)).sum().backward()
     for key, parameter in model.named_parameters():
         rows = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[None]
@@ -253,7 +254,7 @@ def test_gradients_reach_every_row(name):
 @pytest.mark.seconds
 @each
 def test_training_separates_eight_images(name):
-    """The optimizer is AdamW, as in the paper. Without the images, the loss cannot be below log(4), as classes are equal.
+    """The optimizer is AdamW, as in the paper. Without the images, the loss is at least log(4), as classes are equal.
 
     For four seeds and all networks, the lowest loss is at most 0.85.
     """
