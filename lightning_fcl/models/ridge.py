@@ -119,7 +119,7 @@ class RidgeReadout(DoublePrecision):
             accumulate(self.A, self.B, states, targets)
         else:
             accumulate_rows(self.A, self.B, states, targets)
-            # This also removes the states of single samples.
+            # B then contains singular directions instead of the states of single samples.
             self.B.copy_(leading_rows(self.B, self.rank))
         self.n += len(states)
 
@@ -135,8 +135,8 @@ class RidgeReadout(DoublePrecision):
         self._check(other)
         if self.rank is not None:
             raise InvalidValueError(
-                f"Expected a readout with all of B to remove samples from, but got one of rank {self.rank}: a reduced "
-                "B does not determine the part of some samples.",
+                f"Expected a readout with all of B, but got one of rank {self.rank}: samples cannot be removed from a "
+                "reduced B.",
                 hint="Make both readouts without `rank`.",
                 argument="rank",
                 value=self.rank,

@@ -81,4 +81,4 @@ def test_pytorch_lightning_class_in_recipe_raises_with_hint(error_of, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(RECIPES[name])
     said = error_of([command, "quickstart", "own.yaml"])
-    assert f"but {name} is one of `pytorch_lightning`" in said and REMEDY in said
+    assert f"but {name} is a class of the package `pytorch_lightning`" in said and REMEDY in said
