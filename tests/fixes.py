@@ -1482,7 +1482,7 @@ ROWS |= {
         lambda lab, call: call(lab, callbacks=[ActivationDensity()]),
         {"call": fit_one_round},
         {"call": fit_reservoir},
-        "Take a `ReservoirClassifier`",
+        "Use a `ReservoirClassifier`",
     ),
     "ActivationDensity without test samples": Row(
         fit_reservoir,
@@ -1658,7 +1658,7 @@ ROWS |= {
         fit_measured,
         {"module": lambda: Logs(False)},
         {"module": lambda: Logs(True)},
-        "Call `self.log(name, value)` there.",
+        "Call `self.log(name, value)` in that step.",
     ),
     "metrics of a module without a step": Row(
         fit_measured,

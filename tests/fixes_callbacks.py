@@ -106,7 +106,7 @@ class Rule(Method):
 
 ROWS |= {
     "base session of a network with few outputs": Row(
-        check_session, {"classes": 4}, {"classes": 6}, "Raise the network's `num_classes`."
+        check_session, {"classes": 4}, {"classes": 6}, "Increase the network's `num_classes`."
     ),
     "base session of a network for larger images": Row(
         check_session,
@@ -149,13 +149,14 @@ ROWS |= {
         measure_items,
         {"make": numbers_of_dict},
         {"make": numbers_of_pair},
-        "Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does not return logits.",
+        "Return pairs from the dataset, or use a module whose `forward` does not return logits, and log metrics in its "
+        "`test_step`.",
         InvalidTypeError,
     ),
     "metrics of a step beside a method that predicts": Row(
         lambda lab, callbacks: fit_one_round(lab, task=Logs(True), callbacks=[*callbacks, ContinualMetrics()]),
         {"callbacks": [Rule()]},
         {"callbacks": []},
-        "Leave `Rule` out, as `test_step` of `Logs` does not predict by it.",
+        "Remove `Rule`, because `test_step` of `Logs` does not use its predictions.",
     ),
 }

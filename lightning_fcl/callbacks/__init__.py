@@ -1,6 +1,6 @@
-"""Arguments of ``Trainer(callbacks=...)``: callbacks that prepare or watch a federation, and every method by its name.
+"""Arguments of ``Trainer(callbacks=...)``: callbacks that prepare or observe a federation, and all methods.
 
-What never belongs here: code that changes a client's training (that is a method), or the rounds themselves.
+This package has no code that changes the training of a client (see the package ``methods``), and no code of the rounds.
 """
 
 import lazy_loader
@@ -16,7 +16,7 @@ _get_callback, _, _callbacks = lazy_loader.attach(
         "progress": ["FederatedProgressBar"],
     },
 )
-# Authors of methods need these names. They are not callbacks.
+# These names are for authors of methods. They are not callbacks.
 _FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "with_prefix", "strip_prefix"}
 __all__ = sorted({*_callbacks, *methods.__all__} - _FOR_AUTHORS)
 

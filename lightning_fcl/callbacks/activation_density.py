@@ -1,4 +1,4 @@
-"""How the activations of the server's reservoir are distributed, experience after experience."""
+"""Density of the activations of the server's reservoir after each experience."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from lightning_fcl.federation.protocols import require_federation
 from lightning_fcl.methods.functional import evaluation_mode
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
-# Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
+# Number of test samples that run through the reservoir at once. This bounds the memory for the states.
 _BATCH = 128
-_EDGES = np.linspace(-1, 1, 101)  # of the bins
+# Edges of the bins.
+_EDGES = np.linspace(-1, 1, 101)
 
 
 class ActivationDensity(Callback):
-    """After an experience's last round: takes the density of the server's reservoir on the stream's test samples.
+    """Records the density of the server's reservoir states on the stream's test samples, after each experience.
 
-    The states, which lie between -1 and 1, are pooled over units, steps and samples: over all test samples, over those
-    of each group (a class, or a domain) and over those of each owner (the clients that join later, where the stream's
-    ``test`` names them). ``record`` holds the densities, as in figures 3 and 5 of De Caro et al. 2023,
-    "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
+    The states are between -1 and 1. They are pooled over units, time steps and samples. ``record`` contains densities
+    over all test samples, over the samples of each group (a class or a domain), and over the samples of each owner. If
+    the stream's split selects test clients, the owners are these clients. These densities correspond to figures 3 and 5
+    of De Caro et al. (2023), "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
 
     Raises:
-        ValueError: If the module has no reservoir, or there is no stream with test samples.
+        ValueError: If the module has no reservoir, or the stream has no test samples.
 
     Example:
         >>> ActivationDensity().record
@@ -45,9 +46,9 @@ class ActivationDensity(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ReservoirTask):
             raise InvalidValueError(
-                "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
+                "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity`, but got a "
                 f"`{type(pl_module).__name__}`.",
-                hint="Take a `ReservoirClassifier`, or leave the callback out.",
+                hint="Use a `ReservoirClassifier`, or remove the callback.",
                 argument="module",
                 value=type(pl_module).__name__,
             )
@@ -57,8 +58,8 @@ class ActivationDensity(Callback):
         require_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
             raise MissingValueError(
-                "Expected test samples to run on but the stream has none.",
-                hint="Set `split=Split(test=0.2)` of the stream, or leave the callback out.",
+                "Expected test samples for `ActivationDensity`, but the stream has no test samples.",
+                hint="Set `split=Split(test=0.2)` of the stream, or remove the callback.",
                 argument="test",
             )
         if not self.record or trainer.current_epoch == 0:
@@ -84,14 +85,15 @@ class ActivationDensity(Callback):
         precision, bins = trainer.precision_plugin, len(_EDGES) - 1
         cell = torch.from_numpy(cells).to(pl_module.device)
         counts = torch.zeros(len(names) * max(1, len(owners)) * bins, dtype=torch.int64, device=pl_module.device)
-        # A data set's own code may draw random numbers, which training must not notice.
+        # The code of a dataset may draw random numbers. They must not change the training.
         with isolate_rng(), evaluation_mode(pl_module), precision.forward_context():
             for start in range(0, len(test), _BATCH):
                 x = move_batch(trainer, stream.samples.get(test[start : start + _BATCH], "test"))[0]
                 first = cell[None, start : start + _BATCH, None] * bins
                 for states in pl_module.reservoir.iter_states(precision.convert_input(x)):
                     counts += torch.bincount((first + bin_indices(states, bins)).flatten(), minlength=len(counts))
-        table = counts.view(len(names), -1, bins).cpu().numpy()  # group, owner, bin
+        # Shape (group, owner, bin).
+        table = counts.view(len(names), -1, bins).cpu().numpy()
         of_groups, of_owners = table.sum(axis=1), table.sum(axis=0)
         densities = {
             "experience": current,
@@ -114,6 +116,9 @@ def _density(counts: IntArray) -> list[float]:
 
 
 def bin_indices(states: Tensor, bins: int) -> Tensor:
-    """Which of ``bins`` equal parts of [-1, 1] a state lies in, from 0; as in `numpy.histogram`, 1 is in the last."""
-    # In double precision no state crosses an edge by rounding.
+    """Return the index of each state's bin, from 0. The bins are equal parts of [-1, 1].
+
+    As in `numpy.histogram`, the value 1 is in the last bin.
+    """
+    # Double precision, so that rounding cannot move a state to another bin.
     return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

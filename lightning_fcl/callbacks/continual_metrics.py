@@ -1,4 +1,4 @@
-"""What every model of a federation has learnt and forgotten, round by round."""
+"""Accuracy and forgetting of the server's model and the clients' models, measured in each round."""
 
 from __future__ import annotations
 
@@ -42,32 +42,42 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 
 @dataclass(eq=False)
 class ContinualMetrics(Callback):
-    """After each client and each round: tests the model at hand on the stream's common test set.
+    """Tests the models of a federation on the stream's common test set, and records the results.
 
-    The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
-    `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
-    ``server/accuracy``. In a plain Trainer each epoch is a round, and its only model is the ``"server"``'s. A module
-    that tells ``configure_metrics()``, as `Regressor` does, is measured by these in place of accuracy, as in
-    ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits
-    of the classes is measured by what its `test_step`, else its `validation_step`, logs.
+    The server's model is tested after aggregation. ``record`` contains the number of correct predictions.
+    `lightning_fcl.evaluation.metrics.summarize` computes every metric from it. The server's accuracy is logged as
+    ``server/accuracy``. In a plain Trainer each epoch is a round, and the only model is ``"server"``.
 
-    What stays with each client between rounds is counted when the fit ends, as ``client_state_bytes``: its own entries,
-    the memory of its methods, an optimizer's state, what it could not send.
+    The measure depends on the module:
+
+    - A module with ``configure_metrics()``, such as `Regressor`, is measured by these metrics instead of accuracy. The
+      name of a logged value is for example ``server/MSE``. Curves and matrices show the first metric.
+    - A custom LightningModule whose `forward` does not return logits of the classes is measured by the values that its
+      `test_step` logs, or its `validation_step` if it has no `test_step`.
+
+    When the fit ends, the bytes of each client's state between rounds are recorded as ``client_state_bytes``. They
+    include client-local tensors, the state of methods and of an optimizer, and residuals of compressed uploads.
 
     Args:
-        clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
-        when: When models are tested. ``"trained"``: each round, those that clients have just trained, before
-            aggregation, and the server's. ``"aggregated"``: after the last round of an experience the model that a
-            client would predict with: the server's with its own entries, made personal by its methods. It is tested on
-            the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
-            ``"aggregated"``, and beside it each client's own model after its last local training of an experience,
-            before aggregation, on the same classes, for ``average_accuracy_local`` and the like.
-        split: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
-        evaluate_on_train: Whether the server's last model is also tested on all training samples.
-        evaluate_before_fit: Whether the server's model is also tested before the first round: for streams whose
+        clients: Clients whose models are tested in addition to the server's: ``"all"``, ``"none"``, or a list of ids.
+        when: When models are tested.
+
+            - ``"trained"``: in each round. Tests each client's model after local training, before aggregation, and the
+              server's model after aggregation.
+            - ``"aggregated"``: after the last round of an experience. Tests the server's model, and the model that each
+              client would predict with: the server's model with client-local parameters, personalized by methods. If
+              this model differs from the server's, it is tested on the classes (or domains) of the client's experiences
+              so far.
+            - ``"both"``: as ``"aggregated"``. In addition, tests each client's model before aggregation, after its last
+              local training of an experience, on the same classes. Metrics such as ``average_accuracy_local`` need
+              these tests.
+        split: ``"test"`` for the stream's test samples, or ``"validation"`` for its validation samples. Use the
+            validation samples to choose hyperparameters.
+        evaluate_on_train: Whether the server's final model is also tested on all training samples.
+        evaluate_before_fit: Whether the server's model is also tested before the first round. Use it for streams whose
             experience 0 is a base session.
-        lower_is_better: Of what a module's own step logs, the names of which lower is better; default: those with
-            "loss" or "error" in them. Of a metric object its ``higher_is_better`` tells.
+        lower_is_better: Names of the values logged by the module's own step for which lower is better. Default: names
+            that contain "loss" or "error". For a logged metric object, its ``higher_is_better`` decides.
 
     Example:
         >>> ContinualMetrics(clients=["client1"]).clients
@@ -94,9 +104,12 @@ class ContinualMetrics(Callback):
             self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
-        self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
-        self._drawn: dict[int, set[str]] = {}  # who is to train in later rounds, as this one sees it
-        self._ways: list[tuple[int, ...]] = []  # the experience in each round, of clients that differ in it
+        # Results of the models of this round's clients after local training.
+        self._own: dict[str, Counts | Values] = {}
+        # By later round, the clients that are expected to train in it.
+        self._drawn: dict[int, set[str]] = {}
+        # Distinct sequences of the experience in each round. Clients can share a sequence.
+        self._ways: list[tuple[int, ...]] = []
         self._test: Evaluator | StepEvaluator | None = None
         self._started = 0.0
 
@@ -110,7 +123,7 @@ class ContinualMetrics(Callback):
         samples = plan.test if self.split == "test" else plan.validation
         if not len(samples):
             raise MissingValueError(
-                f"Expected the stream's `{self.split}` to be above 0 but got no {self.split} samples to measure on.",
+                f"Expected the stream's `{self.split}` to be above 0, but got no {self.split} samples to evaluate on.",
                 hint=f"Set `split=Split({self.split}={0.2 if self.split == 'test' else 0.1})` of the stream.",
                 argument="split",
                 value=self.split,
@@ -120,8 +133,8 @@ class ContinualMetrics(Callback):
         by_step = is_evaluated_by_step(pl_module, stream, samples)
         if self.lower_is_better and not by_step:
             raise InvalidValueError(
-                f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
-                f"own, but got {', '.join(self.lower_is_better)}.",
+                f"Expected no `lower_is_better`, because `{type(pl_module).__name__}` is not measured by its own step, "
+                f"but got {', '.join(self.lower_is_better)}.",
                 hint="Leave `lower_is_better` out.",
                 argument="lower_is_better",
                 value=self.lower_is_better,
@@ -143,14 +156,14 @@ class ContinualMetrics(Callback):
         self._started = time.monotonic()
 
     def _check_order(self, trainer: L.Trainer) -> None:
-        """Methods end their epoch first: what they do is measured."""
+        """Raise ValueError if a method that changes predictions ends its epoch after this callback."""
         callbacks = get_callbacks(trainer)
         later_callbacks = callbacks[callbacks.index(self) :]
         ruling = [type(method).__name__ for method in methods_overriding(get_methods(trainer), "rescore")]
         if ruling and any(isinstance(callback, MethodDriver) for callback in later_callbacks):
             raise InvalidValueError(
-                f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
-                "predicts by what it has when its epoch ends, but it stands before it.",
+                f"Expected `ContinualMetrics` after `{ruling[0]}` among the callbacks of a plain Trainer, but got it "
+                f"before. `{ruling[0]}` updates the state that it predicts with at the end of its epoch.",
                 hint=f"Put `ContinualMetrics` after `{ruling[0]}` in `callbacks`.",
                 argument="callbacks",
                 value=ruling[0],
@@ -168,13 +181,14 @@ class ContinualMetrics(Callback):
         elif self._was_last(trainer, client_round):
             trained = {name: value.detach().clone() for name, value in state_tensors(pl_module).items()}
             federation = find_federation(trainer)
-            assert federation is not None  # in which alone clients end
+            # Only a federation calls `on_client_end`.
+            assert federation is not None
             state = federation.client_state_dict(client_round.client_id, trained)
             self._own[client_round.client_id] = self._personal(trainer, pl_module, client_round, state)
             load_state_tensors(pl_module, trained)
 
     def _was_last(self, trainer: L.Trainer, client_round: ClientRound) -> bool:
-        """Whether no later round of the client's experience is to draw it: who takes part is known beforehand."""
+        """Return whether the client is not expected to train in a later round of its experience."""
         federation = find_federation(trainer)
         assert federation is not None
         experiences = federation.stream.plan.experiences[client_round.client_id]
@@ -194,9 +208,8 @@ class ContinualMetrics(Callback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = find_federation(trainer)
-        adapting = (
-            isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
-        )  # its readout waits for a later round
+        # While the reservoir adapts, the server is not tested, because the readout is solved in a later round.
+        adapting = isinstance(pl_module, HasLocalModels) and pl_module.is_adapting
         if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)
         else:
@@ -220,11 +233,13 @@ class ContinualMetrics(Callback):
             }
         )
         self._started, self._own, self._drawn = current_time, {}, {}
-        values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
+        values = {
+            f"{model}/{name}": v for model, found in tested.items() for name, v in self._overall_values(found).items()
+        }
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
     def _gathered(self, trainer: L.Trainer, local_values: Mapping[str, T]) -> dict[str, T]:
-        """What came to all clients, of what came to those that this process looks after."""
+        """Return the values of all clients, gathered from the processes that host them."""
         return gather_by_client(get_ranks(trainer), local_values, require_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -232,14 +247,14 @@ class ContinualMetrics(Callback):
             self.on_round_end(trainer, pl_module)
 
     def _experiences(self, plan: Plan, round_idx: int) -> dict[str, int]:
-        """The experience of each client in a round; of many clients, those of the round before as they are."""
+        """Return the experience of each client in a round. If nothing changes, reuse the dict of the previous round."""
         if self.record["rounds"] and all(numbers[round_idx] == numbers[round_idx - 1] for numbers in self._ways):
             previous_experiences: dict[str, int] = self.record["rounds"][-1]["experience"]
             return previous_experiences
         experiences = {client: numbers[round_idx] for client, numbers in plan.experiences.items()}
         return {**experiences, "server": max(experiences.values())}
 
-    def _whole(self, results: Counts | Values) -> dict[str, float]:
+    def _overall_values(self, results: Counts | Values) -> dict[str, float]:
         if isinstance(results, dict):
             all_groups_name = group_name(range(len(self.record["groups"])))
             whole = {name: parts.get(all_groups_name) for name, parts in results.items()}
@@ -248,7 +263,7 @@ class ContinualMetrics(Callback):
         return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(results) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
-        """Test the models with which the clients go on whose experience ends with this round."""
+        """Return the results of the server, and of the clients whose experience ends with this round."""
         federation, round_idx = find_federation(trainer), trainer.current_epoch
         stream = require_stream(trainer)
         candidate_clients = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
@@ -268,7 +283,8 @@ class ContinualMetrics(Callback):
             if not federation.hosts(client_round.client_id):
                 continue
             state = federation.client_state_dict(client_round.client_id, server_state)
-            is_server_model = state is server_state  # all predict with the same model
+            # If nothing is client-local, the client predicts with the server's model.
+            is_server_model = state is server_state
             client_result = server if is_server_model else self._personal(trainer, module, client_round, state)
             result_by_client[client_round.client_id] = client_result
         load_state_tensors(module, server_state)
@@ -283,7 +299,7 @@ class ContinualMetrics(Callback):
         return self._evaluate(module, client, sorted({group for groups in seen_tasks for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
-        """What a model comes to on the test set, or on that of some groups alone: None for the others."""
+        """Return the results of a model on the test set, or only on some groups. Other groups are None."""
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:

@@ -1,4 +1,4 @@
-"""What a model makes of test samples: right predictions of each group, or what its task is measured by instead."""
+"""Evaluation of a model on test samples: correct predictions of each group, or the metrics of its task."""
 
 from __future__ import annotations
 
@@ -39,20 +39,23 @@ from lightning_fcl.validation import did_you_mean, format_names
 log = logging.getLogger(__name__)
 
 Counts: TypeAlias = list[int | None]
-"""Correct predictions of each group; None for a group that was not tested."""
+"""Number of correct predictions of each group. None for a group that was not tested."""
 Values: TypeAlias = dict[str, dict[str, float | None]]
-"""What each measure came to on the samples of some groups, by `group_name`; None where it is not defined."""
+"""Value of each measure on the samples of some groups, by `group_name`. None if the measure is undefined there."""
 
-_Batch: TypeAlias = tuple[Any, Tensor, Tensor]  # inputs or outputs, targets, groups
+# Inputs or outputs, targets, groups.
+_Batch: TypeAlias = tuple[Any, Tensor, Tensor]
 
 _BATCH = 512
-_LOWER = ("loss", "error")  # in the names of what is better when lower
-_LOG = "Call `self.log(name, value)` there."
-_HELD_BYTES = 2**30  # more test samples of a data set than these are read anew each time
+# A lower value is better if the name of a metric contains one of these words.
+_LOWER = ("loss", "error")
+_LOG = "Call `self.log(name, value)` in that step."
+# Larger test sets of a dataset are read again for each evaluation.
+_HELD_BYTES = 2**30
 
 
 def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> tuple[str, IntArray, int]:
-    """The part of a stream that some samples are of, the group of each, and the number of groups."""
+    """Return the part of a stream that contains some samples, the group of each sample, and the number of groups."""
     split_name = "validation" if samples is stream.plan.validation else "test"
     if is_stackable:
         return split_name, np.zeros(len(samples), dtype=np.int64), 1
@@ -61,7 +64,7 @@ def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> t
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Test samples, and what a model makes of them. ``cached_samples`` are those that lie in memory, as stored."""
+    """Evaluates models on test samples by their outputs. ``cached_samples`` are inputs and targets kept in memory."""
 
     stream: FederatedStream
     rows: IntArray
@@ -74,7 +77,7 @@ class Evaluator:
     def from_stream(
         cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
     ) -> Evaluator:
-        """Some samples of a stream, if they fit on a device; ``is_stackable``: all in one group."""
+        """Create an evaluator. Samples that fit on the device are cached; ``is_stackable`` puts all in one group."""
         split_name, group, groups = _placed(stream, samples, is_stackable)
         tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, split_name)
         if not stream.samples.is_random:
@@ -82,7 +85,8 @@ class Evaluator:
             return replace(tester, cached_samples=(x, y))
         batches, free = list[_Batch](), _HELD_BYTES
         for batch in tester._batches():
-            if not isinstance(batch[0], Tensor):  # such as lists of images or text, which cannot be joined
+            # Batches such as lists of images or texts cannot be concatenated.
+            if not isinstance(batch[0], Tensor):
                 return tester
             batches.append(batch)
             free -= batch[0].nbytes
@@ -92,7 +96,7 @@ class Evaluator:
         return replace(tester, cached_samples=(x, y))
 
     def subset(self, groups: Iterable[int]) -> Evaluator:
-        """Those of some groups."""
+        """Return an evaluator of the samples of some groups."""
         rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
         cached_samples = (
             None if self.cached_samples is None else (self.cached_samples[0][rows], self.cached_samples[1][rows])
@@ -100,12 +104,12 @@ class Evaluator:
         return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], cached_samples=cached_samples)
 
     def count_samples(self, steps: int = 1) -> list[int]:
-        """Predictions of each group, of a model that makes so many for each sample."""
+        """Return the number of predictions of each group, by a model with ``steps`` predictions for each sample."""
         sizes: list[int] = (torch.bincount(self.group, minlength=self.num_groups) * steps).tolist()
         return sizes
 
     def _batches(self, first: int = 0, stride: int = 1) -> Iterator[_Batch]:
-        """Some batch and every so manyth from there, with what is random in its items the same each time."""
+        """Yield every ``stride``-th batch from batch ``first``. Random transforms give the same samples each time."""
         size = self.stream.loader_config(self.split_name).batch_size if self.stream.samples.is_random else _BATCH
         if self.cached_samples is not None:
             parts = (torch.split(values, size) for values in (*self.cached_samples, self.group))
@@ -118,17 +122,17 @@ class Evaluator:
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
                 length = f" of {len(batch)}" if isinstance(batch, list) else ""
                 raise InvalidTypeError(
-                    "Expected pairs of samples and a tensor of targets to measure on, but got a "
+                    "Expected pairs of samples and a tensor of targets for `ContinualMetrics`, but got a "
                     f"{type(batch).__name__}{length}.",
-                    hint="Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does "
-                    "not return logits.",
+                    hint="Return pairs from the dataset, or use a module whose `forward` does not return logits, and log "
+                    "metrics in its `test_step`.",
                 )
             x, y = move_data_to_device(batch[:2], self.group.device)
             yield x, y, self.group[positions]
 
     @torch.no_grad()
     def _outputs(self, module: L.LightningModule, stride: int = 1, first: int = 0) -> Iterator[_Batch]:
-        """What a model says of some samples after the other, or of every so manyth of such parts."""
+        """Yield outputs, targets and groups of every ``stride``-th batch from batch ``first``."""
         precision = module.trainer.precision_plugin
         with evaluation_mode(module), precision.forward_context(), prediction_override(module):
             for inputs, label, groups in self._batches(first, stride):
@@ -140,7 +144,7 @@ class Evaluator:
                     yield module(inputs), label, groups
 
     def count_correct(self, module: L.LightningModule, ranks: Ranks = SINGLE_RANK) -> tuple[Counts, int]:
-        """Correct predictions of each group, by all ranks together, and predictions for each sample."""
+        """Return the correct predictions of each group over all ranks, and the number of predictions per sample."""
         counts, steps = torch.zeros(self.num_groups, dtype=torch.long, device=module.device), 1
         for output, label, groups in self._outputs(module, ranks.num_ranks, ranks.rank):
             prediction = to_predictions(output)
@@ -155,12 +159,12 @@ class Evaluator:
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
-        """What a model is measured by, and which way is better, as a record has it; empty: by accuracy."""
+        """Return the name and the direction of each metric for the record. Empty if the measure is accuracy."""
         metrics = module.configure_metrics() if isinstance(module, HasMetrics) else {}
         return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in metrics.items()]
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
-        """What a model's own measures come to on the samples of some groups together, for each of these."""
+        """Return the module's metrics on each set of groups. Samples of the groups in a set are evaluated together."""
         assert isinstance(module, HasMetrics)
         batches = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*batches, strict=True))
@@ -175,16 +179,17 @@ class Evaluator:
 
 
 def to_predictions(outputs: Tensor) -> Tensor:
-    """The class of the largest output of each sample, by NumPy on a CPU: torch takes ten times as long."""
+    """Return the class with the largest output of each sample. NumPy on a CPU is 10 times as fast as PyTorch."""
     if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
         return torch.from_numpy(outputs.numpy().argmax(axis=-1))
     return outputs.argmax(dim=-1)
 
 
 def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
-    """A metric of predictions; None where so few have none, as a single one has no R2."""
+    """Return the value of a metric on predictions. None if it is undefined, such as R2 of a single sample."""
     targets = targets.to(outputs.dtype)
-    while targets.dim() < outputs.dim():  # one output, or a target for all steps
+    # The targets may have one value per sample, for a single output or for all time steps.
+    while targets.dim() < outputs.dim():
         targets = targets[..., None] if outputs.shape[-1] == 1 and targets.dim() == 1 else targets[:, None]
     targets = targets.expand_as(outputs)
     if outputs.dim() > 2:
@@ -200,7 +205,7 @@ def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
 
 
 def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
-    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far."""
+    """Return the sets of groups to evaluate together: each group, all groups, each task, and the tasks so far."""
     learnt: set[int] = set()
     parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
     for task in tasks:
@@ -210,7 +215,7 @@ def evaluation_groups(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
 
 
 def _stage_of(module: L.LightningModule) -> str | None:
-    """The step of a module's own that measures it, ``"test"``, else ``"validation"``; None: it has none but ours."""
+    """Return the stage whose step is custom: ``"test"``, otherwise ``"validation"``. None if there is no such step."""
     for stage in ("test", "validation"):
         step = getattr(type(module), f"{stage}_step")
         if is_overridden(f"{stage}_step", module) and not step.__module__.startswith("lightning_fcl."):
@@ -219,16 +224,16 @@ def _stage_of(module: L.LightningModule) -> str | None:
 
 
 def _callbacks_within(module: L.LightningModule) -> list[Callback]:
-    """Return the Trainer's callbacks that are parts of a module, such as the pre-processor of an anomalib model."""
+    """Return the Trainer's callbacks that are submodules of a module, such as the pre-processor of anomalib models."""
     parts = {id(part) for part in module.modules()}
     return [callback for callback in module.trainer.callbacks if id(callback) in parts]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class StepEvaluator:
-    """Test samples, and the metrics that a module's own `test_step` logs of them.
+    """Evaluates a module on test samples by the metrics that its own `test_step` or `validation_step` logs.
 
-    The hooks of the module run, and the hooks of the callbacks that are parts of the module.
+    Runs the hooks of the module, and the hooks of callbacks that are submodules of the module.
     """
 
     stream: FederatedStream
@@ -236,13 +241,14 @@ class StepEvaluator:
     group: IntArray
     num_groups: int
     split_name: str
-    warned_metrics: set[str] = field(default_factory=set)  # of groups of no value
+    # Names of the groups for which a missing value was logged.
+    warned_metrics: set[str] = field(default_factory=set)
 
     @classmethod
     def from_stream(
         cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
     ) -> StepEvaluator:
-        """Some samples of a stream; ``is_stackable``: all in one group."""
+        """Create an evaluator of some samples of a stream. ``is_stackable`` puts all samples in one group."""
         split_name, group, groups = _placed(stream, samples, is_stackable)
         return cls(stream, samples, group, groups, split_name)
 
@@ -251,16 +257,19 @@ class StepEvaluator:
         return sizes
 
     def evaluate(self, module: L.LightningModule, group_sets: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
-        """What the step logs by some names of the samples of some groups together, for each of these."""
+        """Return the logged metrics with these names on each set of groups. A set is evaluated in one run."""
         values: Values = {name: {} for name in names}
         for group_set in group_sets:
             rows, metric_values = self.rows[np.isin(self.group, group_set)], dict[str, float | None]()
             if len(rows):
                 try:
                     metric_values = self._run(module, rows)[0]
-                except ValueError as error:  # as few samples, or a single class, have no R2 or AUROC
+                # A metric such as R2 or AUROC is undefined for few samples, or for a single class.
+                except ValueError as error:
                     if group_name(group_set) not in self.warned_metrics:
-                        log.warning("Test samples of group %s alone have no value: %s", group_name(group_set), error)
+                        log.warning(
+                            "Found no metrics for the test samples of group %s alone: %s", group_name(group_set), error
+                        )
                         self.warned_metrics.add(group_name(group_set))
             for name in names:
                 values[name][group_name(group_set)] = metric_values.get(name)
@@ -304,18 +313,19 @@ class StepEvaluator:
     def describe_metrics(
         self, module: L.LightningModule, lower_is_better: Sequence[str] | None
     ) -> list[dict[str, Any]]:
-        """What the step logs of a few samples, and which way is better, as a record has it."""
+        """Run the step on a few samples. Return the name and the direction of each logged metric for the record."""
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
         metrics = self._run(module, few_samples(self.rows))[1].metrics
         if not metrics:
             raise InvalidValueError(
-                f"Expected {step} to log what the module is measured by but it logs nothing.",
+                f"Expected {step} to log a metric for `ContinualMetrics`, but the step logs no value.",
                 hint=_LOG,
                 argument=step.strip("`"),
             )
         if unknown := [name for name in lower_is_better or () if name not in metrics]:
             raise UnknownNameError(
-                f"Expected `lower_is_better` to name what {step} logs ({format_names(metrics)}) but got {unknown[0]}.",
+                f"Expected `lower_is_better` to contain names that {step} logs ({format_names(metrics)}), but got "
+                f"{unknown[0]}.",
                 hint=did_you_mean(unknown[0], metrics),
                 argument="lower_is_better",
                 value=unknown[0],
@@ -335,7 +345,11 @@ class StepEvaluator:
 
 
 def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:
-    """Whether a module is measured by its own step, not by its `configure_metrics` or the accuracy of its logits."""
+    """Return whether a module is evaluated by its own step instead of `configure_metrics` or accuracy of its logits.
+
+    Raises:
+        ValueError: If neither its logits nor its step can be used.
+    """
     if isinstance(module, HasMetrics):
         return False
     name, has_step = type(module).__name__, _stage_of(module) is not None
@@ -345,12 +359,12 @@ def is_evaluated_by_step(module: L.LightningModule, stream: FederatedStream, sam
     )
     if obstacle is None or (has_step and not ruling):
         return obstacle is not None
-    mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
+    mend = f"Define `test_step(self, batch, batch_idx)` to measure something other than accuracy. {_LOG}"
     if has_step:
-        mend = f"Leave `{ruling[0]}` out, as `test_step` of `{name}` does not predict by it."
+        mend = f"Remove `{ruling[0]}`, because `test_step` of `{name}` does not use its predictions."
     raise InvalidValueError(
-        f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
-        f"measured, but {obstacle}.",
+        f"Expected `{name}` to return logits of shape (batch, {stream.num_classes or 'classes'}) to measure accuracy, "
+        f"but {obstacle}.",
         hint=mend,
         argument=name,
     )

@@ -1,4 +1,4 @@
-"""What trains a network before the first round: pre-training, and the base session with its frozen backbone."""
+"""Training before the first round: pre-training, and the base session with a frozen backbone."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from lightning_fcl.validation import (
 
 
 class Pretrain(Callback):
-    """Before the first round: trains the model on the stream's pre-training samples, in a plain Trainer of its own.
+    """Trains the model on the stream's pre-training samples before the first round, in a separate plain Trainer.
 
-    Nothing happens when a fit is continued from a checkpoint.
+    If a fit is resumed from a checkpoint, this callback does nothing.
 
     Args:
-        epochs: Passes over the samples, at least 1.
+        epochs: Number of passes over the samples, at least 1.
 
     Raises:
         ValueError: If ``epochs`` is below 1, or the stream has no samples for pre-training.
@@ -89,7 +89,7 @@ def fit_centralized(
     precision: Any = "32-true",
     progress_label: bool = False,
 ) -> None:
-    """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk."""
+    """Train a module in a separate plain Trainer on the device of another Trainer. No files are written."""
     trainer = L.Trainer(
         accelerator=parent_trainer.strategy.root_device.type,
         devices=1,
@@ -106,36 +106,38 @@ def fit_centralized(
         trainer.fit(module, loader)
 
 
-_CALIBRATION = 256  # images, those of the base session first
+# Number of calibration images. Images of the base session come first.
+_CALIBRATION = 256
 
 
 @dataclass(eq=False)
 class BaseSession(Callback):
-    """When a fit is set up: trains the network in one place, then freezes its backbone (Kröger et al.: session T0).
+    """Trains the network centrally during setup, then freezes its backbone (session T0 of Kröger et al., 2025).
 
-    1. The whole network learns the stream's pre-training classes, with a classifier that is thrown away.
-    2. With a new classifier, of zeros, it learns the classes of the base session. Rows of classes that come later are
-       not touched: they start level.
-    3. Batch normalisation is folded, and the backbone frozen: in int8, calibrated on the images of steps 1 and 2, or in
-       fp32. What is left to train is ``model.head``.
+    1. The whole network is trained on the stream's pre-training classes, with a temporary classifier.
+    2. The whole network is trained on the classes of the base session, with a new classifier that starts at zero. The
+       rows of later classes are not trained, so that all later classes start equal.
+    3. Batch normalization is folded, and the backbone is frozen. An int8 backbone is calibrated on images of both
+       steps. After that, only ``model.head`` is trained.
 
-    A fit that is continued, and `test`, make the structure only; the checkpoint has the numbers. For devices to send
-    the head alone, give the strategy ``reductions={"model.backbone.*": "constant"}``.
+    A resumed fit and `test` only create the structure, because the checkpoint contains the values. To let devices send
+    only the head, set ``reductions={"model.backbone.*": "constant"}`` in the strategy.
 
     Args:
-        pretrain_epochs: Passes over the pre-training samples; 0 leaves step 1 out.
-        epochs: Passes over the base session's samples, at least 1.
-        lr: Learning rate of both, with AdamW and a cosine to zero.
-        weight_decay: Its weight decay.
-        batch_size: Images per step.
-        augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
-        backbone: ``"int8"`` or ``"float"``.
-        precompute_latents: Whether the backbone's maps of all samples are computed once, before the first round; the
-            result is the same, and `Replay` remembers maps.
-        cache_dir: Folder where trained networks are kept for other runs that begin in the same way; None: none.
+        pretrain_epochs: Number of passes over the pre-training samples. 0 skips step 1.
+        epochs: Number of passes over the samples of the base session, at least 1.
+        lr: Learning rate of both steps. The optimizer is AdamW with a cosine schedule to zero.
+        weight_decay: Weight decay of AdamW.
+        batch_size: Number of images per step.
+        augment: Whether images are randomly flipped horizontally, and shifted by up to 4 pixels.
+        backbone: Precision of the frozen backbone: ``"int8"``, or ``"float"`` for fp32.
+        precompute_latents: Whether the feature maps of the backbone are computed once for all samples, before the first
+            round. The result is the same. `Replay` then stores feature maps.
+        cache_dir: Folder where trained networks are cached for other runs with the same base session. None: no cache.
 
     Raises:
-        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
+        ValueError: If an argument is out of range, the stream has no base session, or the network has no ``backbone``
+            or no ``head``.
 
     Example:
         >>> BaseSession(epochs=60, backbone="int8").backbone
@@ -146,7 +148,8 @@ class BaseSession(Callback):
     epochs: int = validated(60, at_least, 1)
     lr: float = validated(2e-3, above, 0)
     weight_decay: float = 0.01
-    batch_size: int = validated(32, at_least, 2)  # for batch normalisation
+    # Batch normalization needs at least 2 samples.
+    batch_size: int = validated(32, at_least, 2)
     augment: bool = True
     backbone: Literal["int8", "float"] = validated("int8", one_of, ("int8", "float"))
     precompute_latents: bool = False
@@ -159,10 +162,11 @@ class BaseSession(Callback):
         callbacks = get_callbacks(trainer)
         network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), find_stream(trainer)
         if stream is not None:
-            # Maps of an earlier fit may be another network's.
+            # An earlier fit may have stored feature maps of a different network.
             stream.samples = stream.samples.raw_samples or stream.samples
-        if getattr(network, "frozen", False):  # `freeze_backbone_` marks it so
-            return  # of an earlier fit, which this one goes on from
+        # An earlier fit of the same network, which this fit continues, has set this attribute in `freeze_backbone_`.
+        if getattr(network, "frozen", False):
+            return
         if stage != "fit" or trainer.ckpt_path is not None:
             self.freeze(network)
             return
@@ -179,7 +183,7 @@ class BaseSession(Callback):
     def check_stream(
         self, module: L.LightningModule, previous_callbacks: Sequence[Callback], stream: FederatedStream | None
     ) -> FederatedStream:
-        """Return the stream, or raise ValueError if this cannot train its base session.
+        """Return the stream. Raise ValueError if this callback cannot train the stream's base session.
 
         Args:
             module: The module to train.
@@ -189,17 +193,17 @@ class BaseSession(Callback):
         network = self._network(module, previous_callbacks)
         if stream is None or not len(stream.plan.base_samples):
             raise InvalidValueError(
-                'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
-                f"`datamodule` but got {stream}.",
+                "Expected a `FederatedStream` with a base session as the Trainer's `datamodule`, as with "
+                f'`scenario="odfcl"`, but got {stream}.',
                 argument="datamodule",
                 value=stream,
             )
         outputs = _classifier(network).out_features
         if outputs < stream.num_classes:
             raise InvalidValueError(
-                f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
-                f"{outputs}.",
-                hint="Raise the network's `num_classes`.",
+                f"Expected a network with an output for each of the stream's {stream.num_classes} classes, but got "
+                f"{outputs} outputs.",
+                hint="Increase the network's `num_classes`.",
                 argument="num_classes",
                 value=outputs,
             )
@@ -207,7 +211,7 @@ class BaseSession(Callback):
         takes = tuple(getattr(network, "input_shape", images))
         if images != takes:
             raise InvalidValueError(
-                f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}.",
+                f"Expected images of the network's input shape {takes}, but got images of shape {images} from the stream.",
                 hint="Set the network's `image_size` and `channels`, or the dataset's `size`.",
                 argument="image_size",
                 value=images,
@@ -219,9 +223,8 @@ class BaseSession(Callback):
         early = [type(c).__name__ for c in previous_callbacks if isinstance(c, Replay) and c.include_base]
         if self.precompute_latents and early:
             raise InvalidValueError(
-                f"Expected `{early[0]}(base=True)` behind `BaseSession(precompute_latents=True)` among the "
-                "callbacks, as it "
-                "remembers maps, but it stands before it.",
+                f"Expected `{early[0]}(include_base=True)` after `BaseSession(precompute_latents=True)` among the "
+                "callbacks, because it stores feature maps, but got it before.",
                 hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
                 argument="callbacks",
                 value=early[0],
@@ -229,7 +232,7 @@ class BaseSession(Callback):
         network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
             raise InvalidValueError(
-                "Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
+                "Expected the task's `model` to have a `backbone` and a `head`, like `DSICNet`, but got a "
                 f"`{type(network).__name__}`.",
                 argument="model",
                 value=type(network).__name__,
@@ -247,13 +250,13 @@ class BaseSession(Callback):
         return samples, len(stream.plan.class_order) - stream.num_classes if stream.plan.class_order is not None else 0
 
     def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
-        """Steps 1 and 2, or what the cache has of them."""
+        """Run steps 1 and 2, or load their result from the cache."""
         path = (
             Path(self.cache_dir) / f"{self._key(network, stream)}.safetensors" if self.cache_dir is not None else None
         )
         if path is not None and path.is_file():
             with as_file_error(
-                path, "to be a whole base session", "Delete the file. The next fit trains the session again."
+                path, "to be a complete base session", "Delete the file. The next fit trains the session again."
             ):
                 network.load_state_dict(load_file(regular_file(path)))
             return
@@ -273,7 +276,7 @@ class BaseSession(Callback):
             self._fit(network, stream, stream.plan.base_samples, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Other processes may be at the same session.
+            # Other processes may write the same base session.
             write_atomic(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
 
     def _fit(
@@ -295,7 +298,8 @@ class BaseSession(Callback):
             collate_fn=mirrored_and_shifted(tuple(x.shape[2:])) if self.augment else None,
         )
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
-        training = network.training  # that of a readout's task never is
+        # The network of a readout task is in evaluation mode.
+        training = network.training
         network.train()
         fit_centralized(pupil, loader, epochs, outer, progress_label=outer.progress_bar_callback is not None)
         network.train(training).cpu()
@@ -317,14 +321,14 @@ class BaseSession(Callback):
 
 
 def mirrored_and_shifted(size: tuple[int, ...]) -> Collate:
-    """Makes a batch of pairs of images and labels, each image mirrored, and shifted by up to 4 pixels, at random."""
+    """Return a `collate_fn` that randomly flips each image horizontally, and shifts it by up to 4 pixels."""
     v2 = require_package("torchvision.transforms.v2", "mirrors and shifts images")
     transform = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=4)])
     return lambda items: default_collate([(transform(x), y) for x, y in items])
 
 
 class _Pupil(Classifier):
-    """The network on its first classes, with AdamW and a cosine to zero."""
+    """The network limited to its first outputs, trained with AdamW and a cosine schedule to zero."""
 
     def __init__(self, network: nn.Module, classes: int, lr: float, weight_decay: float, steps: int) -> None:
         super().__init__(network, classes)
@@ -345,7 +349,7 @@ def _classifier(network: nn.Module) -> nn.Linear:
     head: Any = network.head
     if not isinstance(getattr(head, "classifier", None), nn.Linear):
         raise InvalidValueError(
-            "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is.",
+            "Expected `model.head.classifier` to be an `nn.Linear`, as in `DSICNet`.",
             hint="Assign the last layer to `model.head.classifier`.",
             argument="model.head.classifier",
         )

@@ -1,4 +1,4 @@
-"""Progress of a federation: experience, round, clients, accuracy, and the time that is left."""
+"""Progress bar of a federation: experience, round, clients, accuracy, and remaining time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class FederatedProgressBar(ProgressBar):
-    """Shows the experience, the round, clients done and lost, the server's accuracy, and the time that is left.
+    """Shows the experience, the round, trained and lost clients, the server's accuracy, and the remaining time.
 
-    One unit of the bar is one client's part in a round. On a terminal and in a notebook; elsewhere nothing is written.
+    The bar advances by one for each client that ends its local training in a round. It is shown on a terminal and in a
+    notebook. Otherwise nothing is written.
 
     Example:
         >>> FederatedProgressBar().is_enabled
@@ -32,7 +33,8 @@ class FederatedProgressBar(ProgressBar):
         self._bar: Progress | None = None
         self._task: TaskID
         self._enabled = True
-        self._done: list[int] = []  # clients' parts before each round
+        # Total number of client trainings before each round.
+        self._done: list[int] = []
         self._lost = 0
 
     @property
@@ -69,7 +71,8 @@ class FederatedProgressBar(ProgressBar):
         counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
         self._done = [0, *accumulate(counts)]
         self._lost = 0
-        num_completed = self._done[min(trainer.current_epoch, len(counts))]  # a continued fit may have none left
+        # A resumed fit may have no rounds left.
+        num_completed = self._done[min(trainer.current_epoch, len(counts))]
         self._task = self._bar.add_task(
             "", total=self._done[-1], completed=num_completed, experience="", round="", lost="", accuracy="", speed=""
         )

@@ -1,4 +1,4 @@
-"""What a module logs for an epoch, kept until its end, and for a round, reduced over the batches of all processes."""
+"""Collect values that a module logs, and reduce them over an epoch or over the processes of a round."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _SHOWN = ("prog_bar", "logger")
 
 
 class EpochLog:
-    """Takes the place of a module's `log`: keeps what Lightning would reduce at the end of an epoch."""
+    """Replacement for a module's `log` that collects the values that Lightning would reduce at the end of an epoch."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, Metric | None] = {}  # by name, None for numbers
+        # By name. None for plain numbers.
+        self.metrics: dict[str, Metric | None] = {}
         self.batch: Batch = None
-        self.scalar_values: dict[str, list[tuple[Tensor, int]]] = {}  # by name, with the sizes of their batches
+        # By name, the values and the sizes of their batches.
+        self.scalar_values: dict[str, list[tuple[Tensor, int]]] = {}
         self.reductions: dict[str, str] = {}
 
     def __call__(
@@ -49,7 +51,7 @@ class EpochLog:
         self.reductions[name] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
 
     def value(self, name: str) -> float | None:
-        """What a name came to; None where that is not finite."""
+        """Return the reduced value of a name. None if the value is non-finite."""
         if (metric := self.metrics[name]) is not None:
             value = _one_number(name, metric.compute())
         else:
@@ -58,25 +60,25 @@ class EpochLog:
 
 
 class RoundLog:
-    """Stands before a module's `log` while it trains: keeps what is for the round, and logs that when all have met.
+    """Replacement for a module's `log` during training that reduces values of a round over all processes.
 
-    A module is unchanged where there is one process.
+    Values for the whole round are collected, and logged at its end. With a single process, the module is unchanged.
     """
 
     def __init__(self, module: L.LightningModule, ranks: Ranks) -> None:
         self._module, self._ranks, self._log = module, ranks, module.log
         self._kept, self._options = EpochLog(), dict[str, dict[str, Any]]()
         if ranks.num_ranks > 1:
-            # A function, not a method: copies of the module leave the processes alone.
+            # A deep copy of the module would copy a bound method together with `self._ranks`. A function is not copied.
             module.log = lambda *args, **kwargs: self._keep(*args, **kwargs)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Give the module its own `log` back."""
+        """Restore the module's own `log`."""
         if self._ranks.num_ranks > 1:
             del self._module.log
 
     def start_batch(self, batch: Batch) -> None:
-        """A batch is trained on from here on; None: it is over."""
+        """Set the batch that is trained on. None after the batch."""
         self._kept.batch = batch
 
     def _keep(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +87,7 @@ class RoundLog:
             return
         if isinstance(value, Metric) and all(part is not value for part in self._module.modules()):
             raise MissingValueError(
-                f"Expected the metric that is logged as `{name}` to be an attribute of the module, but found no such "
+                f"Expected the metric logged as `{name}` to be an attribute of the module, but found no such "
                 "attribute.",
                 hint="Assign the metric to an attribute in `__init__`.",
                 argument=name,
@@ -97,7 +99,7 @@ class RoundLog:
             self._log(f"{name}_step", value, *args, **{**kwargs, "on_epoch": False})
 
     def reduce_and_log(self) -> None:
-        """At the end of a round: log what all processes together have come to."""
+        """Log the values of the round, reduced over all processes. Call this at the end of a round."""
         epoch_log, self._kept = self._kept, EpochLog()
         options, self._options = self._options, {}
         if self._ranks.num_ranks == 1:
@@ -111,7 +113,8 @@ class RoundLog:
         shared = self._ranks.all_gather_object((numbers, epoch_log.reductions, logged, options))
         values: dict[str, float | Metric] = {}
         for rank_record in shared:
-            # The states of all processes are in a metric. Lightning computes its value, and resets it after the epoch.
+            # The states of a metric are already merged over all processes. After the epoch, Lightning computes and
+            # resets the metric.
             values |= {name: metrics[path] for name, path in rank_record[2].items()}
             for name in rank_record[1].keys() - values.keys():
                 scalars = [one for rank in shared for one in rank[0].get(name, [])]
@@ -128,7 +131,7 @@ def _one_number(name: str, value: Any) -> Tensor:
     number = torch.as_tensor(value).detach()
     if number.numel() != 1:
         raise InvalidValueError(
-            f"Expected `{name}` to be logged as one number but got {value}.",
+            f"Expected `{name}` to be logged as one number, but got {value}.",
             hint="Log each number under its own name.",
             argument=name,
             value=value,
@@ -137,6 +140,6 @@ def _one_number(name: str, value: Any) -> Tensor:
 
 
 def _reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
-    """Numbers and the sizes of their batches as Lightning reduces them."""
+    """Reduce values of batches with the given sizes as Lightning does."""
     values, sizes = zip(*numbers, strict=True)
     return METRIC_REDUCTIONS[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))

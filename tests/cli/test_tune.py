@@ -352,7 +352,7 @@ def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
         yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"num_clients": 2}}}})
     )
     error = error_of(search(trials=2))
-    assert "All 2 trials failed" in error and "no validation samples to measure on" in error
+    assert "All 2 trials failed" in error and "no validation samples to evaluate on" in error
     seen = pretend(lambda recipe: float("nan"))
     error = error_of([*search("out2", trials=30)])
     assert "The first 10 trials all failed: final_accuracy/server is nan." in error

@@ -208,7 +208,7 @@ REFUSED = [
         "Expected batches of tensors with a row for each sample for `GEM`, which works on single samples, but `x` is a",
     ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
-    ("recipe: {eval_split: validation}", "Expected the stream's `validation` to be above 0 but got no validation"),
+    ("recipe: {eval_split: validation}", "Expected the stream's `validation` to be above 0, but got no validation"),
     ("ckpt_path: nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
     (model("own_parts.Plateau"), "Expected validation samples for `ReduceLROnPlateau`, which monitors `val/loss`"),
     (model("own_parts.Infinite"), "Expected finite numbers in the server state, but `model.1.weight` is non-finite"),
