@@ -862,7 +862,7 @@ if find_spec("onnxruntime"):
             export,
             {"example": torch.zeros(0, 2)},
             {"example": torch.zeros(3, 2)},
-            "Pass inputs of the shape (n, ...)",
+            "Pass inputs of shape (n, ...)",
             argument="example",
         ),
         "export that differs": Row(

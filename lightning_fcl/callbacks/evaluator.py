@@ -124,8 +124,8 @@ class Evaluator:
                 raise InvalidTypeError(
                     "Expected pairs of samples and a tensor of targets for `ContinualMetrics`, but got a "
                     f"{type(batch).__name__}{length}.",
-                    hint="Return pairs from the dataset, or use a module whose `forward` does not return logits, and log "
-                    "metrics in its `test_step`.",
+                    hint="Return pairs from the dataset, or use a module whose `forward` does not return logits, and "
+                    "log metrics in its `test_step`.",
                 )
             x, y = move_data_to_device(batch[:2], self.group.device)
             yield x, y, self.group[positions]

@@ -211,7 +211,7 @@ class BaseSession(Callback):
         takes = tuple(getattr(network, "input_shape", images))
         if images != takes:
             raise InvalidValueError(
-                f"Expected images of the network's input shape {takes}, but got images of shape {images} from the stream.",
+                f"Expected images of the network's input shape {takes}, but got images of shape {images}.",
                 hint="Set the network's `image_size` and `channels`, or the dataset's `size`.",
                 argument="image_size",
                 value=images,

@@ -1,4 +1,5 @@
-"""What a model needs on a device, and how it gets there: parameters, memory, time and energy; files for runtimes.
+"""Deployment on edge devices: estimates of parameters, memory, time and energy, and export to files for runtimes.
 
-What never belongs here: training, or knowledge of one paper's recipe; modules go in, numbers and files come out.
+This package has no code for training, and no code specific to the recipe of one paper. Its input are modules. Its
+output are numbers and files.
 """

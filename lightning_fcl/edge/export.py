@@ -1,4 +1,4 @@
-"""Models as files for devices, compared with PyTorch before they take their name."""
+"""Export of models to ONNX and ExecuTorch files, with a comparison to PyTorch before a file is kept."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from lightning_fcl.validation import at_least, require_package
 
 
 def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance: float = 1e-4) -> float:
-    """Write a module as an ONNX file for batches of any size, run the file with ONNX Runtime, and compare.
+    """Write a module to an ONNX file for batches of any size, run the file with ONNX Runtime, and compare the outputs.
 
-    An `Int8Backbone` in it becomes QuantizeLinear and DequantizeLinear nodes around its convolutions, with weights of
-    int8 and biases of int32 in the file; runtimes make integer convolutions of them. The steps of an `EchoStateNetwork`
-    become a Scan node.
+    An `Int8Backbone` in the module becomes QuantizeLinear and DequantizeLinear nodes around its convolutions. The file
+    contains int8 weights and int32 biases. Runtimes convert these nodes to integer convolutions. The time steps of an
+    `EchoStateNetwork` become a Scan node.
 
     Args:
-        module: A module from one tensor to one tensor; it is exported in evaluation mode and stays as it is.
-        example: A batch of inputs, shape (batch, ...), on which the outputs are compared, at its own size and another.
-        path: The file; it appears when it is whole and compared, and replaces an older one only then.
-        tolerance: The largest difference from PyTorch's outputs that is allowed.
+        module: A module that maps one tensor to one tensor. It is exported in evaluation mode, and is not changed.
+        example: A batch of inputs, shape (batch, ...). Outputs are compared on this batch, and on a batch with one
+            input more.
+        path: The file. It is created, or replaced, only after the comparison has succeeded.
+        tolerance: The largest allowed absolute difference from PyTorch's outputs.
 
     Returns:
-        The largest difference from PyTorch's outputs.
+        The largest absolute difference from PyTorch's outputs.
 
     Raises:
         ValueError: If ``example`` is empty, or the outputs differ by more than ``tolerance``.
@@ -55,7 +56,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
     with silence_warnings(), torch.no_grad():
         program: Any = torch.onnx.export(
             _with({Int8Backbone: _OnnxChain, EchoStateNetwork: _OnnxReservoir}, module),
-            (torch.cat([example, example]),),  # a batch of one would be taken for a constant
+            # A batch of one would be exported as a constant.
+            (torch.cat([example, example]),),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
             input_names=["input"],
@@ -63,7 +65,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
             verbose=False,
         )
     proto = program.model_proto
-    # Stack traces with the names of source files, and shapes that runtimes infer: larger than a small model.
+    # Remove stack traces with the names of source files, and shapes that runtimes infer. They can be larger than a
+    # small model.
     for message in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
         del message.metadata_props[:]
     del proto.graph.value_info[:]
@@ -74,24 +77,25 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
 def export_int8_onnx(
     module: nn.Module, calibration: Tensor, example: Tensor, path: str | Path, agreement: float = 0.8
 ) -> float:
-    """Write a module in floating point as an ONNX file whose convolutions are of 8 bits, run the file, and compare.
+    """Write a floating-point module to an ONNX file with int8 convolutions, run the file, and compare predictions.
 
-    What ONNX Runtime's static quantisation makes of convolutions, and of the ReLU6 behind them: weights of int8 with a
-    scale for each channel, activations of uint8 with the ranges of the calibration; all else stays as it is. PyTorch
-    does not know this arithmetic: `quantize_backbone` and `export_onnx` keep what it computes, of chains.
+    Uses ONNX Runtime's static quantization of convolutions and of the ReLU6 after them. Weights are int8 with one scale
+    per channel. Activations are uint8 with the ranges of the calibration. All other operations stay in floating point.
+    PyTorch does not implement this arithmetic, so the outputs differ from PyTorch. To export exactly what PyTorch
+    computes, use `quantize_backbone` and `export_onnx`, which support chains of convolutions.
 
     Args:
-        module: A classifier; it is exported in evaluation mode and stays as it is.
-        calibration: Inputs that it was trained on, a hundred or so.
-        example: Others, shape (batch, ...), on which the largest outputs are compared.
-        path: The file; it appears when it is whole and compared, and replaces an older one only then.
-        agreement: The least share of them that must be the same as PyTorch's.
+        module: A classifier. It is exported in evaluation mode, and is not changed.
+        calibration: About 100 inputs that the module was trained on.
+        example: Other inputs, shape (batch, ...), on which the predicted classes are compared.
+        path: The file. It is created, or replaced, only after the comparison has succeeded.
+        agreement: The smallest allowed share of predictions that equal PyTorch's.
 
     Returns:
-        That share.
+        The share of predictions that equal PyTorch's.
 
     Raises:
-        ValueError: If there are no inputs, or fewer of the largest outputs are the same.
+        ValueError: If there are no inputs, or the share is below ``agreement``.
         ModuleNotFoundError: If onnx, onnxscript or onnxruntime is not installed.
 
     Example:
@@ -118,14 +122,15 @@ def export_int8_onnx(
                 SimpleNamespace(get_next=lambda: next(batches, None)),
                 per_channel=True,
                 activation_type=ort.QuantType.QUInt8,
-                # What is clipped is quantised behind that: before it, most of 256 levels would be of what is cut off.
+                # With Clip and Relu in the list, activations are quantized after clipping. Before it, most of the 256
+                # levels would represent values that clipping removes.
                 op_types_to_quantize=["Conv", "Clip", "Relu"],
             )
         with torch.no_grad():
             matches = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
         if (share := float(matches.double().mean())) < agreement:
             raise InvalidValueError(
-                f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
+                f"Expected at least {agreement} of the predictions to equal PyTorch's, but got {share:.2f} of "
                 f"{len(example)}. Nothing was written.",
                 hint="Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.",
                 argument="agreement",
@@ -138,7 +143,7 @@ def _run_onnx(file: Path, batch: Tensor) -> Tensor:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    # Without it, x86 processors that lack VNNI cut sums of products of 8 bits at 16 bits.
+    # Without this option, x86 processors without VNNI limit sums of 8-bit products to 16 bits.
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"input": batch.detach().cpu().numpy()})[0])
@@ -147,11 +152,14 @@ def _run_onnx(file: Path, batch: Tensor) -> Tensor:
 def export_executorch(
     module: nn.Module, example: Tensor, path: str | Path, max_batch: int = 1, tolerance: float = 1e-4
 ) -> float:
-    """Write a module as an ExecuTorch program (`.pte`), run the file, and compare, as `export_onnx` does.
+    """Write a module to an ExecuTorch program (`.pte`), run the file, and compare the outputs, as `export_onnx` does.
 
-    What XNNPACK can do is left to it, in integers for an `Int8Backbone`: its levels are shifted from 0 .. 255 to
-    -128 .. 127, which XNNPACK wants, and its weights are int8 in the file. The program's memory is planned for batches
-    of at most ``max_batch``. The largest difference from PyTorch's outputs comes back.
+    XNNPACK runs all operations that it supports. For an `Int8Backbone`, it computes with integers. The levels of the
+    backbone are shifted from 0 .. 255 to -128 .. 127, because XNNPACK requires this range. The file contains int8
+    weights. The memory of the program is planned for batches of at most ``max_batch``.
+
+    Returns:
+        The largest absolute difference from PyTorch's outputs.
 
     Raises:
         ValueError: If ``example`` is empty, ``max_batch`` is below 1, or the outputs differ by more than ``tolerance``.
@@ -172,7 +180,7 @@ def export_executorch(
             require_package(f"executorch.{package}", "writes ExecuTorch programs", extra="executorch")
             for package in ("backends.xnnpack.partition.xnnpack_partitioner", "exir")
         )
-        # Tracing takes a batch of one for a constant.
+        # A batch of one would be exported as a constant.
         traced = example[torch.arange(min(max_batch, 2)) % len(example)]
         shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
         program = torch.export.export(_with({Int8Backbone: _ExecutorchChain}, module), (traced,), dynamic_shapes=shapes)
@@ -190,7 +198,7 @@ def export_executorch(
 
 
 class WithoutTrainer(nn.Module):
-    """A LightningModule's forward without its Trainer, which no file can hold.
+    """Wrapper that calls a LightningModule's `forward` without its Trainer, which cannot be exported.
 
     Example:
         >>> WithoutTrainer(nn.Linear(3, 2))(torch.zeros(4, 3)).shape
@@ -202,7 +210,7 @@ class WithoutTrainer(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the module gives."""
+        """Return the outputs of the module."""
         outputs: Tensor = self.module(x)
         return outputs
 
@@ -210,8 +218,8 @@ class WithoutTrainer(nn.Module):
 def _check_example(example: Tensor) -> None:
     if example.dim() < 2 or len(example) == 0:
         raise InvalidValueError(
-            f"Expected `example` to be a batch of at least one input but got the shape {tuple(example.shape)}.",
-            hint="Pass inputs of the shape (n, ...) with n of at least 1.",
+            f"Expected `example` to be a batch of at least one input, but got the shape {tuple(example.shape)}.",
+            hint="Pass inputs of shape (n, ...) with n of at least 1.",
             argument="example",
         )
 
@@ -224,16 +232,16 @@ def _keep_if_equal(
     run: Callable[[Path, Tensor], Tensor],
     tolerance: float,
 ) -> float:
-    """Give a file its name if it does what the module does; the largest difference."""
+    """Write the file if its outputs equal the module's within a tolerance. Return the largest difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         partial.write_bytes(content)
         with torch.no_grad():
             differences = [float((module(batch) - run(partial, batch)).abs().max()) for batch in batches]
-        # Not `max() > tolerance`: that is false for NaN.
+        # `max() > tolerance` would be false for NaN.
         if not all(difference <= tolerance for difference in differences):
             raise InvalidValueError(
-                f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
+                f"Expected the exported file to agree with PyTorch within {tolerance}, but got differences of "
                 f"{differences}. Nothing was written.",
                 hint="Raise `tolerance` if you accept such differences.",
                 argument="tolerance",
@@ -243,7 +251,7 @@ def _keep_if_equal(
 
 
 def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: nn.Module) -> nn.Module:
-    """A copy of a module whose parts of some classes are written in the operations of a format."""
+    """Return a copy of a module in which submodules of some classes are replaced by a format's operations."""
     whole = nn.Sequential(copy.deepcopy(module))
     for name, submodule in list(whole.named_modules()):
         if type(submodule) in kinds:
@@ -252,7 +260,7 @@ def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: n
 
 
 class _OnnxChain(nn.Module):
-    """An `Int8Backbone` as a chain of ONNX's QuantizeLinear, DequantizeLinear and Conv."""
+    """An `Int8Backbone` as a chain of the ONNX operations QuantizeLinear, DequantizeLinear and Conv."""
 
     def __init__(self, backbone: Int8Backbone) -> None:
         super().__init__()
@@ -260,7 +268,7 @@ class _OnnxChain(nn.Module):
         self.register_buffer("zero_point", backbone.input_zero_point.to(torch.uint8))
         scale = backbone.input_scale
         for layer in backbone.layers:
-            # Here and not in `forward`, so that they are constants in the file.
+            # Computed here instead of in `forward`, so that they are constants in the file.
             layer.register_buffer("bias_scale", scale * layer.weight_scale)
             layer.register_buffer("zero_level", layer.zero_point.to(torch.uint8))
             scale = layer.scale
@@ -286,7 +294,7 @@ def _dequantized(levels: Tensor, scale: Tensor, zero_point: Tensor | None = None
 
 
 class _OnnxReservoir(nn.Module):
-    """An `EchoStateNetwork` whose steps are one operation, not as many as a sequence has."""
+    """An `EchoStateNetwork` whose time steps are one Scan operation, instead of one set of operations per step."""
 
     def __init__(self, reservoir: EchoStateNetwork) -> None:
         super().__init__()
@@ -297,7 +305,7 @@ class _OnnxReservoir(nn.Module):
         return states.transpose(0, 1)
 
     def iter_states(self, x: Tensor) -> Iterator[Tensor]:
-        """All states after the washout, as one block."""
+        """Yield all states after the washout as one block."""
         reservoir = self.reservoir
         drive, outputs = reservoir.check_input(x).transpose(0, 1), []
         for layer, bias in enumerate(reservoir.recurrent_bias.view(reservoir.num_layers, -1)):
@@ -314,7 +322,7 @@ class _OnnxReservoir(nn.Module):
 
 
 class _ExecutorchChain(nn.Module):
-    """An `Int8Backbone` as a chain of the quantisations and convolutions that ExecuTorch's backends know."""
+    """An `Int8Backbone` as a chain of quantization operations and convolutions that ExecuTorch's backends support."""
 
     def __init__(self, backbone: Int8Backbone) -> None:
         super().__init__()
@@ -323,7 +331,7 @@ class _ExecutorchChain(nn.Module):
         points += [(layer.scale, layer.zero_point) for layer in backbone.layers]
         self.points = [(float(scale), int(zero_point) - 128) for scale, zero_point in points]
         for layer, (scale, _) in zip(backbone.layers, self.points, strict=False):
-            # Backends round it to the same whole numbers again.
+            # Backends round the bias to the original integers again.
             layer.register_buffer("real_bias", (layer.bias.double() * scale * layer.weight_scale).float())
             layer.register_buffer("zeros", torch.zeros(len(layer.bias), dtype=torch.int64))
 

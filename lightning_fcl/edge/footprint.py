@@ -1,12 +1,12 @@
-"""What a module holds, computes and sends: parameters, MACs, activation memory and bytes on the wire, of one sample.
+"""Footprint of a module: parameters, MACs of one sample, activation memory, and transmitted bytes.
 
-M_T is what a device trains, M_F what is frozen there (Kröger et al. 2025, "On-Device Federated Continual Learning on
-RISC-V-based Ultra-Low-Power SoC for Intelligent Nano-Drone Swarms"). A parameter is trained if it requires a gradient
-and is not declared ``fixed`` or ``download``; a reservoir's M_T is its readout. M_F computes in int8, on a byte for
-each number, and M_T in fp32, on four.
+M_T is the trained part of a module on a device, and M_F is the frozen part (Kröger et al. 2025, "On-Device Federated
+Continual Learning on RISC-V-based Ultra-Low-Power SoC for Intelligent Nano-Drone Swarms"). A parameter is trained if it
+requires a gradient, and its reduction does not make it constant or only downloaded. M_T of a reservoir is its readout.
+M_F computes in int8, with 1 byte per number. M_T computes in fp32, with 4 bytes per number.
 
-A batch normalisation behind a convolution or linear layer is counted as folded into it: of its numbers a bias per
-channel is left.
+A batch normalization after a convolution or linear layer is counted as folded into this layer. The folded layer has one
+bias per channel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ from lightning_fcl.tasks.reservoir import ReservoirTask
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A tensor of a module's state, batch normalisation folded, and the bytes that a node sends and receives of it.
+    """A tensor of a module's state after folding of batch normalization, and the bytes that a node transmits for it.
 
-    A folded bias belongs to the convolution. ``num_elements`` are parameters: 0 for a counter, or the scales of int8
-    weights. ``nbytes`` on the device: M_T as it is (fp32); of M_F a matrix has a byte for each weight and an fp32 scale
-    for each row (output channel), a vector is fp32; what is int8 already is left as it is.
+    A folded bias belongs to the convolution.
+
+    Args:
+        name: Name of the tensor.
+        layer: Name of the layer that contains the tensor.
+        num_elements: Number of parameters. 0 for a counter, or for the scales of int8 weights.
+        is_trained: Whether the tensor belongs to M_T.
+        nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F takes 1 byte per weight,
+            and an fp32 scale for each row (output channel). A vector of M_F is fp32. An int8 tensor is unchanged.
+        upload: Bytes that a node uploads in a round.
+        download: Bytes that a node downloads in a round.
     """
 
     name: str
@@ -49,12 +57,19 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a module holds, computes and sends.
+    """Parameters, MACs, memory and transmitted bytes of a module.
 
-    ``frozen_forward`` and ``trained_forward`` are MACs of one sample's forward pass of M_F and M_T, ``learning`` those
-    of the backward pass of M_T, or of a reservoir's statistics, which take no forward pass of the readout. ``folded``
-    counts batch normalisations, ``unfolded`` parameters before that; ``simulated`` are the bytes that the simulation's
-    nodes send and receive in a round; ``uncounted`` are layers with weights of which no MACs are known.
+    Args:
+        entries: The tensors of the state.
+        layers: The layers in the order of the forward pass.
+        frozen_forward: MACs of one sample's forward pass of M_F.
+        trained_forward: MACs of one sample's forward pass of M_T.
+        learning: MACs of one sample's backward pass of M_T, or of a reservoir's statistics.
+        statistics: Whether the module learns by statistics, without a forward pass of the readout.
+        folded: Number of folded batch normalizations.
+        unfolded: Number of parameters before folding.
+        simulated: Bytes that a node uploads and downloads in a round of the simulation, without folding.
+        uncounted: Names of layers with weights whose MACs could not be counted.
     """
 
     entries: tuple[StateEntry, ...]
@@ -70,33 +85,39 @@ class Footprint:
 
     @property
     def fp32_macs(self) -> int:
-        """fp32 MACs of learning from one sample."""
+        """Number of fp32 MACs for learning from one sample."""
         return self.learning + (0 if self.statistics else self.trained_forward)
 
     def num_elements(self, trained: bool) -> int:
         return sum(entry.num_elements for entry in self.entries if entry.is_trained == trained)
 
     def nbytes(self, trained: bool) -> int:
-        """Bytes of M_T or of M_F on the device."""
+        """Return the bytes of M_T, or of M_F, on the device."""
         return sum(entry.nbytes for entry in self.entries if entry.is_trained == trained)
 
     @property
     def activation_nbytes(self) -> int:
-        """Bytes of activations that a learning step keeps for the backward pass: the inputs of M_T's layers."""
+        """Bytes of activations that a learning step stores for the backward pass: the inputs of M_T's layers."""
         return 0 if self.statistics else sum(4 * layer.inputs for layer in self.layers if layer.trained)
 
 
 def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: ReductionRules | None = None) -> Footprint:
-    """What a module holds, computes and sends, from one sample of zeros in evaluation mode; it is left as it was.
+    """Measure the footprint of a module on one sample of zeros in evaluation mode. The module is not changed.
 
-    A reservoir task is taken apart. ``rules`` lie over the module's own reductions, as `FederatedStrategy` takes them.
+    Args:
+        module: The module. A reservoir task is measured by its reservoir and its readout.
+        input_shape: Shape of a sample, without the batch dimension.
+        rules: Reductions by pattern, as in `FederatedStrategy`. They override the reductions of the module.
+
+    Raises:
+        ValueError: If the module does not accept samples of this shape.
     """
     reductions = get_reductions(module, rules)
     if isinstance(module, ReservoirTask):
         trained = {name for name in reductions if name.startswith("readout.")}
     else:
         state_names = {name for name, reduction in reductions.items() if reduction.is_uploaded or reduction.is_local}
-        # What gathers statistics is learnt too, though no gradient reaches it.
+        # Statistics are trained too, although they have no gradient.
         trained = {name for name in state_names if reductions[name].is_uploaded and not reductions[name].is_downloaded}
         trained |= {name for name, p in module.named_parameters() if p.requires_grad and name in state_names}
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
@@ -109,13 +130,13 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
             backward = recorder.run(sample)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InvalidValueError(
-            f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}.",
-            hint="Give the shape of a sample, without the batch, as in `--input 1,64,48`.",
+            f"Expected a model that accepts samples of shape {tuple(input_shape)}, but it failed: {error}.",
+            hint="Give the shape of a sample without the batch dimension, as in `--input 1,64,48`.",
         ) from error
     folded = {
         norm: layer
         for norm, layer in recorder.folded.items()
-        # A frozen convolution with a norm that is trained, or the reverse, cannot be one.
+        # A norm and a convolution can only be folded if both are frozen, or both are trained.
         if all(
             (f"{norm}.{own}" in trained) == (f"{layer}.weight" in trained)
             for own in ("weight", "bias")
@@ -127,11 +148,11 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
     for layer in recorder.layers:
         if layer.name not in folded:
             layer_entries = [entry for entry in entries if entry.layer == layer.name]
-            # A frozen layer behind a trained one hands gradients on in fp32.
+            # A frozen layer after a trained layer propagates gradients in fp32.
             weights = sum(4 * entry.num_elements if layer.is_trained else entry.nbytes for entry in layer_entries)
             learnt = weights if any(entry.is_trained for entry in layer_entries) else 0
             layers.append(replace(layer, weights=weights, trained=learnt))
-    # What elementwise layers hold is the buffer of the layer before, which they work on in place.
+    # Elementwise layers work in place, on the buffer of the previous layer. They need no memory.
     layers = [layer for layer in layers if layer.weights or layer.name not in recorder.in_place]
     return Footprint(
         entries=entries,
@@ -150,7 +171,7 @@ def measure_footprint(module: nn.Module, input_shape: Sequence[int], rules: Redu
 def _entries(
     module: nn.Module, reductions: Mapping[str, Reduction], trained: set[str], folded: Mapping[str, str]
 ) -> tuple[StateEntry, ...]:
-    """The state, entry by entry; ``folded`` tells the convolution of each batch normalisation that is folded."""
+    """Return the tensors of the state. ``folded`` maps each folded batch normalization to its convolution."""
     state, result, frozen = state_tensors(module), [], frozen_parameters(module, reductions)
     for name, value in state.items():
         layer, _, tensor_name = name.rpartition(".")
@@ -161,13 +182,14 @@ def _entries(
                 continue
             layer = folded[layer]
             learnt = f"{layer}.weight" in trained
-        # Neither counters are parameters nor the scales of a layer that is quantised already.
+        # Counters, and scales of layers that are already quantized, are not parameters.
         scale = value.is_floating_point() and not state.get(f"{layer}.weight", value).is_floating_point()
         is_excluded = scale or (value.dim() == 0 and not isinstance(value, nn.Parameter))
         size, reduction = value.nbytes, reductions[name]
         if not learnt and value.is_floating_point():
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
-        travels = value.nbytes * (name not in frozen)  # every device has it as it was published
+        # Frozen tensors are not transmitted, because every device has them from the published model.
+        travels = value.nbytes * (name not in frozen)
         upload_bytes, download_bytes = reduction.is_uploaded * travels, reduction.is_downloaded * travels
         result.append(
             StateEntry(name, layer, 0 if is_excluded else value.numel(), learnt, size, upload_bytes, download_bytes)
@@ -176,9 +198,10 @@ def _entries(
 
 
 def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, ...]) -> Footprint:
-    """A reservoir is frozen; its readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12).
+    """Return the footprint of a reservoir task.
 
-    A device takes a step at a time: it holds a step's input and two states of the layer at hand.
+    The reservoir is frozen. The readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12). A
+    device computes one time step after the other. It stores the input of a step, and two states of the current layer.
     """
     with torch.no_grad(), flop_counter() as counter:
         pooled = list(task.readout_inputs(sample))
@@ -192,11 +215,12 @@ def _reservoir(task: ReservoirTask, sample: Tensor, entries: tuple[StateEntry, .
     for number in range(task.reservoir.num_layers):
         drive, _ = task.reservoir.weights(number)
         weights = sum(size[f"reservoir.{kind}_weight_{number}"] for kind in ("input", "recurrent"))
-        weights += 3 * 4 * units  # gain, bias and recurrent bias
+        # Gain, bias and recurrent bias.
+        weights += 3 * 4 * units
         layers.append(Layer(f"reservoir layer {number + 1}", False, drive.shape[1] + units, units, weights))
     statistics = size["readout.A"] + size["readout.B"]
     layers.append(Layer("readout", True, features, outputs, size["readout.weight"], trained=statistics))
-    # B is symmetric: half of it, and the diagonal, is computed.
+    # B is symmetric, so only one triangle and the diagonal are computed.
     learning = sum(len(states) for states in pooled) * (features * (features + 1) // 2 + outputs * features)
     wire = (sum(entry.upload for entry in entries), sum(entry.download for entry in entries))
     numbers = sum(entry.num_elements for entry in entries)

@@ -1,4 +1,4 @@
-"""The layers of a module as they process one sample: their sizes, and their multiply-accumulates (MACs)."""
+"""Sizes and multiply-accumulate operations (MACs) of the layers of a module on one sample."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as it processes one sample.
+    """Size of a layer that processes one sample.
 
     Args:
-        is_trained: Whether it belongs to M_T, or comes behind a layer that does: fp32, not int8.
-        inputs: Numbers in its input.
-        outputs: Numbers in its output.
+        name: Name of the layer.
+        is_trained: Whether the layer belongs to M_T, or comes after a layer of M_T. It then computes in fp32, otherwise
+            in int8.
+        inputs: Number of elements of its input.
+        outputs: Number of elements of its output.
         weights: Bytes of its weights in the forward pass.
-        trained: Bytes of its weights (of their gradient; of a reservoir's statistics) in learning; 0 if it is frozen.
-        needs_input_gradient: Whether it also hands a gradient on to its input.
+        trained: Bytes of the gradient of its weights, or of a reservoir's statistics. 0 if the layer is frozen.
+        needs_input_gradient: Whether the backward pass also computes the gradient of its input.
     """
 
     name: str
@@ -38,30 +40,36 @@ class Layer:
 
     @property
     def activations(self) -> int:
+        """Bytes of its input and output."""
         return (self.inputs + self.outputs) * (4 if self.is_trained else 1)
 
     @property
     def working(self) -> int:
-        """Bytes that each pass through the layer holds: weights, input, output, or their gradients in their place.
+        """Largest number of bytes that one pass through the layer needs.
 
-        The forward pass holds weights, input and output; that of the weights' gradient the latter, the input and the
-        output's gradient; that of the input's gradient the weights, the output's gradient and the input's.
+        The forward pass needs the weights, the input and the output. The pass for the gradient of the weights needs
+        this gradient, the input, and the gradient of the output. The pass for the gradient of the input needs the
+        weights, the gradient of the output, and the gradient of the input.
         """
         return self.activations + max(self.weights, self.trained)
 
     @property
     def all_buffers(self) -> int:
-        """Bytes if the buffers of all passes are held at once: `working` and every gradient beside it."""
+        """Bytes if the buffers of all passes are allocated at the same time: `working` and all gradients."""
         gradients = 4 * (self.outputs + (self.inputs if self.needs_input_gradient else 0)) if self.is_trained else 0
         return self.working + self.trained + gradients
 
 
 class LayerRecorder:
-    """Calls a module on a sample and writes down its layers: the modules that hold no others.
+    """Runs a module on a sample and records its layers. A layer is a module without submodules.
 
-    After `run`, ``layers`` has them in the order of the forward pass; ``folded`` the convolution or linear layer before
-    each batch normalisation; ``in_place`` those that map number by number; ``uncounted`` those with weights and no
-    MACs; ``frozen`` and ``learnt`` are the MACs of the forward pass of M_F and of M_T.
+    `run` sets these attributes:
+
+    - ``layers``: The layers in the order of the forward pass.
+    - ``folded``: The convolution or linear layer before each batch normalization, by name.
+    - ``in_place``: The elementwise layers.
+    - ``uncounted``: The layers with weights whose MACs are not known.
+    - ``frozen`` and ``learnt``: The MACs of the forward pass of M_F and of M_T.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,10 +81,11 @@ class LayerRecorder:
         self.uncounted: set[str] = set()
         self.frozen = self.learnt = 0
         self._before = 0
-        self._makers: list[tuple[Tensor, str, nn.Module]] = []  # the tensors themselves, so that no id is used twice
+        # References to the tensors prevent that Python reuses their ids.
+        self._makers: list[tuple[Tensor, str, nn.Module]] = []
 
     def run(self, sample: Tensor) -> int:
-        """Forward and backward; returns the MACs of the latter."""
+        """Run the forward and the backward pass. Return the MACs of the backward pass."""
         leaves = {name: part for name, part in self.module.named_modules() if not list(part.children())}
         handles = []
         for name, leaf in leaves.items():
@@ -86,7 +95,8 @@ class LayerRecorder:
             with self.counter:
                 outputs = [output for output in _tensors(self.module(sample)) if output.requires_grad]
                 forward = self.counter.get_total_flops() // 2
-                rest = forward - self.frozen - self.learnt  # operations outside of layers
+                # MACs of operations outside of layers.
+                rest = forward - self.frozen - self.learnt
                 if outputs:
                     self.learnt += rest
                     torch.autograd.backward([output.sum() for output in outputs])
@@ -111,7 +121,7 @@ class LayerRecorder:
             else:
                 self.frozen += macs
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
-                # The last to hand the tensor out: an activation that works in place hands out its input.
+                # Use the last layer that returned the tensor, because an in-place activation returns its input.
                 source = next(
                     ((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None
                 )
@@ -130,7 +140,7 @@ class LayerRecorder:
 
 @contextmanager
 def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
-    """Let nothing but M_T require gradients, in evaluation mode; afterwards all is as it was."""
+    """Temporarily let only M_T require gradients, in evaluation mode. Afterwards the module's state is restored."""
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
     modes = [(part, part.training) for part in module.modules()]
     try:
@@ -150,10 +160,10 @@ def only_trained(module: nn.Module, trained: set[str]) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter of FLOPs, two for a MAC, with what it misses.
+    """Return PyTorch's counter of FLOPs, with corrections. A MAC counts as two FLOPs.
 
-    It does not know products in place and of vectors, and counts the weights' gradient of a grouped convolution as if
-    it had one group.
+    PyTorch's counter omits in-place products and products of vectors. It also counts the weights' gradient of a grouped
+    convolution as if the convolution had one group.
     """
     aten = torch.ops.aten
 
@@ -165,7 +175,7 @@ def flop_counter() -> FlopCounterMode:
 
     def convolution(grad: Any, x: Any, w: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
         transposed, output_mask = rest[4], rest[7]
-        # Each product of the forward pass is in the input's gradient once, and in the weights' once.
+        # Each product of the forward pass occurs once in the gradient of the input, and once in that of the weights.
         return sum(map(bool, output_mask[:2])) * int(conv_flop_count(x, w, grad, transposed=transposed))
 
     mapping = dict.fromkeys((aten.addmm_, aten.baddbmm_, aten.addmv, aten.addmv_), product)

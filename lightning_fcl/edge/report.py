@@ -1,9 +1,9 @@
-"""What a microcontroller would need to train a module in a federation, estimated without training.
+"""Estimate of the resources that a microcontroller needs to train a module in a federation, without training.
 
-What is counted, and in which units, is said in `footprint` and `trace` beside this module; what was measured on which
-device, and what is assumed to carry it over to other models, in profiles.yaml. M_F is computed anew for each sample and
-epoch. Not counted are the passes and the memory of callbacks (a teacher's forward pass, a replay buffer), the data, the
-inputs that skip connections keep, and the program itself.
+The modules `footprint` and `macs` define the counted quantities and their units. The file profiles.yaml contains the
+measurements on devices, and the assumptions that transfer them to other models. M_F is computed again for each sample
+and epoch. The estimate excludes the computation and memory of callbacks (such as a teacher's forward pass or a replay
+buffer), the data, inputs that skip connections store, and the program itself.
 """
 
 from __future__ import annotations
@@ -26,27 +26,32 @@ from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
 from lightning_fcl.validation import above, at_least, did_you_mean, one_of, require_package, validate_fields
 
 PROFILES_FILE = Path(__file__).with_name("profiles.yaml")
-# Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
+# Defaults from the paper, if neither the recipe nor the caller sets them: images of a person, and drones in a swarm.
 SAMPLES = 28
 NUM_NODES = 3
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A microcontroller at one operating point, and one local epoch that was measured on it.
+    """A microcontroller at one operating point, and the measurement of one local epoch on it.
 
-    One measurement gives one number, so the ratio of the two rates is an assumption, ``int8_per_fp32``. The rates are
-    then those with which the model of the measurement takes the time that was measured: its own time is reproduced by
-    construction, any other model's is an estimate.
+    One measurement can determine only one number. Therefore the ratio of the int8 rate to the fp32 rate is an
+    assumption, ``int8_per_fp32``. With the resulting rates, the estimated time of the measured model equals the
+    measured time by construction. The times of other models are estimates.
 
     Args:
-        power_mw: Power while it learns, in mW.
-        samples_per_run: Samples of the local epoch that was measured.
-        latency_ms: Time of that epoch, in ms.
-        int8_macs: MACs of one of its samples in int8: the forward pass of the frozen part.
-        fp32_macs: MACs of one of its samples in fp32: forward and backward pass of the trained part.
-        int8_per_fp32: int8 MACs that take the time of one fp32 MAC.
-        memory: Sizes of the memories in bytes: ``tcdm``, ``ram``, ``flash``, or some of these.
+        name: Name of the device.
+        power_mw: Power during training, in mW.
+        samples_per_run: Number of samples of the measured local epoch.
+        latency_ms: Time of the measured epoch, in ms.
+        int8_macs: int8 MACs of one sample of the measured model: the forward pass of the frozen part.
+        fp32_macs: fp32 MACs of one sample of the measured model: forward and backward pass of the trained part.
+        int8_per_fp32: Number of int8 MACs that take the time of one fp32 MAC.
+        memory: Sizes of the memories in bytes. The keys are one or more of ``tcdm``, ``ram`` and ``flash``.
+        description: Short description for the report.
+        source: Publication of the measurement.
+        frequency_mhz: Clock frequency in MHz. 0: not stated.
+        voltage_mv: Voltage in mV. 0: not stated.
     """
 
     name: str
@@ -75,22 +80,30 @@ class DeviceProfile:
 
     @property
     def fp32_rate(self) -> float:
-        """Effective fp32 MACs per second."""
+        """Effective number of fp32 MACs per second."""
         return self.samples_per_run * (self.int8_macs / self.int8_per_fp32 + self.fp32_macs) / (self.latency_ms / 1000)
 
     @property
     def int8_rate(self) -> float:
-        """Effective int8 MACs per second."""
+        """Effective number of int8 MACs per second."""
         return self.int8_per_fp32 * self.fp32_rate
 
     def seconds(self, int8_macs: float, fp32_macs: float) -> float:
-        """Time of so many MACs, in s."""
+        """Return the time of the given numbers of MACs, in s."""
         return int8_macs / self.int8_rate + fp32_macs / self.fp32_rate
 
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """A shared medium over which one node sends at a time, and one transfer of some bytes that was measured on it."""
+    """A shared medium on which one node sends at a time, and the measurement of one transfer on it.
+
+    Args:
+        name: Name of the link.
+        payload_nbytes: Number of bytes of the measured transfer.
+        transfer_s: Time of the measured transfer, in s.
+        description: Short description for the report.
+        source: Publication of the measurement.
+    """
 
     name: str
     payload_nbytes: int
@@ -103,7 +116,7 @@ class LinkProfile:
         above(0, payload_nbytes=self.payload_nbytes, transfer_s=self.transfer_s)
 
     def transfer_time(self, size: int) -> float:
-        """Time of a transfer of so many bytes, in s, in proportion to the one that was measured."""
+        """Return the time to transfer ``size`` bytes, in s, in proportion to the measured transfer."""
         return self.transfer_s * size / self.payload_nbytes
 
 
@@ -111,12 +124,12 @@ Profile = TypeVar("Profile", DeviceProfile, LinkProfile)
 
 
 def read_device(name: str | Path) -> DeviceProfile:
-    """A device of profiles.yaml, or of a YAML file of your own with the same keys."""
+    """Return a device of profiles.yaml, or of your own YAML file with the same keys."""
     return _read(DeviceProfile, str(name), "devices", "profile")
 
 
 def read_link(name: str | Path) -> LinkProfile:
-    """A link of profiles.yaml, or of a YAML file of your own with the same keys."""
+    """Return a link of profiles.yaml, or of your own YAML file with the same keys."""
     return _read(LinkProfile, str(name), "links", "link")
 
 
@@ -127,7 +140,7 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
     profiles = read_yaml(PROFILES_FILE)[section]
     if name not in profiles:
         raise UnknownNameError(
-            f"Expected `{option}` to be one of {', '.join(profiles)}, or a YAML file of your own, but got {name}.",
+            f"Expected `{option}` to be one of {', '.join(profiles)}, or your own YAML file, but got {name}.",
             hint=did_you_mean(name, profiles),
             argument=option,
             value=name,
@@ -146,26 +159,26 @@ def device_report(
     profile: str | Path = "gap9-lpm",
     link: str | Path = "uwb-loco",
 ) -> dict[str, Any]:
-    """What a microcontroller would need to train a module in a federation.
+    """Return an estimate of the resources that a microcontroller needs to train a module in a federation.
 
     Args:
         module: A LightningModule, or any module that maps a batch of samples to outputs.
-        input_shape: Shape of a sample, without the batch.
-        reductions: Pattern of state entries -> reduction, as `FederatedStrategy` takes them: ``{"model.backbone.*":
-            "constant"}`` freezes the backbone.
-        samples: Samples of a local epoch.
-        nodes: Nodes that take part in a round.
-        local_epochs: Local epochs of a round.
-        profile: A device of profiles.yaml, or a YAML file of your own.
-        link: A link of profiles.yaml, or a YAML file of your own.
+        input_shape: Shape of a sample, without the batch dimension.
+        reductions: Reductions by pattern of tensor names, as in `FederatedStrategy`. For example,
+            ``{"model.backbone.*": "constant"}`` freezes the backbone.
+        samples: Number of samples of a local epoch.
+        nodes: Number of nodes that participate in a round.
+        local_epochs: Number of local epochs of a round.
+        profile: Name of a device in profiles.yaml, or your own YAML file.
+        link: Name of a link in profiles.yaml, or your own YAML file.
 
     Returns:
-        Plain values, as in ``device.json``: ``parameters``, ``bytes``, ``macs`` of a sample, ``memory`` (bytes),
-        ``synchronisation`` (bytes per node and round, and s), ``time`` (s), ``energy_mj`` of a local epoch, ``fits``,
-        ``uncounted``, and what was asked for.
+        A dict of plain values, as in ``device.json``. It has ``parameters``, ``bytes``, ``macs`` of a sample,
+        ``memory`` (bytes), ``synchronisation`` (bytes per node and round, and time in s), ``time`` (s),
+        ``energy_mj`` of a local epoch, ``fits``, ``uncounted``, and the arguments.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not take such samples.
+        ValueError: If an argument is out of range, or the module does not accept samples of this shape.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -178,7 +191,8 @@ def device_report(
     at_least(1, samples=samples, nodes=nodes, local_epochs=local_epochs)
     if not input_shape or min(input_shape) < 1:
         raise InvalidValueError(
-            f"Expected `input_shape` of sizes of at least 1 but got {tuple(input_shape)}.", argument="input_shape"
+            f"Expected all sizes in `input_shape` to be at least 1, but got {tuple(input_shape)}.",
+            argument="input_shape",
         )
     device, medium = read_device(profile), read_link(link)
     footprint = measure_footprint(module, input_shape, reductions)
@@ -186,7 +200,8 @@ def device_report(
     trained, frozen = footprint.num_elements(True), footprint.num_elements(False)
     mixed = {"trained": footprint.nbytes(True), "frozen": footprint.nbytes(False)}
     need = {"tcdm": memory["tcdm"]["bytes"], "ram": memory["ram"], "flash": memory["flash"]}
-    if "tcdm" not in device.memory:  # one memory for all: the layer at hand is worked on in RAM
+    # A device without TCDM also processes the current layer in RAM.
+    if "tcdm" not in device.memory:
         need["ram"] += need["tcdm"]
     return {
         "input": list(input_shape),
@@ -229,18 +244,27 @@ def device_speeds(
     spread: float = 0.0,
     variation: float = 0.0,
 ) -> ClientSpeeds:
-    """The speeds of clients that are all such devices, each with a link of its own: an estimate, as `device_report` is.
+    """Return estimated speeds of clients that all have the same device, each with its own link.
 
-    Module, shape, reductions, profile and link are as there; latency (s), spread and variation as `ClientSpeeds` takes
-    them.
+    The estimate is based on `device_report`.
+
+    Args:
+        module: As in `device_report`.
+        input_shape: As in `device_report`.
+        reductions: As in `device_report`.
+        profile: As in `device_report`.
+        link: As in `device_report`.
+        latency: As in `ClientSpeeds`, in s.
+        spread: As in `ClientSpeeds`.
+        variation: As in `ClientSpeeds`.
 
     Raises:
-        ValueError: If an argument is out of range, or the module does not take such samples.
+        ValueError: If an argument is out of range, or the module does not accept samples of this shape.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
         >>> speeds = device_speeds(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "constant"})
-        >>> round(28 * speeds.typical.seconds_per_sample, 4)  # an epoch that was measured
+        >>> round(28 * speeds.typical.seconds_per_sample, 4)  # time of the measured epoch
         0.1784
         >>> round(speeds.typical.upload_bandwidth)  # bytes per second
         14141
@@ -252,7 +276,7 @@ def device_speeds(
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """A report, with the ``recipes`` that it is of, in Markdown tables that a terminal shows well, too."""
+    """Return a report and its ``recipes`` as Markdown tables that are also readable on a terminal."""
     jinja2 = require_package("jinja2", "writes device reports")
     template = jinja2.Template(read_text(Path(__file__).with_name("report.md")))
     text: str = template.render(report, table=markdown_table, seconds=_seconds)
@@ -266,10 +290,10 @@ def _seconds(value: float) -> str:
 
 
 def _memory(footprint: Footprint) -> dict[str, Any]:
-    """Bytes of activations, of the layer at hand, and of what lies in RAM and flash."""
+    """Return bytes of activations, of the largest layers, and of the content of RAM and flash."""
     learning = [layer for layer in footprint.layers if layer.trained]
     step = max(learning, key=lambda layer: layer.working, default=None)
-    # A descent keeps a gradient of M_T and the server's M_T, which methods such as FedProx compare with.
+    # Gradient descent also stores the gradient of M_T, and the server's M_T, which methods such as FedProx use.
     copies = 0 if footprint.statistics else 2 * footprint.nbytes(True)
     model = footprint.nbytes(True) + footprint.nbytes(False)
     stored = sum(entry.nbytes for entry in footprint.entries if entry.name not in ("readout.A", "readout.B"))

@@ -378,8 +378,8 @@ def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
     rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("|")}
     assert "178.4 ms" in rows["local epoch"] and "4.34 mJ" in rows["energy of a local epoch"]
     assert "10.4 s" in rows["federated epoch"] and "58 local epochs" in rows["federated epoch"]
-    assert "27,712 B" in rows["learning: the layer at hand"]
-    assert "25,008 B up" in written  # with the running statistics
+    assert "27,712 B" in rows["learning: largest trained layer"]
+    assert "uploads 25,008 B" in written
     assert len({len(line) for line in written.splitlines() if line.startswith(("| upload", "| local"))}) == 1
 
 
@@ -491,11 +491,11 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
     [
         (["--profile", "gap9-lmp"], "Did you mean gap9-lpm?"),
         (["--profile", "no/such.yaml"], "Expected a YAML file at no/such.yaml but there is none"),
-        (["--link", "uwb"], "Expected `link` to be one of uwb-loco, or a YAML file of your own, but got uwb."),
+        (["--link", "uwb"], "Expected `link` to be one of uwb-loco, or your own YAML file, but got uwb."),
         (["--nodes", "0"], "Expected `nodes` to be at least 1 but got 0."),
         (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them but got"),
         (["--input", "1,0,48"], "Expected `--input` to be sizes with commas"),
-        (["--input", "1,32,32"], "Expected a model that takes samples of shape (1, 32, 32) but it failed: Expected im"),
+        (["--input", "1,32,32"], "Expected a model that accepts samples of shape (1, 32, 32), but it failed: Expected"),
         (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),
     ],
 )
