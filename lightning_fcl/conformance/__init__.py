@@ -1,6 +1,7 @@
-"""Statements that a method's paper makes, tried on anybody's implementation of it.
+"""Statements about a method from its paper, checked on any implementation of the method.
 
-What never belongs here: methods, and accuracies; a statement is an identity, or holds on several seeds with a margin.
+This package contains no methods, and no statements about accuracies. A statement is an identity, or an inequality that
+holds with a margin for several seeds.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What holds of methods that are a mean: FedAvg in a limit, or a readout solved of all samples in one place."""
+"""Statements about averaging: methods that equal FedAvg in a limit, and readouts that equal a pooled solution."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from lightning_fcl.models.lora import LoRA
 def register_fedavg_statement(
     claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
 ) -> None:
-    """State of a method that it is FedAvg: with such arguments, or in such a stream."""
+    """Register the statement that a method equals FedAvg with some arguments, or on some streams."""
     title = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
-    @statement(claim, f"{title}: it is FedAvg" if says else f"{title} it is FedAvg")
+    @statement(claim, f"{title}, so the result equals FedAvg" if says else f"{title} the result equals FedAvg")
     def _(kind: type[Method]) -> None:
         stream = partial(make_stream, clients, tasks, rounds, batch_size=batch_size)
         actual, expected = (train(methods, stream()) for methods in ([make_method(kind, **arguments)], []))
@@ -53,7 +53,7 @@ register_fedavg_statement("TARGET", distillation_weight=0.0)
 register_fedavg_statement("TARGET", num_images=0)
 
 
-@statement("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
+@statement("FedProx", "the penalty is mu / 2 times the squared distance to the received parameters")
 def _(kind: type[Method]) -> None:
     draws = torch.Generator().manual_seed(0)
     received_state = {"w": torch.randn(5, generator=draws), "b": torch.randn(3, generator=draws)}
@@ -67,25 +67,25 @@ def _(kind: type[Method]) -> None:
         )
         actual_penalty = float(make_method(kind, mu=0.3).penalty(client, step))
         if abs(actual_penalty - expected_penalty) > 1e-5:
-            raise AssertionError(f"the penalty is {actual_penalty:.6f} and not {expected_penalty:.6f}")
+            raise AssertionError(f"the penalty is {actual_penalty:.6f} instead of {expected_penalty:.6f}")
 
 
-register_fedavg_statement("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
-register_fedavg_statement("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
+register_fedavg_statement("FedProx", "in a round of one step the penalty has no gradient", batch_size=240)
+register_fedavg_statement("SCAFFOLD", "in the first round no client has a control variate", tasks=1, rounds=1)
 register_fedavg_statement(
-    "SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240
+    "SCAFFOLD", "in rounds of one step the corrections of all clients sum to zero", batch_size=240
 )
-register_fedavg_statement("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
-register_fedavg_statement("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
-register_fedavg_statement("APFL", "what clients make of the server's model for themselves stays with them")
-register_fedavg_statement("Ditto", "what clients make of the server's model for themselves stays with them")
-register_fedavg_statement("RegMean", "a single client gets its own weights back", clients=1)
+register_fedavg_statement("SCAFFOLD", "with a single client the correction is zero", clients=1)
+register_fedavg_statement("FedNova", "in rounds of one step all clients have the same weight", batch_size=240)
+register_fedavg_statement("APFL", "the personal models of clients are client-local")
+register_fedavg_statement("Ditto", "the personal models of clients are client-local")
+register_fedavg_statement("RegMean", "with a single client the aggregated weights are the client's weights", clients=1)
 register_fedavg_statement(
-    "LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1
+    "LogitAdjustment", "with the same number of samples of each class no logit is adjusted", tasks=1, clients=1
 )
 
 
-@statement("LoRM", "of a single client one round trains B and the head, and where tasks come together says the same")
+@statement("LoRM", "with a single client one round gives the same outputs as training only B and the head")
 def _(kind: type[Method]) -> None:
     outcomes = []
     for methods, train_a in (([make_method(kind)], True), ([], False)):
@@ -98,7 +98,7 @@ def _(kind: type[Method]) -> None:
     assert_close(outcomes[0], outcomes[1], "after a round of one client", 1e-8)
 
 
-@statement("FedRep", "heads never leave the clients: the server's is what it was, its body learns")
+@statement("FedRep", "heads never leave the clients, so the server's head does not change and its body is trained")
 def _(kind: type[Method]) -> None:
     initial_task, final_task = make_task().double(), train([make_method(kind)])
     heads, bodies = (
@@ -110,55 +110,53 @@ def _(kind: type[Method]) -> None:
     )
     assert_close(heads[1], heads[0], "the server's head", tolerance=0)
     if all(torch.equal(*pair) for pair in zip(*(body.values() for body in bodies), strict=True)):
-        raise AssertionError("the server's body has not learnt, either")
+        raise AssertionError("the server's body has not been trained")
 
 
 _BETA = 0.5
 
 
-@statement("Fed3R", "however the samples are spread over clients, the classifier is the same")
+@statement("Fed3R", "the classifier does not depend on how the samples are distributed over clients")
 def _(kind: type[Method]) -> None:
     heads = []
     for clients in (1, 3, 8):
         task = train([make_method(kind)], make_stream(clients, tasks=1, rounds=1), make_task(rate=0.0))
         heads.append({name: value for name, value in task.state_dict().items() if ".head." in name})
     for other in heads[1:]:
-        assert_close(other, heads[0], "of other clients", 1e-7)
+        assert_close(other, heads[0], "with a different number of clients", 1e-7)
 
 
 def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int, **arguments: Any) -> None:
-    @statement(claim, f"{says}, it is the ridge regression of all samples in one place")
+    @statement(claim, f"{says}, the classifier equals the ridge regression on the pooled samples")
     def _(kind: type[L.LightningModule]) -> None:
         for number in clients:
             stream = make_stream(number, tasks, rounds=1, batch_size=240)
             task = _solved(kind, stream, **arguments)
             expected_outputs, x = _pooled(task, stream)
-            assert_close({"outputs": task(x)}, {"outputs": expected_outputs}, f"of {number} clients", 1e-8)
+            assert_close({"outputs": task(x)}, {"outputs": expected_outputs}, f"with {number} clients", 1e-8)
 
 
-_is_pooled_ridge("AFL", "of one, three or fifty clients, their regularisers cleaned away", (1, 3, 50), 1, gamma=1.0)
-_is_pooled_ridge("AnalyticFCL", "of tasks in sequence, whose classes come one after the other", (3,), 3, gamma=1.0)
-_is_pooled_ridge("FedRAN", "of full rank", (3,), 2, rank=12)
+_is_pooled_ridge("AFL", "with 1, 3 or 50 clients, whose regularization is removed", (1, 3, 50), 1, gamma=1.0)
+_is_pooled_ridge("AnalyticFCL", "with tasks in sequence, each with new classes", (3,), 3, gamma=1.0)
+_is_pooled_ridge("FedRAN", "with full rank", (3,), 2, rank=12)
 
 
-@statement("AnalyticFCL", "what it says of classes that nobody has seen is 0")
+@statement("AnalyticFCL", "the outputs for unseen classes are 0")
 def _(kind: type[L.LightningModule]) -> None:
     stream = make_stream(tasks=3, rounds=1, batch_size=240)
     task = _solved(kind, stream, max_epochs=1, gamma=1.0)
     unseen = sorted({*range(CLASSES)} - {*stream.plan.tasks["0"][0]})
     outputs = task(_inputs(stream))[:, unseen]
     if outputs.abs().max() > 0:
-        raise AssertionError(
-            f"of classes {unseen} it says up to {float(outputs.abs().max()):.2g} before they have come"
-        )
+        raise AssertionError(f"the outputs for the unseen classes {unseen} are up to {float(outputs.abs().max()):.2g}")
 
 
-@statement("RanPAC", "random features are common to all: however the samples are spread, the classifier is the same")
+@statement("RanPAC", "the classifier does not depend on how the samples are distributed over clients")
 def _(kind: type[L.LightningModule]) -> None:
     streams = [make_stream(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
     outputs = [_solved(kind, stream, random_features=40)(_inputs(stream)) for stream in streams]
     for other in outputs[1:]:
-        assert_close({"outputs": other}, {"outputs": outputs[0]}, "of other clients", 1e-7)
+        assert_close({"outputs": other}, {"outputs": outputs[0]}, "with a different number of clients", 1e-7)
 
 
 def _solved(kind: Any, stream: FederatedStream, max_epochs: int | None = None, **arguments: Any) -> Any:
@@ -174,7 +172,7 @@ def _inputs(stream: FederatedStream) -> Tensor:
 
 
 def _pooled(task: Any, stream: FederatedStream) -> tuple[Tensor, Tensor]:
-    """What the ridge regression of all training samples says of the test samples; and these."""
+    """Return the outputs of the ridge regression on all training samples for the test samples, and these samples."""
     rows = torch.cat([torch.from_numpy(own) for current in stream.plan.train for own in current.values()])
     x, y = stream.get_samples(rows.numpy())
     with torch.no_grad():

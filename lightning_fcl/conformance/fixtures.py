@@ -1,4 +1,4 @@
-"""A statement about a method, the small federation in double precision that tries it, and how outcomes are compared."""
+"""Statements about methods, the small double-precision federation to check them, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Implementation = type[Method] | type[L.LightningModule]
 
 
 class NotApplicableError(Exception):
-    """A statement cannot be tried on a class, and why."""
+    """A statement cannot be checked on a class. The message contains the reason."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What holds of every implementation of a method.
+    """A statement that holds for every implementation of a method.
 
     Args:
-        target: Whose statement it is: the method's name; "Method": of every method.
-        description: The statement, a sentence.
-        check: Tries it on a class.
+        target: Name of the method. ``"Method"`` for a statement about every method.
+        description: The statement as a sentence.
+        check: Function that checks a class. It raises AssertionError if the statement does not hold.
     """
 
     target: str
@@ -49,7 +49,7 @@ STATEMENTS: list[Statement] = []
 
 
 def statement(target: str, description: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Make a function that tries a class a statement, of one claim."""
+    """Register the decorated function, which checks a class, as a statement about the method ``target``."""
 
     def keep(check: Callable[[Any], None]) -> Callable[[Any], None]:
         STATEMENTS.append(Statement(target, description, check))
@@ -60,11 +60,11 @@ def statement(target: str, description: str) -> Callable[[Callable[[Any], None]]
 
 CLASSES, FEATURES = 6, 8
 ROUNDING = 1e-9
-"""Most by which two ways to the same numbers may differ, which are about 1, in double precision."""
+"""Largest allowed difference between two computations of the same values in double precision. Values are about 1."""
 
 
 class SmallNet(nn.Module):
-    """Eight features, a body of twelve units, a head for six classes."""
+    """A network with 8 input features, a body with 12 units, and a head for 6 classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,20 +82,20 @@ class SmallNet(nn.Module):
 
 
 def make_method(kind: Implementation, **arguments: Any) -> Any:
-    """An object of a class, which need not take the arguments."""
+    """Return an instance of a class. Raise NotApplicableError if the class does not accept the arguments."""
     try:
         return kind(**arguments)
     except TypeError as error:
-        raise NotApplicableError(f"it cannot be made with {arguments or 'no arguments'}: {error}") from error
+        raise NotApplicableError(f"the class cannot be created with {arguments or 'no arguments'}: {error}") from error
 
 
 def make_rules(*methods: Method) -> dict[str, str]:
-    """How entries come together, as methods need it: heads stay with the clients."""
+    """Return the reductions that methods need. If a method needs client-local heads, heads are local."""
     return {"model.head.*": "local"} if any(method.needs.local_head for method in methods) else {}
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """240 samples of six classes around centres of their own, in double precision, and their labels."""
+    """Return 240 samples of 6 classes, each class around its own center, in double precision, and their labels."""
     draws = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=draws, dtype=torch.float64)
     y = torch.arange(240) % CLASSES
@@ -103,7 +103,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def make_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **overrides: Any) -> FederatedStream:
-    """The samples, with classes that come in tasks, for clients that have equally many."""
+    """Return a class-incremental stream of the samples, for clients with the same number of samples."""
     scenario = ClassIncremental(tasks, rounds)
     arguments: dict[str, Any] = {
         "scenario": scenario,
@@ -131,7 +131,7 @@ def train(
     ckpt_path: str | None = None,
     **strategy: Any,
 ) -> Any:
-    """A classifier that clients have trained, one at a time unless ``max_vectorized_clients`` says otherwise."""
+    """Return the task after federated training. Training is sequential unless ``max_vectorized_clients`` is given."""
     stream, task = make_stream() if stream is None else stream, make_task() if task is None else task
     usual: dict[str, Any] = {
         "max_vectorized_clients": 1,
@@ -153,21 +153,21 @@ def train(
         try:
             trainer.fit(task, datamodule=stream, ckpt_path=ckpt_path)
         except (InvalidValueError, InvalidTypeError) as error:
-            raise NotApplicableError(f"it refuses the trial: {error}") from error
+            raise NotApplicableError(f"the class rejects the trial: {error}") from error
     return task
 
 
 def assert_same(actual: nn.Module, expected: nn.Module, description: str, tolerance: float = ROUNDING) -> None:
-    """Two modules have the same state; of a tolerance of 0 to the bit."""
+    """Raise AssertionError unless two modules have the same state. A tolerance of 0 requires bitwise identity."""
     assert_close(actual.state_dict(), expected.state_dict(), description, tolerance)
 
 
 def assert_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], description: str, tolerance: float = ROUNDING
 ) -> None:
-    """Two sets of tensors by name are the same."""
+    """Raise AssertionError unless two dicts of tensors have the same names and values."""
     if set(actual) != set(expected):
-        raise AssertionError(f"{description}: there are other entries, {sorted(set(actual) ^ set(expected))}")
+        raise AssertionError(f"{description}: the names of the tensors differ: {sorted(set(actual) ^ set(expected))}")
     for name, value in actual.items():
         other = expected[name]
         max_difference = (
@@ -175,11 +175,11 @@ def assert_close(
         )
         if not max_difference <= tolerance:
             raise AssertionError(
-                f"{description}: `{name}` is {max_difference:.1e} apart, at most {tolerance:.0e} was expected"
+                f"{description}: `{name}` differs by {max_difference:.1e}, but at most {tolerance:.0e} is allowed"
             )
 
 
 def state_distance(first: nn.Module, second: nn.Module) -> float:
-    """Between two modules' states, Euclidean."""
+    """Return the Euclidean distance between the states of two modules."""
     pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return float(torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt())

@@ -1,4 +1,4 @@
-"""What holds of every method, and of those against forgetting: nothing to keep in the first task, and then."""
+"""Statements about every method, and about methods against forgetting: nothing changes in the first task."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SEEDS = range(4)
 
 
 for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed", "FOT"):
-    register_fedavg_statement(_claim, "in the first task there is nothing to keep", tasks=1)
+    register_fedavg_statement(_claim, "in the first task there is nothing to preserve", tasks=1)
 
 
 def _holds_more(claim: str, **arguments: Any) -> None:
-    @statement(claim, "a second task moves the model less than fine-tuning does, on four seeds")
+    @statement(claim, "a second task changes the parameters less than with fine-tuning, for four seeds")
     def _(kind: type[Method]) -> None:
         for seed in _SEEDS:
             first = train([], make_stream(clients=1, seed=seed), max_epochs=2)
@@ -52,7 +52,8 @@ def _holds_more(claim: str, **arguments: Any) -> None:
             )
             if not method_distance < 0.95 * finetuning_distance:
                 raise AssertionError(
-                    f"seed {seed}: it moves by {method_distance:.3f}, fine-tuning by {finetuning_distance:.3f}"
+                    f"seed {seed}: the method changes the parameters by {method_distance:.3f}, fine-tuning by "
+                    f"{finetuning_distance:.3f}"
                 )
 
 
@@ -61,7 +62,7 @@ _holds_more("MAS", strength=5.0)
 _holds_more("SI", strength=5.0)
 
 
-@statement("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")
+@statement("LwF", "the probabilities of old classes change less than with fine-tuning, for four seeds")
 def _(kind: type[Method]) -> None:
     for seed in _SEEDS:
         stream = make_stream(clients=1, seed=seed)
@@ -76,14 +77,18 @@ def _(kind: type[Method]) -> None:
             distances.append(float((answers - first_answers).detach().abs().sum(dim=1).mean()))
         if not distances[0] < 0.95 * distances[1]:
             raise AssertionError(
-                f"seed {seed}: answers are {distances[0]:.3f} apart, with fine-tuning {distances[1]:.3f}"
+                f"seed {seed}: the probabilities change by {distances[0]:.3f}, with fine-tuning by {distances[1]:.3f}"
             )
 
 
 def _never_against_the_past(claim: str, **arguments: Any) -> None:
-    """With all that a client has had in memory, past tasks' gradients are known without a look into it."""
+    """Register the statement that steps do not increase the loss on replay samples, to first order.
 
-    @statement(claim, "no step goes against the gradient of what is remembered of past tasks")
+    The replay buffer contains all samples of the client. The gradient on past tasks is therefore known without access
+    to the buffer.
+    """
+
+    @statement(claim, "no step goes against the gradient on replay samples of past tasks")
     def _(kind: type[Method]) -> None:
         stream, cosines = make_stream(clients=1), []
         stream.setup("fit")
@@ -101,15 +106,15 @@ def _never_against_the_past(claim: str, **arguments: Any) -> None:
         if not cosines:
             raise AssertionError("no step of the second task was projected")
         if min(cosines) < -1e-6:
-            raise AssertionError(f"a step has cosine {min(cosines):.4f} with the gradient of the past task")
+            raise AssertionError(f"a step has the cosine {min(cosines):.4f} with the gradient on the past task")
 
 
 _never_against_the_past("GEM", margin=0.0)
 _never_against_the_past("AGEM")
 
 
-@statement("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")
-@statement("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
+@statement("ReFed", "with room for all samples, each past sample joins one batch of each epoch of the next task")
+@statement("Replay", "with room for all samples, each past sample joins one batch of each epoch of the next task")
 def _(kind: type[Method]) -> None:
     recorder = _Seen()
     train([make_method(kind, memory_size=100_000)], make_stream(clients=1), callbacks=[recorder])
@@ -120,11 +125,12 @@ def _(kind: type[Method]) -> None:
         expected = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
         if recorder.labels[round_idx] != expected:
             raise AssertionError(
-                f"in round {round_idx + 1} the labels trained on are {recorder.labels[round_idx]}, not {expected}"
+                f"in round {round_idx + 1} the labels of the batches are {recorder.labels[round_idx]} instead of "
+                f"{expected}"
             )
 
 
-@statement("GLFC", "where all samples learn at one pace and no class is old, it is the mean binary cross-entropy")
+@statement("GLFC", "with equal probabilities and no old classes, the penalty is the mean binary cross-entropy")
 def _(kind: type[Method]) -> None:
     draws, y, method = torch.Generator().manual_seed(0), torch.arange(12) % CLASSES, make_method(kind)
     z = torch.randn(12, CLASSES, generator=draws, dtype=torch.float64)
@@ -135,11 +141,12 @@ def _(kind: type[Method]) -> None:
     expected_penalty = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
     if (weight := method.task_weight(client)) != 0 or abs(actual_penalty - expected_penalty) > 1e-6:
         raise AssertionError(
-            f"beside {weight} of the task loss it is {actual_penalty:.6f} and not {expected_penalty:.6f}"
+            f"the penalty is {actual_penalty:.6f} instead of {expected_penalty:.6f}, and the task loss has the weight "
+            f"{weight} instead of 0"
         )
 
 
-@statement("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
+@statement("GLFC", "in the first task, which has no old model, the proxy server changes nothing")
 def _(kind: type[Method]) -> None:
     with_proxy, without_proxy = (
         train([make_method(kind, proxy_server=proxy)], make_stream(tasks=1)) for proxy in (True, False)
@@ -148,7 +155,7 @@ def _(kind: type[Method]) -> None:
 
 
 class _Seen(Callback):
-    """The labels of each round's batches, with what has joined them."""
+    """Counts the labels of each round's batches, including replay samples."""
 
     def __init__(self) -> None:
         self.labels: list[Counter[int]] = []
@@ -162,7 +169,7 @@ class _Seen(Callback):
         self.labels[-1].update(batch[1].tolist())
 
 
-@statement("Method", "its draws come from the stream's seed alone, not from global generators")
+@statement("Method", "random draws depend only on the stream's seed, not on global generators")
 def _(kind: type[Method]) -> None:
     outcomes = []
     for seed in (1, 2):
@@ -171,20 +178,20 @@ def _(kind: type[Method]) -> None:
             np.random.seed(seed)
             random.seed(seed)
             outcomes.append(train([make_method(kind)]))
-    assert_same(outcomes[1], outcomes[0], "after global generators of another seed", tolerance=0)
+    assert_same(outcomes[1], outcomes[0], "with different seeds of the global generators", tolerance=0)
 
 
-@statement("Method", "clients that train side by side come to what they come to one at a time")
+@statement("Method", "vectorized training gives the same result as sequential training")
 def _(kind: type[Method]) -> None:
     if not kind.vectorizable:
-        raise NotApplicableError("it says that clients who use it do not train side by side")
+        raise NotApplicableError("the class declares that it does not support vectorized training")
     sequential_task, vectorized_task = (
         train([make_method(kind)], max_vectorized_clients=size, precision="32-true") for size in (1, 3)
     )
-    assert_same(vectorized_task, sequential_task, "side by side, in single precision", tolerance=1e-4)
+    assert_same(vectorized_task, sequential_task, "vectorized, in single precision", tolerance=1e-4)
 
 
-@statement("Method", "a fit that is stopped and goes on comes to the bits of one that is not")
+@statement("Method", "a fit that is interrupted and resumed gives bitwise identical results")
 def _(kind: type[Method]) -> None:
     whole = train([make_method(kind)])
     with tempfile.TemporaryDirectory() as folder:
@@ -193,36 +200,36 @@ def _(kind: type[Method]) -> None:
         try:
             continued = train([make_method(kind)], ckpt_path=str(path))
         except NotApplicableError as reason:
-            raise AssertionError(f"stopped after round 2 it cannot go on: {reason}") from reason
-    assert_same(continued, whole, "stopped after round 2 and continued", tolerance=0)
+            raise AssertionError(f"a fit stopped after round 2 cannot be resumed: {reason}") from reason
+    assert_same(continued, whole, "stopped after round 2 and resumed", tolerance=0)
 
 
-@statement("Method", "who does not use it trains as without it, to the bit")
+@statement("Method", "clients that do not use the method train bitwise identically to training without it")
 def _(kind: type[Method]) -> None:
     unused = make_method(kind, clients=[])
     assert_same(train([unused]), train([], reductions=make_rules(unused)), "with `clients=[]`", tolerance=0)
 
 
-@statement("Method", "what clients keep on disk comes back to the bit")
+@statement("Method", "client states on disk give bitwise identical results")
 def _(kind: type[Method]) -> None:
     assert_same(train([make_method(kind)], client_store="disk"), train([make_method(kind)]), "from disk", tolerance=0)
 
 
-@statement("Method", "what clients and the server keep is finite")
+@statement("Method", "the states of the clients and of the server are finite")
 def _(kind: type[Method]) -> None:
     train([make_method(kind)], callbacks=[_LooksForNaN()])
 
 
-@statement("Method", "it leaves the module as it was: no hooks, and the same parameters may learn")
+@statement("Method", "the module is restored: it has no hooks, and the same parameters are trainable")
 def _(kind: type[Method]) -> None:
     initial_task, task = make_task(), train([make_method(kind)])
     for name, module in task.named_modules():
         hooks = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks]
         if hooks:
-            raise AssertionError(f"{len(hooks)} hooks are left on `{name}`")
+            raise AssertionError(f"`{name}` still has {len(hooks)} hooks")
     for (name, parameter), initial_parameter in zip(task.named_parameters(), initial_task.parameters(), strict=True):
         if parameter.requires_grad != initial_parameter.requires_grad:
-            raise AssertionError(f"`{name}.requires_grad` is {parameter.requires_grad} afterwards")
+            raise AssertionError(f"`{name}.requires_grad` is {parameter.requires_grad} after the fit")
 
 
 class _SaveAfter(Callback):
@@ -243,4 +250,4 @@ class _LooksForNaN(Callback):
             for section, memory in sections.items():
                 for name, value in memory.items():
                     if not value.isfinite().all():
-                        raise AssertionError(f"`{section}.{name}` of {owner} is not finite")
+                        raise AssertionError(f"`{section}.{name}` of {owner} is non-finite")

@@ -1,4 +1,4 @@
-"""For pytest: ``@pytest.mark.conformance(kind=MyMethod)`` makes a test of each statement, its ``statement``."""
+"""Pytest plugin: ``@pytest.mark.conformance(kind=MyMethod)`` runs a test once for each ``statement``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "conformance(kind): a test for each statement about a method")
+    config.addinivalue_line("markers", "conformance(kind): run the test once for each statement about a method")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,4 +1,4 @@
-"""Which statements a class has to stand up to, and whether it does."""
+"""Selection of the statements about a class, and their check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import lightning.pytorch as L
 
 import lightning_fcl
 from lightning_fcl import methods
-from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
+from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  registers the statements
 from lightning_fcl.conformance.fixtures import STATEMENTS, Implementation, NotApplicableError, Statement
 from lightning_fcl.errors import MissingValueError, UnknownNameError
 from lightning_fcl.methods.method import Method
@@ -22,7 +22,7 @@ from lightning_fcl.validation import did_you_mean
 
 
 def implemented_targets(kind: Implementation) -> tuple[str, ...]:
-    """The methods that a class implements: what its ``implements`` says, a name or several; else its own name."""
+    """Return the names of the methods that a class implements: its ``implements``, otherwise the name of the class."""
     implements: object = getattr(kind, "implements", kind.__name__)
     if isinstance(implements, str):
         return (implements,)
@@ -30,26 +30,27 @@ def implemented_targets(kind: Implementation) -> tuple[str, ...]:
 
 
 def get_statements(kind: Implementation) -> list[Statement]:
-    """The statements that a class has to stand up to.
+    """Return the statements that a class must fulfill.
 
     Args:
-        kind: A `Method`, or a LightningModule made as ``kind(model, num_classes)``. Its ``implements`` names the method
-            that it is, as in ``implements = "FedProx"``, whose arguments it takes by the names that this library gives
-            them; a method without ``implements`` has to stand up to what holds of every method.
+        kind: A `Method`, or a LightningModule that is created as ``kind(model, num_classes)``. Its ``implements`` is
+            the name of the method that it implements, as in ``implements = "FedProx"``. The class must then use the
+            argument names of this library. A method without ``implements`` must fulfill the statements about every
+            method.
 
     Raises:
-        ValueError: If it says that it implements what has no statements.
+        ValueError: If there are no statements about a method in ``implements``.
 
     Example:
         >>> from lightning_fcl.methods import FedProx
         >>> [str(one) for one in get_statements(FedProx) if one.target == "FedProx"][0]
-        'FedProx: with mu = 0.0 it is FedAvg'
+        'FedProx: with mu = 0.0 the result equals FedAvg'
     """
     implements, targets = implemented_targets(kind), sorted({one.target for one in STATEMENTS})
     for name in implements if "implements" in vars(kind) else ():
         if name not in targets:
             raise UnknownNameError(
-                f"Expected `{kind.__name__}.implements` to be among {', '.join(targets)} but got {name!r}.",
+                f"Expected `{kind.__name__}.implements` to be one of {', '.join(targets)}, but got {name!r}.",
                 hint=did_you_mean(name, targets),
             )
     general = ("Method",) if issubclass(kind, Method) else ()
@@ -58,11 +59,11 @@ def get_statements(kind: Implementation) -> list[Statement]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a statement that was tried.
+    """Result of the check of a statement.
 
     Args:
         result: Whether the statement holds.
-        why: Why it fails, or could not be tried.
+        why: Reason why the statement fails, or could not be checked.
     """
 
     result: Literal["holds", "fails", "not tried"]
@@ -73,7 +74,7 @@ class Outcome:
 
 
 def run_statements(kind: Implementation) -> Iterator[tuple[Statement, Outcome]]:
-    """Try each statement that a class has to fulfill, and yield it with the outcome."""
+    """Check each statement that a class must fulfill, and yield the statement with its outcome."""
     for statement in get_statements(kind):
         try:
             statement.check(kind)
@@ -82,23 +83,28 @@ def run_statements(kind: Implementation) -> Iterator[tuple[Statement, Outcome]]:
         except AssertionError as reason:
             yield statement, Outcome("fails", str(reason))
         except Exception as error:
-            yield statement, Outcome("fails", f"it raised {type(error).__name__}: {error}")
+            yield statement, Outcome("fails", f"the check raised {type(error).__name__}: {error}")
         else:
             yield statement, Outcome("holds")
 
 
 def get_classes(target: str, implements: str | None = None) -> list[Implementation]:
-    """The classes that a target stands for: a name of this library, a Python file, or a class's path.
+    """Return the classes for a target: a name in this library, a Python file, or the import path of a class.
+
+    Args:
+        target: The target. For a file, all methods and all classes with ``implements`` are returned.
+        implements: Name of the method that the classes implement. None: their own ``implements``, or their names.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such class.
     """
     if target.endswith(".py"):
         path = Path(target)
         if not path.is_file():
-            raise MissingValueError(f"Expected a Python file at {target} but there is none.")
+            raise MissingValueError(f"Expected a Python file at {target}, but the file does not exist.")
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None  # of a file that ends in .py
+        # Python has a loader for every file name that ends in .py.
+        assert spec is not None and spec.loader is not None
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         objects = [one for one in vars(module).values() if getattr(one, "__module__", "") == path.stem]

@@ -40,8 +40,9 @@ class StateEntry:
         layer: Name of the layer that contains the tensor.
         num_elements: Number of parameters. 0 for a counter, or for the scales of int8 weights.
         is_trained: Whether the tensor belongs to M_T.
-        nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F takes 1 byte per weight,
-            and an fp32 scale for each row (output channel). A vector of M_F is fp32. An int8 tensor is unchanged.
+        nbytes: Bytes on the device. A tensor of M_T is stored unchanged (fp32). A matrix of M_F takes 1 byte per
+            weight, and an fp32 scale for each row (output channel). A vector of M_F is fp32. An int8 tensor is
+            unchanged.
         upload: Bytes that a node uploads in a round.
         download: Bytes that a node downloads in a round.
     """

@@ -1,4 +1,4 @@
-"""Somebody else's implementations are told apart, by the command and by pytest."""
+"""Tests that the command and the pytest plugin distinguish correct from wrong third-party implementations."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def outcomes(code, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.seconds
-def test_a_right_implementation_holds(tmp_path, monkeypatch, capsys):
+def test_conformance_correct_method_fulfills_all_statements(tmp_path, monkeypatch, capsys):
     ended, lines, _ = outcomes(RIGHT, tmp_path, monkeypatch, capsys)
     assert ended == 0 and lines[-1] == "10 of 10 statements hold."
     assert all(line.startswith("Prox") and line.endswith(": holds") for line in lines[:-1])
@@ -62,7 +62,7 @@ def test_a_right_implementation_holds(tmp_path, monkeypatch, capsys):
         ("without the half", ["the penalty is mu / 2"]),
     ],
 )
-def test_wrong_ones_fail_where_they_are_wrong(way, failing, tmp_path, monkeypatch, capsys):
+def test_conformance_wrong_penalty_fails_matching_statements(way, failing, tmp_path, monkeypatch, capsys):
     ended, lines, wrong = outcomes(WRONG[way], tmp_path, monkeypatch, capsys)
     fails = [line for line in lines if ": fails: " in line]
     assert ended == 2 and f"but {len(failing)} of 10 do not" in wrong and len(fails) == len(failing)
@@ -72,27 +72,27 @@ def test_wrong_ones_fail_where_they_are_wrong(way, failing, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.py"], "Expected a Python file at nothing.py but there is none."),
+        (["nothing.py"], "Expected a Python file at nothing.py, but the file does not exist."),
         (["FedProxx"], "Expected a method, or a file with one, but got FedProxx. Did you mean FedProx?"),
         (["FedProx", "--method", "FedProxx"], "but got 'FedProxx'. Did you mean FedProx?"),
         (["lightning_fcl.models.MLP"], "Expected a method, or a file with one, but got lightning_fcl.models.MLP"),
     ],
 )
-def test_what_is_no_method_is_refused(words, message, capsys):
+def test_conformance_invalid_target_raises(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(["conformance", *words])
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.seconds
-def test_an_error_of_a_method_fails_its_statements(tmp_path, monkeypatch, capsys):
+def test_conformance_method_that_raises_fails_statements(tmp_path, monkeypatch, capsys):
     code = RIGHT.replace("return self.mu / 2 *", "raise ZeroDivisionError\n        return")
     ended, lines, _ = outcomes(code, tmp_path, monkeypatch, capsys)
-    assert ended == 2 and sum(": fails: it raised ZeroDivisionError" in line for line in lines) >= 8
+    assert ended == 2 and sum(": fails: the check raised ZeroDivisionError" in line for line in lines) >= 8
 
 
 @pytest.mark.seconds
-def test_a_test_of_ones_own(tmp_path):
+def test_pytest_plugin_runs_each_statement(tmp_path):
     (tmp_path / "mine.py").write_text(RIGHT)
     (tmp_path / "test_mine.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]

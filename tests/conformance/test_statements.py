@@ -1,4 +1,4 @@
-"""Every statement holds of the library's own method, and fails on a mutant of it."""
+"""Tests that each statement holds for the method of the library, and fails on a mutant of this method."""
 
 import dataclasses
 import random
@@ -11,7 +11,8 @@ from lightning_fcl.conformance import NotApplicableError, get_statements
 from lightning_fcl.conformance.fixtures import STATEMENTS
 from lightning_fcl.methods import Method
 
-get_statements(Method)  # all are stated now
+# The import of the suite registers all statements.
+get_statements(Method)
 
 
 def squares(step):
@@ -28,7 +29,7 @@ class DrawsAnything(Method):
 
 
 class SumsPadding(Method):
-    """From a client's third round on, it adds up all rows of a batch, and so the padding of vectorized training."""
+    """From the third round of a client, its penalty sums all rows of a batch, including vectorized training's padding."""
 
     def prepare_client_state(self, client):
         return client.method_state or {"rounds": torch.zeros(())}
@@ -41,7 +42,7 @@ class SumsPadding(Method):
 
 
 class Forgets(Method):
-    """It keeps in itself what belongs in a client's memory."""
+    """It stores a value of the client's method state as its own attribute."""
 
     _rounds = 0
 
@@ -61,7 +62,7 @@ class Meddles(Method):
 
 
 class GivesOneToAll(Method):
-    """It gives all clients one tensor to keep, and changes it afterwards."""
+    """It returns the same tensor as the method state of all clients, and changes the tensor afterwards."""
 
     _given = torch.zeros(1)
 
@@ -84,18 +85,18 @@ class LeavesAHook(Method):
 
 
 OF_EVERY_METHOD = {
-    "its draws come": DrawsAnything,
-    "clients that train side by side": SumsPadding,
-    "a fit that is stopped": Forgets,
-    "who does not use it": Meddles,
-    "what clients keep on disk": GivesOneToAll,
-    "what clients and the server keep": KeepsNaN,
-    "it leaves the module": LeavesAHook,
+    "random draws depend": DrawsAnything,
+    "vectorized training": SumsPadding,
+    "a fit that is interrupted": Forgets,
+    "clients that do not use": Meddles,
+    "client states on disk": GivesOneToAll,
+    "the states of the clients": KeepsNaN,
+    "the module is restored": LeavesAHook,
 }
 
 
 def with_more(kind):
-    """A penalty that is always there."""
+    """Return a subclass with an additional penalty in every step."""
 
     class More(kind):
         def penalty(self, client, step):
@@ -171,8 +172,8 @@ def distils_at_once(kind):
 MUTANTS = {
     "GLFC: in the first task": distils_at_once,
     "AFL": weighs_by_batch,
-    "AnalyticFCL: of tasks": weighs_by_batch,
-    "AnalyticFCL: what it says": says_more,
+    "AnalyticFCL: with tasks": weighs_by_batch,
+    "AnalyticFCL: the outputs": says_more,
     "FedRAN": weighs_by_batch,
     "RanPAC": weighs_by_batch,
     "SI: a second task": idle,
@@ -180,12 +181,12 @@ MUTANTS = {
     "FedRep: heads never leave": sends_its_head,
     "EWC: a second task": idle,
     "MAS: a second task": idle,
-    "LwF: the old model's answers": idle,
+    "LwF: the probabilities": idle,
     "GEM: no step goes against": idle,
     "AGEM: no step goes against": idle,
     "Replay: with room for all": idle,
     "ReFed: with room for all": idle,
-    "Fed3R: however": counts_one_client_twice,
+    "Fed3R: the classifier": counts_one_client_twice,
 }
 
 
@@ -200,19 +201,20 @@ def mutant_of(statement):
     return (changes or [with_more])[0](library(statement.target))
 
 
-def test_there_are_thirty_or_more_no_two_alike():
+def test_statements_are_unique_and_at_least_thirty():
     assert len({str(one) for one in STATEMENTS}) == len(STATEMENTS) >= 30
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("statement", STATEMENTS, ids=str)
-def test_it_holds_and_fails_on_a_mutant(statement):
+def test_statement_holds_for_method_and_fails_on_mutant(statement):
     statement.check(library(statement.target))
     with pytest.raises(AssertionError):
         statement.check(mutant_of(statement))
 
 
-# One of each family: a term in the loss, a teacher, importances, replay, projection, variates, personal weights, sums.
+# One method of each family: loss term, teacher, importance, replay, projection, control variates, personal weights,
+# statistics.
 IN_CI = ["FedProx", "FLwF2T", "EWC", "Replay", "AGEM", "SCAFFOLD", "FedRep", "Fed3R", "FedProto", "GLFC"]
 
 
@@ -225,7 +227,7 @@ IN_CI = ["FedProx", "FLwF2T", "EWC", "Replay", "AGEM", "SCAFFOLD", "FedRep", "Fe
         if name not in ("Client", "Method", "Needs", "Step")
     ],
 )
-def test_what_holds_of_every_method_holds_of_the_librarys(name):
+def test_statements_hold_for_every_method_of_the_library(name):
     kind = getattr(methods, name)
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         return
@@ -236,8 +238,8 @@ def test_what_holds_of_every_method_holds_of_the_librarys(name):
             tried += 1
         except NotApplicableError as reason:
             assert (
-                "it refuses the trial" in str(reason)
-                or "side by side" in str(reason)
-                or "cannot be made" in str(reason)
+                "the class rejects the trial" in str(reason)
+                or "vectorized training" in str(reason)
+                or "cannot be created" in str(reason)
             )
     assert tried or name in ("DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "Unlearning")
