@@ -89,12 +89,12 @@ PASSED_ON: dict[str, str] = {
 
 # Hints that no test can try, each with the reason.
 UNTRIED: dict[str, str] = {
-    "Install the version of lightning-fcl that its entry names.": "needs another version of the package",
+    "Install the version of lightning-fcl that the entry was made with.": "needs another version of the package",
     'Install a supported version: pip install "lightning-fcl[flower]".': "needs another version of Flower",
     "Synchronize the clocks of both machines, for example with `timedatectl set-ntp true`.": "sets "
     "the clock of the machine",
     "Run `pip install --force-reinstall scikit-learn`.": "changes the installed packages",
-    "Log in with `hf auth login` and a token that may write, and try again.": "needs an account of a hub",
+    "Log in with `hf auth login` and a token with write access, and try again.": "needs an account of a hub",
 }
 
 

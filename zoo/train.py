@@ -1,6 +1,7 @@
-"""Train entries of models.yaml by their recipes, and publish them here: python zoo/train.py [NAME ...].
+"""Training and publication of the entries of models.yaml in this folder: python zoo/train.py [NAME ...].
 
-With --cards nothing is trained: the cards of all that is here are written anew, by the recipes' tables as they are now.
+With --cards, nothing is trained. The cards of all published networks are written again with the current tables of their
+recipes.
 """
 
 import subprocess
@@ -24,7 +25,7 @@ RUNS = HERE.parent / "runs"
 
 
 def train(model_settings: dict[str, Any]) -> Path:
-    """Run an entry's recipe, unless that is done; the run's folder."""
+    """Run the recipe of an entry, unless its run exists. Return the folder of the run."""
     paper, row, scale = model_settings["recipe"], model_settings.get("row"), model_settings.get("scale", "paper")
     if row is None:
         run = RUNS / "zoo" / paper
@@ -40,9 +41,9 @@ def train(model_settings: dict[str, Any]) -> Path:
 
 
 def renew_card(folder: Path) -> bool:
-    """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
+    """Write the card of an entry again, with the current table of its recipe. Return whether the card has changed.
 
-    Weights and version stay. Cut off, it goes on.
+    Weights and version do not change. After an interruption, a second call completes the change.
     """
     entry, digests = read_entry(folder / CONFIG), read_files(folder)
     check_digest(folder / WEIGHTS, digests[WEIGHTS])
@@ -56,7 +57,7 @@ def renew_card(folder: Path) -> bool:
 
 
 def publish_all(names: list[str]) -> None:
-    """Train and publish entries; by default all."""
+    """Train and publish the named entries, or all entries if ``names`` is empty."""
     content = yaml.safe_load((HERE / "models.yaml").read_text())
     for name in names or content["models"]:
         model_settings = content["models"][name]

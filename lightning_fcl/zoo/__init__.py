@@ -1,6 +1,6 @@
-"""Whole trained things: networks that others have trained, checked, ready to predict and to go on learning.
+"""Zoo of published networks: pretrained weights that are verified, predict, and can continue learning.
 
-What never belongs here: how anything is trained. Nothing here needs Lightning before `continue_from`, or to publish.
+This package contains no training code. Only `continue_from` and `publish` import Lightning.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Published networks go on learning where they stopped: what the server held is published, what clients keep is not."""
+"""Continuation of the training of published networks. The server's state is published, client states are not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_fcl.zoo.registry import resolve_folder
 from lightning_fcl.zoo.verifying import recipe_parts
 
 MIN_CLIENTS = 3
-"""How many clients a sum must come from, in each class, for it to be published."""
+"""Minimum number of clients with samples of each class. Below it, statistics (sums) are not published."""
 
 _TENSOR = "tensor"
 _PLAIN = "checkpoint"
@@ -42,12 +42,12 @@ _PLAIN = "checkpoint"
 
 @dataclass
 class Continuation:
-    """A published network, ready to go on learning. The recipe's data are wanted for its ``trainer`` and ``stream``.
+    """A published network that can continue learning. ``trainer`` and ``stream`` need the recipe's data.
 
     Args:
-        module: The task, with the published server's state.
-        checkpoint: Where the round, and all that the server held, are kept for `fit`.
-        entry: What is said of it.
+        module: The task with the published state of the server.
+        checkpoint: File with the round and the whole server state, which `fit` resumes from.
+        entry: Description of the published network.
     """
 
     module: L.LightningModule
@@ -58,61 +58,63 @@ class Continuation:
 
     @cached_property
     def trainer(self) -> L.Trainer:
-        """A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks."""
+        """A Trainer for all rounds of the recipe. It writes no files. Add a logger or callbacks to change this."""
         return self._parts.make_trainer()
 
     @cached_property
     def stream(self) -> FederatedStream:
-        """The recipe's stream, set up."""
+        """The recipe's stream after ``setup("fit")``."""
         self._parts.datamodule.setup("fit")
         stream: FederatedStream = self._parts.datamodule
         return stream
 
     @property
     def round(self) -> int:
-        """The round that comes next, from 0."""
+        """Index of the next round, from 0."""
         return int(self.entry.recipe["rounds_done"])
 
     def fit(self) -> None:
-        """Go on with the recipe's next round, to its last."""
+        """Train from the recipe's next round to its last round."""
         self.trainer.fit(self.module, datamodule=self.stream, ckpt_path=str(self.checkpoint))
 
 
 def continue_from(name: str | Path, clients: str | Path | None = None, classes: int | None = None) -> Continuation:
-    """Go on learning where a published network stopped.
+    """Continue learning from the state of a published network.
 
-    With what the clients have kept, `Continuation.fit` comes to the same bits as a run that was never stopped; without
-    it, they begin anew from the published state: to the same bits where the recipe's methods keep nothing on clients.
-    For clients, classes or data of one's own, fit ``trainer`` or another on another stream: the module has the
-    server's state, the sums of a readout among them, so that what is added to them counts beside what they have.
+    With the client states in ``clients``, `Continuation.fit` gives bitwise the same result as an uninterrupted run.
+    Without ``clients``, clients start without state. The result is then bitwise the same only if the methods of the
+    recipe keep no client state.
+
+    To continue with your own clients, classes or data, fit the module on another stream, with ``trainer`` or with your
+    own Trainer. The module has the server's state, including the statistics of a readout. New samples are added to
+    these statistics.
 
     Args:
-        name: As `lightning_fcl.zoo.load` takes it.
-        clients: A checkpoint of the clients' own federation, of the same recipe and round, from which only what clients
-            keep is taken; None: they begin anew.
-        classes: So many classes of one's own are to be learnt beside those of the entry: their labels come behind
-            these. Of a readout that is solved for; None: no more.
+        name: Name or folder, as in `lightning_fcl.zoo.load`.
+        clients: Checkpoint of a federation with the same recipe, seed, data and round. Only the client states are
+            loaded from it. None: clients start without state.
+        classes: Number of new classes to learn in addition to the classes of the entry. Their labels follow the labels
+            of these classes. Only readouts that are solved by least squares support this. None: no new classes.
 
     Raises:
-        ValueError: If the entry cannot be continued, or with no more classes, its recipe is not of this package, or the
-            clients' checkpoint is of another run.
+        ValueError: If the entry cannot be continued, does not support new classes, or its recipe is not in this
+            package, or if the checkpoint in ``clients`` is of a different run.
         FileNotFoundError: If a file is missing.
     """
     folder = resolve_folder(name, to_continue=True)
     entry, files = read_folder(folder), read_files(folder)
     if CONTINUE not in files:
         raise InvalidValueError(
-            f"Expected a network that can go on learning but {entry.full_name} cannot: "
-            f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
+            f"Expected a network that can continue learning, but {entry.full_name} cannot: "
+            f"{entry.recipe.get('ends', 'no state to continue from was published')}."
         )
     if classes is not None:
         at_least(1, classes=classes)
         if entry.output_kind not in ("0/1", "-1/1"):
             raise InvalidValueError(
                 f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.output_kind}, but got "
-                f"{classes}: "
-                "only a readout that is solved for learns more than it was made for.",
-                hint="Leave `classes` out, or make a new head with `create_model(..., num_classes=...)`.",
+                f"{classes}. Only a readout that is solved by least squares can learn new classes.",
+                hint="Leave `classes` out, or create a new head with `create_model(..., num_classes=...)`.",
                 argument="classes",
                 value=classes,
             )
@@ -126,19 +128,21 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         client_fingerprint = client_state["fingerprint"]
         if any(client_fingerprint.get(name, value) != value for name, value in federation_state["fingerprint"].items()):
             raise InvalidValueError(
-                f"Expected `clients` of the published recipe, seed and data but {clients} is of others.",
+                f"Expected `clients` to be a checkpoint of the published recipe, seed and data, but {clients} differs.",
                 hint="Leave `clients` out.",
                 argument="clients",
             )
         federation_state["clients"] = dict(client_state["clients"])
     state, overrides = checkpoint["state_dict"], list[Setting]()
-    if classes is not None:  # its readout may have had more outputs than its data have classes
+    # The readout may have more outputs than its data have classes.
+    if classes is not None:
         overrides.append(Setting("model.num_classes", max(len(state["readout.weight"]), len(entry.classes) + classes)))
     parts = recipe_parts(entry.recipe, entry.full_name, overrides)
     state |= packaged_state(parts.model)
     if classes is not None:
         for name, value in parts.model.state_dict().items():
-            if (published_value := state[name]).shape != value.shape:  # zeros, as for classes that nobody has seen yet
+            # New outputs start with zeros, like outputs of classes without samples.
+            if (published_value := state[name]).shape != value.shape:
                 state[name] = torch.zeros_like(value)
                 state[name][tuple(map(slice, published_value.shape))] = published_value
     module = load_into_recipe(parts, checkpoint).model
@@ -149,10 +153,16 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
 
 
 def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe, first: bool) -> dict[str, Any] | str:
-    """What may be published of a checkpoint, to go on from; or why nothing may.
+    """Return the content of a checkpoint that may be published to continue from, or the reason why there is none.
+
+    Client states are removed. If the state contains sums of statistics, each class must have samples of at least
+    `MIN_CLIENTS` clients.
 
     Args:
-        first: Whether nothing was published by that name before: the difference of two sums may be a single client's.
+        checkpoint: The checkpoint of the run.
+        recipe_parts: The parts of the recipe of the run.
+        first: Whether no version of this name exists. Sums are published only once per name, because the difference of
+            two sums may be the statistics of a single client.
     """
     key, federation_state = _federation(checkpoint)
     methods = {method.state_key: method for method in recipe_parts.callbacks if isinstance(method, Method)}
@@ -166,10 +176,11 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
                     owners[label].add(client)
         if min(map(len, owners.values()), default=0) < MIN_CLIENTS:
             return (
-                f"fewer than {MIN_CLIENTS} clients have samples of some class, so sums are published as their solution"
+                f"fewer than {MIN_CLIENTS} clients have samples of some class, so the solution is published instead of "
+                "sums"
             )
         if not first:
-            return "sums were published by this name before, and a difference of two may be a single client's"
+            return "sums of this name are already published, and the difference may be data of a single client"
     callbacks = {name: value for name, value in checkpoint["callbacks"].items() if name in methods}
     packaged = packaged_state(recipe_parts.model)
     state = {name: value for name, value in checkpoint["state_dict"].items() if name not in packaged}
@@ -177,7 +188,7 @@ def make_continuation(checkpoint: Mapping[str, Any], recipe_parts: LoadedRecipe,
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:
-    """The file of a continuation: its tensors, and all else as JSON."""
+    """Serialize a continuation to a safetensors file. All other values are stored as JSON in its metadata."""
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_apart(content, tensors))
     return save(tensors, {_PLAIN: plain})
@@ -186,22 +197,23 @@ def continuation_bytes(content: Mapping[str, Any]) -> bytes:
 def read_continuation(path: Path) -> dict[str, Any]:
     try:
         with safe_open(regular_file(path), "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
+            # `file` is not a mapping, so it cannot be iterated.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             content = _joined(json.loads(file.metadata()[_PLAIN]), tensors)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected {path} to hold what a server goes on from but got: {error}.", hint=REDOWNLOAD_HINT
+            f"Expected {path} to contain the state to continue from, but got: {error}.", hint=REDOWNLOAD_HINT
         ) from error
     return dict(content)
 
 
 def _federation(checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What a checkpoint has of the federation, and under which key."""
+    """Return the state of the federation in a checkpoint, and its key among the callbacks."""
     return next((str(key), kept) for key, kept in checkpoint["callbacks"].items() if "between_rounds" in kept)
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Plain values with numbers in place of tensors, which are put apart; what JSON has no word for is written out."""
+    """Move tensors to ``tensors`` and replace them by their names. Encode mappings and tuples, which JSON lacks."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().contiguous().clone()
@@ -214,7 +226,7 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `_apart`."""
+    """Restore the value that `_apart` has encoded."""
     if isinstance(value, list):
         return [_joined(item, tensors) for item in value]
     if not isinstance(value, dict):

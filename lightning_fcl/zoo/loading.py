@@ -1,4 +1,4 @@
-"""Published networks come in: by name, from a folder, from afar; nothing is trusted before it is verified."""
+"""Loading of published networks by name, from a folder or from a server. All files are verified before use."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_fcl.zoo.pretrained import PretrainedModel, embed_samples
 from lightning_fcl.zoo.registry import get_entry, list_models, resolve_folder
 
 TOLERANCE = 1e-3
-"""How far outputs may be from the published ones, by the largest of these: CPUs round otherwise."""
+"""Largest allowed difference from the published outputs, relative to the largest output. CPUs round differently."""
 
 
 class FeaturesOnly(nn.Module):
-    """A network without its head: its outputs are its features."""
+    """A network without its head, whose outputs are the features."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class FeaturesOnly(nn.Module):
 
 
 def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -> PretrainedModel:
-    """A published network, its files verified, in evaluation mode.
+    """Load a published network in evaluation mode, and verify its files.
 
     Args:
-        name: ``"har_cnn.ucihar.flwf2t_ft"``, the newest version, or one of them as in ``"...@1"``; a folder; or
-            ``"hf:organisation/repository@commit"``.
-        model: The network, where it is of a class that is not of `lightning_fcl.models`: its weights are replaced.
-        check: Whether the published input must come out as it was published.
+        name: Name such as ``"har_cnn.ucihar.flwf2t_ft"`` for the newest version, or ``"...@1"`` for a version. Or a
+            folder, or ``"hf:organization/repository@commit"``.
+        model: The network, if its class is not in `lightning_fcl.models`. Its weights are replaced.
+        check: Whether to compare the outputs for the published input with the published outputs.
 
     Raises:
-        ValueError: If nothing is known by that name, a file is damaged, or does not fit the network.
+        ValueError: If the name is unknown, a file is damaged, or the weights do not match the network.
         FileNotFoundError: If a file is missing.
-        ConnectionError: If it cannot be downloaded.
+        ConnectionError: If a download fails.
 
     Example:
         >>> from sklearn.datasets import load_digits
@@ -70,18 +70,18 @@ def create_model(
     features_only: bool = False,
     **arguments: Any,
 ) -> nn.Module:
-    """A network by name, to train on: of the zoo, or of `lightning_fcl.models`.
+    """Create a network for training by its name in the zoo, or its class name in `lightning_fcl.models`.
 
     Args:
-        name: Of a published network, as `lightning_fcl.zoo.load` takes it, or of a class of `lightning_fcl.models`.
-        pretrained: Whether with the published weights; else they are drawn anew.
-        num_classes: Number of outputs; where it is not the published one, the head is new, its weights drawn. None: as
-            it was published.
-        features_only: Whether the outputs are features.
-        arguments: Arguments of the class, where it is one of `lightning_fcl.models`.
+        name: Name of a published network, as in `lightning_fcl.zoo.load`, or of a class in `lightning_fcl.models`.
+        pretrained: Whether to load the published weights. Otherwise weights are random.
+        num_classes: Number of outputs. If it differs from the published number, the head is new and has random weights.
+            None: the published number.
+        features_only: Whether the network outputs features instead of logits.
+        arguments: Arguments of the class in `lightning_fcl.models`.
 
     Raises:
-        ValueError: If nothing is known by that name, it has no published weights, or does not take as many classes.
+        ValueError: If the name is unknown, has no published weights, or does not support the number of classes.
 
     Example:
         >>> import torch
@@ -94,7 +94,7 @@ def create_model(
             model_names = list_models()
             hint = did_you_mean(name.lower(), model_names)
             raise UnknownNameError(
-                f"Expected the name of published weights but {name} is a class of networks.",
+                f"Expected the name of published weights, but {name} is a network class without published weights.",
                 hint=f"{hint} Use one of the published names: {', '.join(model_names)}.",
                 argument="name",
                 value=name,
@@ -104,7 +104,7 @@ def create_model(
         network = build_from_config({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
     elif arguments:
         raise InvalidValueError(
-            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}.",
+            f"Expected no other arguments for {name}, whose arguments are published, but got {', '.join(arguments)}.",
             argument=next(iter(arguments)),
             value=next(iter(arguments.values())),
         )
@@ -116,10 +116,10 @@ def create_model(
 
 
 def pretrained_reservoir(name: str) -> EchoStateNetwork:
-    """The reservoir of a published network, for a readout of one's own.
+    """Return the reservoir of a published network, to train your own readout on it.
 
     Raises:
-        ValueError: If nothing is known by that name, or it has no reservoir.
+        ValueError: If the name is unknown, or the network has no reservoir.
 
     Example:
         >>> pretrained_reservoir("esn.wesad_wrist.fedip").features
@@ -129,7 +129,7 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     if not isinstance(network, ReservoirReadout):
         names = ", ".join(list_models("esn.*"))
         raise InvalidValueError(
-            f"Expected the name of a published reservoir but got {name!r}.",
+            f"Expected the name of a published reservoir, but got {name!r}.",
             hint=f"Use one of {names}.",
             argument="name",
             value=name,
@@ -144,9 +144,9 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
         difference = relative_output_difference(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
             raise InvalidValueError(
-                f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
-                f"{difference:.2g} of the largest.",
-                hint="Report it as an issue, with your torch version and processor, or load it with `check=False`.",
+                f"Expected {entry.full_name} to return the published outputs for the published input, but they differ "
+                f"by {difference:.2g}, relative to the largest output.",
+                hint="Report an issue with your torch version and processor, or load it with `check=False`.",
                 argument="check",
                 value=difference,
             )
@@ -154,16 +154,20 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
 
 
 def make_network(entry: ModelEntry) -> nn.Module:
-    """The network of an entry, before its weights."""
-    with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
+    """Build the network of an entry without its weights."""
+    # The initialization draws random weights, which are replaced later. The global generator must not change.
+    with torch.random.fork_rng(devices=[]):
         network = build_from_config(entry.network, "model")
     if not isinstance(network, nn.Module):
-        raise InvalidValueError(f"Expected {entry.full_name} to describe a network but got {entry.network!r}.")
+        raise InvalidValueError(f"Expected {entry.full_name} to describe a network, but got {entry.network!r}.")
     return network
 
 
 def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: ModelEntry) -> PretrainedModel:
-    """A network with weights of a file, perhaps of half precision: each that no package has brought, and no other."""
+    """Load weights of a file into a network. The file must contain all weights that no installed package provides.
+
+    Weights in half precision are converted to single precision.
+    """
     whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
     whole |= packaged_state(network)
     check_state(network, whole)
@@ -173,14 +177,14 @@ def load_weights(network: nn.Module, tensors: Mapping[str, Tensor], entry: Model
 
 @torch.no_grad()
 def relative_output_difference(model: PretrainedModel, published: Mapping[str, Tensor]) -> float:
-    """The largest difference from the published outputs of the published input, by the largest of these."""
+    """Return the largest difference from the published outputs, relative to the largest published output."""
     actual_output = features_or_outputs(model, published["input"]).double()
     expected_output = published["output"].double()
     return float((actual_output - expected_output).abs().max() / expected_output.abs().max().clamp(min=1e-12))
 
 
 def features_or_outputs(model: PretrainedModel, x: Tensor) -> Tensor:
-    """What an entry's check holds: outputs, or features where it names no classes."""
+    """Return the values of an entry's check: outputs, or features if the entry has no class names."""
     return model(x) if model.classes else embed_samples(model.network, x)
 
 
@@ -189,12 +193,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(regular_file(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected {path} to hold tensors but got: {error}.", hint=REDOWNLOAD_HINT, value=path
+            f"Expected {path} to contain tensors, but got: {error}.", hint=REDOWNLOAD_HINT, value=path
         ) from error
 
 
 def _with_head(network: Serializable, num_classes: int) -> nn.Module:
-    """The network, or where it has another number of outputs, one with a new head and the same state before it."""
+    """Return the network, or a copy with a new head if its number of outputs differs."""
     resized_config = _resized(network.init_config, num_classes)
     if resized_config == network.init_config:
         return network
@@ -213,5 +217,5 @@ def _resized(description: dict[str, Any], outputs: int) -> dict[str, Any]:
     elif name := next((name for name in ("num_classes", "outputs") if name in arguments), None):
         arguments[name] = outputs
     else:
-        raise InvalidValueError(f"Expected a network with a head but {description['class_path']} tells of none.")
+        raise InvalidValueError(f"Expected a network with a head, but {description['class_path']} has no head.")
     return {**description, "init_args": arguments}

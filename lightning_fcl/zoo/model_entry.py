@@ -1,4 +1,4 @@
-"""What is said of a published network: what it takes and gives, who made it of what, and what its files are."""
+"""Description of a published network: inputs, outputs, origin, license, and the list of its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_fcl.io.reading import REDOWNLOAD_HINT
 from lightning_fcl.io.safe_yaml import parse_dataclass, read_yaml
 
 CHECKSUMS_FILE = "files.txt"
-"""The list of an entry's files, with the SHA-256 of each."""
+"""File that lists an entry's files with their SHA-256."""
 
 CONFIG, WEIGHTS, CHECK, CARD = "config.json", "model.safetensors", "check.safetensors", "README.md"
 CONTINUE = "continue.safetensors"
@@ -29,27 +29,28 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A published network, all but its weights.
+    """Description of a published network, without its weights.
 
     Args:
-        name: Such as ``"har_cnn.ucihar.flwf2t_ft"``: lower case, digits, ``_``, ``-`` and dots.
-        version: From 1.
-        description: What it is, in a sentence.
-        network: Its class and arguments, as `lightning_fcl.models.serialization.to_plain_config` gives them.
-        output_kind: What it gives: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or ``"features"``,
-            where it names no classes.
-        classes: Their names, in the order of the outputs.
-        input_shape: Of a sample, as the network takes it.
-        measurement: How a device's own values become such a sample; None: the network takes those that it is given.
-        stored_dtype: The type of its 32-bit weights in the file.
-        license: Of the ``weights`` and of the ``data``.
-        recipe: What trained it: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
-        metrics: Its own numbers, and those of the paper by ``paper/`` before the name.
-        limitations: What it does not do, a sentence each.
+        name: Name such as ``"har_cnn.ucihar.flwf2t_ft"``. Allowed are lower-case letters, digits, ``_``, ``-`` and
+            dots.
+        version: Version, from 1.
+        description: Description in one sentence.
+        network: Class and arguments, as returned by `lightning_fcl.models.serialization.to_plain_config`.
+        output_kind: Kind of the outputs: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or
+            ``"features"`` if there are no class names.
+        classes: Names of the classes, in the order of the outputs.
+        input_shape: Shape of a sample as the network expects it.
+        measurement: How raw values of a device are converted to a sample. None: raw values are samples.
+        stored_dtype: Data type of the 32-bit weights in the file.
+        license: Licenses of the ``weights`` and of the ``data``.
+        recipe: Recipe that trained the network: ``paper``, ``row``, ``seed``, ``command``, and ``sha256`` of its text.
+        metrics: Metrics of the network by name. Values of the paper have the prefix ``paper/``.
+        limitations: Limitations, one sentence each.
         made_with: Versions of packages, and the machine.
 
     Raises:
-        ValueError: If these do not fit together.
+        ValueError: If the arguments contradict each other.
     """
 
     name: str
@@ -71,18 +72,18 @@ class ModelEntry:
         check_name(self.name)
         if self.version < 1 or bool(self.classes) == (self.output_kind == "features"):
             raise InvalidValueError(
-                f"Expected a version from 1, and classes unless `output_kind` are features, for {self.name} but got "
-                f"{self.version}, {len(self.classes)} classes and {self.output_kind}."
+                f"Expected a version of at least 1, and classes unless `output_kind` is features, for {self.name}, but "
+                f"got version {self.version}, {len(self.classes)} classes and {self.output_kind}."
             )
         if self.measurement is not None and list(self.measurement.shape) != list(self.input_shape):
             raise InvalidValueError(
-                f"Expected the measurement of {self.name} to be of shape {self.input_shape} but got "
+                f"Expected the measurement of {self.name} to have the shape {self.input_shape}, but got "
                 f"{self.measurement.shape}."
             )
 
     @property
     def folder(self) -> str:
-        """The name of its folder beside a registry."""
+        """Name of the entry's folder next to a registry."""
         return self.name if self.version == 1 else self.full_name
 
     @property
@@ -94,7 +95,7 @@ class ModelEntry:
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise InvalidValueError(
-            "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
+            "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower-case letters, digits, _, - and dots, but got "
             f"{name[:100]!r}.",
             argument="name",
             value=name,
@@ -102,7 +103,7 @@ def check_name(name: str) -> None:
 
 
 def read_entry(config: Path) -> ModelEntry:
-    """What a configuration file says; nothing that it names is imported."""
+    """Read an entry from its configuration file. Classes named in the file are not imported."""
     content = read_yaml(config)
     entry_fields = content if isinstance(content, dict) else {}
     network, recipe, measurement_fields = (
@@ -112,7 +113,7 @@ def read_entry(config: Path) -> ModelEntry:
     )
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise InvalidValueError(
-            f"Expected {config} to describe a network and a recipe by name but it does not.",
+            f"Expected {config} to contain the mappings `network` and `recipe`, but at least one is missing.",
             hint=REDOWNLOAD_HINT,
             value=config,
         )
@@ -125,26 +126,27 @@ def read_entry(config: Path) -> ModelEntry:
 
 
 def read_folder(folder: Path) -> ModelEntry:
-    """The entry of a folder, all of whose files are there and as they were published."""
+    """Verify the files of a folder by their checksums, and read its entry."""
     for name, digest in read_files(folder).items():
-        if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
+        # This file is large, and only needed to continue learning.
+        if name != CONTINUE or (folder / name).exists():
             check_digest(folder / name, digest)
     return read_entry(folder / CONFIG)
 
 
 def read_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of an entry."""
+    """Return the SHA-256 of each file of an entry."""
     path = folder / CHECKSUMS_FILE
     if not path.is_file():
         raise MissingFileError(
-            f"Expected {CHECKSUMS_FILE} in {folder} but found none.",
+            f"Expected {CHECKSUMS_FILE} in {folder}, but the file does not exist.",
             hint="Pass the folder of a published model.",
             value=path,
         )
     digests = read_checksums(path)
     if not {CONFIG, WEIGHTS} <= digests.keys() <= {*FILES}:
         raise InvalidValueError(
-            f"Expected {path} to name {CONFIG}, {WEIGHTS} and none but {', '.join(FILES)} but got "
+            f"Expected {path} to list {CONFIG}, {WEIGHTS} and no files other than {', '.join(FILES)}, but got "
             f"{', '.join(digests)[:300]}.",
             hint=REDOWNLOAD_HINT,
             value=path,
@@ -153,7 +155,7 @@ def read_files(folder: Path) -> dict[str, str]:
 
 
 def write_entry_checksums(folder: Path) -> None:
-    """Write the list of the files that an entry's folder has."""
+    """Write the list of the existing files in an entry's folder, with their SHA-256."""
     write_checksums(
         folder / CHECKSUMS_FILE, {name: sha256(folder / name) for name in FILES if (folder / name).is_file()}
     )

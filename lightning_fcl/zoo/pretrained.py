@@ -1,4 +1,4 @@
-"""A published network with all that makes class names of a device's own values."""
+"""A published network that converts raw values of a device, and predicts class names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_fcl.zoo.model_entry import ModelEntry
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a sample is taken for.
+    """Prediction for a sample.
 
     Args:
-        label: The name of the class.
-        probability: Its probability.
-        probabilities: That of each class, the likeliest first.
+        label: Name of the most probable class.
+        probability: Probability of this class.
+        probabilities: Probabilities of all classes by name, in descending order.
     """
 
     label: str
@@ -35,11 +35,11 @@ class Prediction:
 
 
 class PretrainedModel(nn.Module):
-    """A published network: a plain module that also takes raw samples and names classes.
+    """A published network as a plain module that also accepts raw samples and predicts class names.
 
     Args:
-        network: The network, with its weights.
-        entry: What is said of it.
+        network: The network with its weights. Its parameters are frozen.
+        entry: Description of the network.
 
     Example:
         >>> from lightning_fcl.models import MLP
@@ -58,25 +58,25 @@ class PretrainedModel(nn.Module):
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, in the order of the outputs."""
+        """Names of the classes, in the order of the outputs."""
         return self.entry.classes
 
     def forward(self, x: Tensor) -> Tensor:
-        """The network's outputs of samples as it takes them: see `preprocess`."""
+        """Return the network's outputs for samples that `preprocess` has converted."""
         outputs: Tensor = self.network(x)
         return outputs
 
     def preprocess(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
-        """Samples as the network takes them, shape (n, ...), from a device's own values.
+        """Convert raw values of a device to samples as the network expects them, shape (n, ...).
 
         Args:
-            x: One sample, or several: an array, a tensor or nested lists. Of one person's where they are scaled by
-                person: `Entry.measurement` tells.
-            rate: Their time steps per second, to compare.
-            units: The unit of each channel, to compare.
+            x: One or more samples: an array, a tensor or nested lists. If the entry scales samples per person (see
+                ``entry.measurement``), pass samples of one person.
+            rate: Sampling rate of the values in Hz, to compare with the entry's. None: not compared.
+            units: Unit of each channel, to compare with the entry's. None: not compared.
 
         Raises:
-            ValueError: If shape, rate, units or values are not those of the entry.
+            ValueError: If the shape, rate, units or values do not match the entry.
         """
         values = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
         weight = next(self.network.parameters(), torch.empty(0))
@@ -87,13 +87,13 @@ class PretrainedModel(nn.Module):
             prepared = values[np.newaxis] if values.shape == shape else values
             if prepared.shape[1:] != shape or not len(prepared):
                 raise InvalidValueError(
-                    f"Expected `x` of shape {shape}, or (n, ...) of several, but got {values.shape}.",
+                    f"Expected `x` to have the shape {shape}, or (n, ...) for n samples, but got {values.shape}.",
                     argument="x",
                     value=values.shape,
                 )
             if prepared.dtype.kind == "f" and not np.isfinite(prepared).all():
                 raise InvalidValueError(
-                    "Expected `x` to be finite but got NaN or infinite values.",
+                    "Expected `x` to be finite, but got NaN or infinite values.",
                     hint="Replace these values, or drop these samples.",
                     argument="x",
                 )
@@ -104,18 +104,17 @@ class PretrainedModel(nn.Module):
     def predict(
         self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None
     ) -> list[Prediction]:
-        """The class of each sample; arguments are those of `preprocess`.
+        """Predict the class of each sample. The arguments are the same as for `preprocess`.
 
-        The probabilities of a readout that was solved for by least squares are its outputs, cut at 0 and divided by
-        their sum: an estimate of theirs, not a calibrated one. Where a readout speaks at each time step, its mean over
-        the steps counts.
+        The probabilities of a least-squares readout are its outputs, clipped at 0 and divided by their sum. They are
+        estimates and not calibrated. If a readout has outputs for each time step, the mean over time steps is used.
 
         Raises:
-            ValueError: As there, or if the entry names no classes.
+            ValueError: If the samples do not match the entry, or the entry has no class names.
         """
         if not self.entry.classes:
             raise InvalidValueError(
-                f"Expected a network that names classes but {self.entry.name} gives features.",
+                f"Expected a network with class names, but {self.entry.name} only returns features.",
                 hint="Use `embed`, or add a head with `create_model(name, pretrained=True, num_classes=...)`.",
                 argument="classes",
                 value=self.entry.name,
@@ -129,15 +128,15 @@ class PretrainedModel(nn.Module):
 
     @torch.no_grad()
     def embed(self, x: Any, sampling_rate_hz: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
-        """Features of raw samples.
+        """Return the features of raw samples, shape (n, features). The arguments are the same as for `preprocess`.
 
         Raises:
-            ValueError: As `preprocess` does, or if the network tells no features.
+            ValueError: If the samples do not match the entry, or the network has no features.
         """
         return embed_samples(self.network, self.preprocess(x, sampling_rate_hz, units))
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """Of each class, shape (n, classes), float64, by the network's outputs."""
+        """Convert the network's outputs to probabilities of the classes, shape (n, classes), float64."""
         outputs = outputs.double()
         outputs = outputs.mean(dim=1) if outputs.dim() == 3 else outputs
         if self.entry.output_kind == "logits":
@@ -147,33 +146,37 @@ class PretrainedModel(nn.Module):
         return torch.where(total > 0, shares / total.clamp(min=1e-300), 1 / outputs.shape[-1])
 
     def extra_repr(self) -> str:
-        """Name and version, for printing."""
+        """Return name and version for printing."""
         return self.entry.full_name
 
 
 def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
-    """Features of prepared samples, shape (n, features)."""
+    """Return the features of prepared samples, shape (n, features)."""
     embed = getattr(network, "embed", None)
     if embed is None:
         raise InvalidValueError(
-            f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none."
+            f"Expected a network with features from `embed(x)`, but {type(network).__name__} has no `embed`."
         )
     features: Tensor = embed(x)
     return features.mean(dim=1) if features.dim() == 3 else features
 
 
 def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
-    """The raw samples of a CSV file, for an entry.
+    """Read raw samples of a CSV file for an entry.
 
-    Of a series, a line is a time step and a column a channel: as many lines as a sample has steps are one, and lines
-    that are left over are refused. Else a line is a sample, with all of its numbers in their order. A first line
-    without numbers is a heading.
+    For time series, a line is a time step and a column is a channel. Consecutive lines form samples of equal length,
+    and the number of lines must be a multiple of this length. If each line has all values of a sample, a line is a
+    sample. A first line without numbers is treated as a header.
 
     Returns:
-        Shape (n, ...), as `PretrainedModel.predict` takes it.
+        An array of shape (n, ...), as accepted by `PretrainedModel.predict`.
+
+    Raises:
+        ValueError: If the content of the file does not match the entry.
+        FileNotFoundError: If there is no such file.
     """
     if not path.is_file():
-        raise MissingFileError(f"Expected a CSV file at {path} but found none.")
+        raise MissingFileError(f"Expected a CSV file at {path}, but the file does not exist.")
     try:
         lines = [line for line in read_text(path, "utf-8-sig").splitlines() if line.strip()]
         heading = bool(lines) and not any(map(_is_number, lines[0].split(",")))
@@ -182,7 +185,8 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
             table = np.loadtxt(numbers, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except ValueError as error:
         raise InvalidValueError(
-            f"Expected {path} to hold numbers, as many in each line, but got: {first_line(error)}.",
+            f"Expected {path} to contain numbers, with the same number of columns in each line, but got: "
+            f"{first_line(error)}.",
             hint="Correct this line of the file.",
         ) from error
     shape, axes, channels = tuple(entry.input_shape), tuple[str, ...](), tuple[str, ...]()
@@ -192,16 +196,17 @@ def read_samples(path: Path, entry: ModelEntry) -> NDArray[Any]:
         steps = shape[axes.index("time")]
         if len(table) % steps:
             raise InvalidValueError(
-                f"Expected {path} to have {steps} lines for each sample but got {len(table)}, which leaves "
-                f"{len(table) % steps} over.",
+                f"Expected {path} to have {steps} lines for each sample, but got {len(table)} lines, which is "
+                f"{len(table) % steps} too many.",
                 hint="Delete these lines.",
             )
         series = table.reshape(-1, steps, len(channels))
         return series if axes.index("time") == 0 else series.transpose(0, 2, 1)
     if table.shape[1] != prod(shape):
-        or_so = f"{len(channels)} columns ({', '.join(channels)}), a line each time step, or " if channels else ""
+        or_so = f"{len(channels)} columns ({', '.join(channels)}) with one line per time step, or " if channels else ""
         raise InvalidValueError(
-            f"Expected {path} to have {or_so}{prod(shape)} columns, a line each sample, but got {table.shape[1]}."
+            f"Expected {path} to have {or_so}{prod(shape)} columns with one line per sample, but got {table.shape[1]} "
+            "columns."
         )
     return table.reshape(-1, *shape)
 

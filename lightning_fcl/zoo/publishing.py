@@ -1,4 +1,4 @@
-"""Runs become published networks: weights, configuration, card, and a place in a registry."""
+"""Publication of the network of a run: weights, configuration, card, and an entry in a registry."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ from lightning_fcl.zoo.verifying import packaged_recipe, test_accuracy
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
 
 ENERGY_METRIC = "energy_mj/learnt sample"
-"""What learning a sample costs the device of `lightning-fcl edge-report`, in mJ."""
+"""Energy in mJ to learn from one sample on the default device of `lightning-fcl edge-report`."""
 
 LOST = 1e-3
-"""The share of test samples that may be told otherwise where weights are stored in half precision."""
+"""Largest change of the test accuracy for which weights are stored in half precision."""
 
 
 @runtime_checkable
 class ExportsNetwork(FederatedModule, Protocol):
-    """A task that gives a plain network which predicts classes as it does."""
+    """A task that can export a plain network with the same class predictions."""
 
     @property
     def output_kind(self) -> OutputKind:
-        """What the outputs are."""
+        """Kind of the outputs."""
 
     def to_network(self) -> nn.Module:
-        """The network."""
+        """Return the network."""
 
 
 def publish(
@@ -83,36 +83,36 @@ def publish(
     features: bool = False,
     half_precision: bool | None = None,
 ) -> Path | str:
-    """Publish what a run has trained: into a folder with a registry, or a repository of the Hugging Face hub.
+    """Publish the network of a run to a folder with a registry, or to a repository of the Hugging Face hub.
 
-    Nothing of a single client is published: entries that stay with clients are the server's own beginnings, and a
-    readout's statistics are published only where each class comes from three clients or more, once for a name.
+    No data of a single client are published. Client-local tensors have the server's initial values. Statistics of a
+    readout are published only if each class has samples of at least three clients, and only once per name.
 
     Args:
-        run: The run's folder: what was ``--out`` of ``lightning-fcl fit``.
-        name: Such as ``"har_cnn.mydata.flwf"``. Of a name that is there already, a new version is made.
-        destination: The folder of the registry, or ``"hf:organisation/repository"``, which holds this network alone; it
-            is made if it is not there.
-        description: What it is, in a sentence.
-        license: Of the ``"weights"`` and of the ``"data"``.
-        limitations: What it does not do, a sentence each.
-        numbered_classes: Whether classes are numbered in place of named, as where they are persons.
-        features: Whether it names no classes, but makes features.
-        half_precision: Whether weights are stored in half precision; None: where the test samples come out alike, but
-            for one in a thousand.
+        run: Folder of the run, as given by ``--out`` of ``lightning-fcl fit``.
+        name: Name such as ``"har_cnn.mydata.flwf"``. If the name exists, a new version is published.
+        destination: Folder of the registry, or ``"hf:organization/repository"``. A repository contains only this
+            network, and is created if it does not exist.
+        description: Description in one sentence.
+        license: Licenses of the ``"weights"`` and of the ``"data"``.
+        limitations: Limitations, one sentence each.
+        numbered_classes: Whether classes are named ``person 1``, ``person 2``, and so on, instead of by their names.
+        features: Whether the network is published without class names, to compute features.
+        half_precision: Whether weights are stored in half precision. None: only if this changes the test accuracy by at
+            most 0.001.
 
     Returns:
-        What `lightning_fcl.zoo.load` takes: the entry's folder, or its name on the hub, at the commit that was made.
+        An argument for `lightning_fcl.zoo.load`: the folder of the entry, or its name on the hub with the new commit.
 
     Raises:
-        ValueError: If ``destination`` is no folder or repository, ``run`` no run's, the task gives no network, or a
-            registry is damaged, or the repository holds another network.
-        ConnectionError: If the hub does not take it.
+        ValueError: If ``destination`` is neither a folder nor a repository, ``run`` is not a run, the task has no
+            network, the registry is damaged, or the repository contains another network.
+        ConnectionError: If the hub rejects the upload.
     """
     check_name(name)
     if "://" in str(destination):
         raise InvalidValueError(
-            f"Expected `destination` to be a folder but got {destination}.",
+            f"Expected `destination` to be a folder, but got {destination}.",
             hint="Publish to a folder, then copy the folder to the URL.",
             argument="destination",
             value=destination,
@@ -120,7 +120,7 @@ def publish(
     head = get_repo_head(str(destination)) if str(destination).startswith("hf:") else None
     if head is not None and head.entry is not None and head.entry.name != name:
         raise InvalidValueError(
-            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}.",
+            f"Expected hf:{head.repository} to contain {name}, but it contains {head.entry.name}.",
             hint=f"Publish as {head.entry.name}, or use another repository.",
             argument="name",
             value=name,
@@ -133,8 +133,7 @@ def publish(
     task = parts.model
     if not isinstance(task, ExportsNetwork):
         raise InvalidValueError(
-            f"Expected a task that names classes, with `network()` and `output_kind`, but {type(task).__name__} has "
-            "none."
+            f"Expected a task with `to_network()` and `output_kind`, but `{type(task).__name__}` does not have both."
         )
     stream: FederatedStream = parts.datamodule
     backbone = stream.setup_with_images()
@@ -167,9 +166,11 @@ def publish(
         and any(v.dtype == torch.float32 for v in _tensors(network, half=False).values())
     )
     models = {halved: model for halved in ([False, True] if should_compare_precisions else [bool(half_precision)])}
-    if True in models:  # as it is loaded from a file that holds it in half precision
+    # Compare the weights as they are after loading from a file in half precision.
+    if True in models:
         models[True] = load_weights(make_network(entry), _tensors(network, half=True), entry)
-    if backbone is not None:  # its features have been made for the run
+    # The run was trained on precomputed features of the backbone. The network computes them from images.
+    if backbone is not None:
         stream.backbone = backbone
         stream.set_samples(stream.samples)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
@@ -194,7 +195,7 @@ def publish(
 
 
 def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
-    """What learning a sample costs a microcontroller, where each layer can be counted."""
+    """Return the energy to learn from one sample on a microcontroller. Empty if a layer cannot be counted."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:
@@ -203,7 +204,7 @@ def _energy(parts: LoadedRecipe, shape: Sequence[int]) -> dict[str, float]:
 
 
 def _private(parts: LoadedRecipe) -> bool:
-    """Whether part of the network stays with the clients, or what it says depends on a task that no sample tells."""
+    """Return whether a part of the network is client-local, or its outputs depend on the task of a sample."""
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
     reductions = get_reductions(parts.model, parts.strategy.settings.rules)
@@ -211,7 +212,7 @@ def _private(parts: LoadedRecipe) -> bool:
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
-    """What a file holds of a network: those of 32 bits in 16, if wanted; none that a package brings."""
+    """Return a network's tensors for a file, in half precision if ``half``. Tensors of packages are excluded."""
     packaged = packaged_state(network)
     return {
         name: (value.half() if half and value.dtype == torch.float32 else value).contiguous()
@@ -221,11 +222,12 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
 
 
 def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] | str, registry_folder: Path) -> Path:
-    """Put an entry beside a registry, then name it there: whole or not at all."""
+    """Write an entry's folder next to a registry atomically, then add it to the registry."""
     if isinstance(continuation, str):
         entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
     folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
-    if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
+    # A folder without a registry entry is left from an interrupted attempt. Anything else raises and is not removed.
+    if folder.exists():
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -247,7 +249,7 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
 
 
 def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
-    """Mean, deviation and number of seeds in the committed table of the entry's recipe, by metric."""
+    """Return mean, standard deviation and number of seeds of the recipe's committed table, by metric."""
     return {
         name: (cell.mean, cell.std, cell.n)
         for name, cell in _table_row(entry.recipe).items()
@@ -256,7 +258,7 @@ def metric_spread(entry: ModelEntry) -> dict[str, tuple[float, float, int]]:
 
 
 def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
-    """A recipe's row of its committed table, by metric; nothing, where there is none."""
+    """Return the recipe's row of the committed table, by metric. Empty if there is no table."""
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
@@ -266,10 +268,12 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
 
 
 def model_card(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]], state: Mapping[str, Tensor]) -> str:
-    """The text of an entry's ``README.md``, with the metadata that the hub reads.
+    """Return the text of an entry's ``README.md``, with metadata for the hub.
 
     Args:
+        entry: The entry.
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
+        state: Tensors of the network, to count their numbers.
     """
     jinja2 = require_package("jinja2", "writes cards")
     template = jinja2.Template(read_text(Path(__file__).with_name("card.md")))
@@ -305,7 +309,7 @@ def _metadata(entry: ModelEntry) -> dict[str, Any]:
 
 
 def _rows(entry: ModelEntry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
-    """For each metric its title, the network's own number, that over seeds, and the paper's."""
+    """Return a table row for each metric: title, value of the network, mean over seeds, value of the paper."""
     rows = []
     for name in dict.fromkeys([*entry.metrics, *spread]):
         if name.startswith("paper/"):

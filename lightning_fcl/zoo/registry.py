@@ -1,6 +1,6 @@
-"""Where published networks are: in a folder, in the package, in the cache, at a URL, on the Hugging Face hub.
+"""Locations of published networks: a folder, the package, the cache, a URL, or the Hugging Face hub.
 
-A repository of the hub holds one published network, each commit a version of it.
+A repository of the hub contains one published network. Each commit is a version of the network.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-
 
 
 class RepoHead(NamedTuple):
-    """What a repository holds now."""
+    """Newest commit of a repository, and its entry. The entry is None if the repository is empty."""
 
     repository: str
     commit: str
@@ -53,12 +53,16 @@ class RepoHead(NamedTuple):
 
 
 def download_from_hub(name: str, to_continue: bool) -> Path:
-    """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``."""
+    """Download the files of a repository at a commit, such as ``"hf:organization/repository@..."``.
+
+    Returns:
+        The folder of the files.
+    """
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is None:
         raise InvalidValueError(
-            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch "
-            "holds changes.",
+            f"Expected hf:organization/repository@ and the 40 digits of a commit, but got {name!r}. A branch is not "
+            "accepted, because its content changes.",
             argument="name",
             value=name,
         )
@@ -72,14 +76,14 @@ def download_from_hub(name: str, to_continue: bool) -> Path:
 
 
 def get_repo_head(name: str) -> RepoHead:
-    """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
+    """Return the newest state of a repository such as ``"hf:organization/repository"``. Create it if it is missing."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
         raise InvalidValueError(
-            f"Expected hf:organisation/repository to publish to but got {name!r}.", argument="name", value=name
+            f"Expected hf:organization/repository to publish to, but got {name!r}.", argument="name", value=name
         )
     repository = parts["repository"]
-    with _speaking(f"make or read {name}", _LOG_IN) as hub:
+    with _speaking(f"create or read {name}", _LOG_IN) as hub:
         api = hub.HfApi()
         api.create_repo(repository, exist_ok=True)
         info = api.model_info(repository)
@@ -89,9 +93,9 @@ def get_repo_head(name: str) -> RepoHead:
 
 
 def upload(folder: Path, head: RepoHead, message: str) -> str:
-    """Put a folder's files in place of a repository's, in one commit after the one that was seen."""
+    """Replace a repository's files by the files of a folder, in one commit on top of ``head``."""
     files = [CHECKSUMS_FILE, *FILES]
-    with _speaking(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
+    with _speaking(f"upload {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(
             repo_id=head.repository,
             folder_path=folder,
@@ -103,13 +107,13 @@ def upload(folder: Path, head: RepoHead, message: str) -> str:
     return f"hf:{head.repository}@{commit.oid}"
 
 
-_LOG_IN = "Log in with `hf auth login` and a token that may write, and try again."
+_LOG_IN = "Log in with `hf auth login` and a token with write access, and try again."
 
 
 @contextmanager
 def _speaking(action: str, remedy: str) -> Iterator[Any]:
-    """The hub's library, whose many errors, those of its HTTP library among them, become one."""
-    for_what = "speaks to the Hugging Face hub"
+    """Yield the library of the hub, and convert its many kinds of errors to one error."""
+    for_what = "connects to the Hugging Face hub"
     hub, cache = (
         require_package("huggingface_hub", for_what),
         require_package("huggingface_hub.constants", for_what).HF_HUB_CACHE,
@@ -118,9 +122,10 @@ def _speaking(action: str, remedy: str) -> Iterator[Any]:
         try:
             yield hub
         except Exception as error:
-            if isinstance(error, OSError) and error.errno:  # the disk's
+            # Errors of the disk have an error number.
+            if isinstance(error, OSError) and error.errno:
                 raise
-            raise ConnectionFailedError(f"Expected to {action} but got: {error}.", hint=remedy) from error
+            raise ConnectionFailedError(f"Expected to {action}, but got: {error}.", hint=remedy) from error
 
 
 REGISTRY, LOCK = "registry.txt", ".registry.lock"
@@ -131,13 +136,13 @@ _FOLDER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}(@[1-9][0-9]{0,8})?")
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A network that a registry lists.
+    """A network listed in a registry.
 
     Args:
-        folder: The name of its folder.
+        folder: Name of its folder.
         digest: SHA-256 of the list of its files.
-        registry_folder: The folder of the registry, where its own may be.
-        url: Where files come from that are not there; empty: they do not come.
+        registry_folder: Folder of the registry, which may contain the network's folder.
+        url: URL to download missing files from. Empty: missing files are not downloaded.
     """
 
     folder: str
@@ -158,7 +163,7 @@ class RegistryEntry:
         return self._entry(self._bring((CONFIG,)))
 
     def download(self, to_continue: bool = False) -> Path:
-        """Its folder, with all of its files verified: beside the registry, in the cache, or brought there."""
+        """Return the folder of the network: next to the registry, or in the cache. Verify, or download, all files."""
         folder = self._bring(FILES if to_continue else [name for name in FILES if name != CONTINUE])
         self._entry(folder)
         return folder
@@ -178,8 +183,8 @@ class RegistryEntry:
                     return candidate
         if not self.url:
             raise MissingFileError(
-                f"Expected the files of {self.folder} in {entry_folder} but this installation does not have them: they "
-                "are too large to travel with the package, or their data's licence does not let them.",
+                f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. They are too "
+                "large for the package, or the license of their data forbids to include them.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
                 value=self.folder,
             )
@@ -193,7 +198,7 @@ class RegistryEntry:
         entry = read_entry(folder / CONFIG)
         if entry.folder != self.folder:
             raise InvalidValueError(
-                f"Expected the folder of {entry.full_name} to have its name but got {self.folder}.",
+                f"Expected the folder of {entry.full_name} to have its name, but got {self.folder}.",
                 hint=f"Rename the folder to {entry.folder}, also in {REGISTRY}.",
                 argument="folder",
                 value=self.folder,
@@ -202,11 +207,11 @@ class RegistryEntry:
 
 
 def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
-    """The names of published networks, in alphabetical order.
+    """Return the names of published networks in alphabetical order.
 
     Args:
-        pattern: As file names have it: ``"*har*"``.
-        pretrained: Whether of trained ones; else the names of the networks of `lightning_fcl.models`.
+        pattern: Shell-style pattern, such as ``"*har*"``.
+        pretrained: Whether to list published networks. False lists the network classes of `lightning_fcl.models`.
 
     Example:
         >>> list_models("mlp.*")
@@ -220,7 +225,7 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
 
 
 def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
-    """The newest version of each name, in alphabetical order; the first registry that has it counts."""
+    """Return the newest version of each name in alphabetical order. The first registry with a name takes precedence."""
     newest: dict[str, RegistryEntry] = {}
     for registry in registries():
         newest = {entry.name: entry for entry in sorted(registry, key=lambda entry: entry.version)} | newest
@@ -228,7 +233,7 @@ def list_published(pattern: str = "*") -> dict[str, RegistryEntry]:
 
 
 def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
-    """The folder of an entry on this machine, its files verified against the registry that names it."""
+    """Return the local folder of an entry. Names are resolved in the registries, and their files are verified."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()
@@ -236,14 +241,14 @@ def resolve_folder(name: str | Path, to_continue: bool = False) -> Path:
 
 
 def get_entry(name: str) -> RegistryEntry:
-    """The newest version of a name, or that which the name tells."""
+    """Return the entry of a name: the version in the name, otherwise the newest version."""
     base, _, version = name.partition("@")
     for registry in registries():
         if matches := [entry for entry in registry if entry.name == base and version in ("", str(entry.version))]:
             return max(matches, key=lambda entry: entry.version)
     hint = did_you_mean(base, list_models())
     raise UnknownNameError(
-        f"Expected the name of a published model but got {name!r}.",
+        f"Expected the name of a published model, but got {name!r}.",
         hint=f"{hint} List all names with `lightning-fcl zoo ls`.",
         argument="name",
         value=name,
@@ -251,9 +256,9 @@ def get_entry(name: str) -> RegistryEntry:
 
 
 def registries() -> Iterator[list[RegistryEntry]]:
-    """That which ``LIGHTNING_FCL_ZOO`` names, a folder or a URL with its SHA-256; then the package's.
+    """Yield the registry of ``LIGHTNING_FCL_ZOO``, a folder or a URL with its SHA-256, and the package's registry.
 
-    Files of the package's that do not travel with it are looked for at the setting's URL.
+    If the setting has a URL, files that are missing in the package are downloaded from this URL.
     """
     location = os.environ.get("LIGHTNING_FCL_ZOO", "")
     remote = _URL.fullmatch(location)
@@ -266,7 +271,7 @@ def registries() -> Iterator[list[RegistryEntry]]:
         file = Path(location).expanduser() / REGISTRY
         if not file.is_file():
             raise MissingFileError(
-                f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {location}."
+                f"Expected LIGHTNING_FCL_ZOO to be a URL, or a folder with {REGISTRY}, but got {location}."
             )
         yield read_registry(file)
     yield read_registry(package_folder() / REGISTRY, url)
@@ -274,19 +279,19 @@ def registries() -> Iterator[list[RegistryEntry]]:
 
 @cache
 def package_folder() -> Path:
-    """The package's own zoo: of the wheel, or of the checkout."""
+    """Return the folder of the package's own zoo: in the wheel, or in the checkout."""
     shipped = Path(__file__).parent / "models"
     return shipped if shipped.is_dir() else Path(__file__).parents[2] / "zoo"
 
 
 def read_registry(file: Path, url: str = "") -> list[RegistryEntry]:
-    """The networks that a registry lists; none where there is no file."""
+    """Return the networks listed in a registry. Empty if the file does not exist."""
     lines = read_checksums(file) if file.is_file() else {}
     digests = {name.removesuffix(f"/{CHECKSUMS_FILE}"): digest for name, digest in lines.items()}
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise InvalidValueError(
-                f"Expected NAME/{CHECKSUMS_FILE} in each line of {file} but got {folder[:100]!r}.",
+                f"Expected NAME/{CHECKSUMS_FILE} in each line of {file}, but got {folder[:100]!r}.",
                 hint=REDOWNLOAD_HINT,
                 value=file,
             )
@@ -295,14 +300,14 @@ def read_registry(file: Path, url: str = "") -> list[RegistryEntry]:
 
 
 def register(folder: Path) -> None:
-    """Name an entry's folder in the registry beside it."""
+    """Add an entry's folder to the registry next to it."""
     file = folder.parent / REGISTRY
     digests = read_checksums(file) if file.is_file() else {}
     write_checksums(file, {**digests, f"{folder.name}/{CHECKSUMS_FILE}": sha256(folder / CHECKSUMS_FILE)})
 
 
 def copy_to_registry(folder: Path, registry_folder: Path) -> Path:
-    """Copy an entry's folder beside a registry, and name it there."""
+    """Copy an entry's folder next to a registry, and add it to the registry. Return the new folder."""
     entry, files = read_folder(folder), read_files(folder)
     target = safe_join(registry_folder, entry.folder)
     with disk_error_context(target):
@@ -313,7 +318,7 @@ def copy_to_registry(folder: Path, registry_folder: Path) -> Path:
                 and read_entry(target / CONFIG).name != entry.name
             ):
                 raise FileConflictError(
-                    f"Expected {target} to hold {entry.name} but it holds another.",
+                    f"Expected {target} to contain {entry.name}, but it contains another network.",
                     hint="Move or delete that folder.",
                     value=target,
                 )

@@ -1,4 +1,4 @@
-"""Published networks are compared with what their cards say, by the recipe of the package that each is of."""
+"""Verification of published networks against their cards, with the recipes of the package."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from lightning_fcl.zoo.pretrained import PretrainedModel
 from lightning_fcl.zoo.registry import resolve_folder
 
 SHARE = 1e-3
-"""The share of test samples that may be told otherwise than the card says: processors round otherwise."""
+"""Largest allowed difference from the test accuracy on the card. Rounding differs between processors."""
 
+# Keys of a run's configuration that do not belong to the recipe.
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
 
 class UnknownRecipeError(UnknownNameError):
-    """A published network's recipe is not one of this package."""
+    """The recipe of a published network is not in this package."""
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What came of a comparison.
+    """Result of a verification.
 
     Args:
-        name: The entry's.
-        is_reproduced: Whether it is what its card says.
-        published_accuracy: The accuracy on the test samples by the card, or None where none was measured.
-        measured_accuracy: That which was measured now, or None: ``reason`` tells.
-        difference: From the published outputs of the published input, by the largest of these.
-        reason: Why the accuracy was not measured; empty if it was.
+        name: Name and version of the entry.
+        is_reproduced: Whether the network agrees with its card.
+        published_accuracy: Test accuracy on the card. None if it was not measured.
+        measured_accuracy: Test accuracy measured by the verification. None if it was not measured, see ``reason``.
+        difference: Largest difference from the published outputs, relative to the largest published output.
+        reason: Reason why the accuracy was not measured. Empty if it was measured.
     """
 
     name: str
@@ -57,10 +58,13 @@ class VerificationResult:
 
 
 def verify(name: str | Path) -> VerificationResult:
-    """Compare a published network with its card: on its data where they are, and on the published input.
+    """Compare a published network with its card, on the published input, and on its data if they are available.
+
+    Args:
+        name: Name or folder, as in `lightning_fcl.zoo.load`.
 
     Raises:
-        ValueError: If a file is damaged, or does not fit.
+        ValueError: If a file is damaged, or does not match the network.
         FileNotFoundError: If a file is missing.
 
     Example:
@@ -74,7 +78,7 @@ def verify(name: str | Path) -> VerificationResult:
     difference = relative_output_difference(model, read_tensors(folder / CHECK)) if (folder / CHECK).is_file() else 0.0
     card, measured_accuracy, reason = entry.metrics.get("test_accuracy"), None, ""
     if card is None:
-        reason = "it names no classes"
+        reason = "the network has no class names"
     else:
         try:
             stream = recipe_parts(entry.recipe, entry.full_name).datamodule
@@ -88,7 +92,7 @@ def verify(name: str | Path) -> VerificationResult:
 
 @torch.no_grad()
 def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
-    """The share of a stream's test samples, or of their steps, whose class a network tells."""
+    """Return the accuracy of a network on a stream's test samples. Each time step counts if it has outputs."""
     right = total = 0
     for rows in torch.split(torch.from_numpy(stream.plan.test), BATCH_SIZE):
         x, y = stream.get_samples(rows.numpy())
@@ -100,10 +104,10 @@ def test_accuracy(model: PretrainedModel, stream: FederatedStream) -> float:
 
 
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Which recipe of the package a run is of: its files, further words and their SHA-256; empty: none.
+    """Return the recipe of the package that a run has used: its files, other settings, and SHA-256. Empty: none.
 
-    What a recipe says of itself and of its numbers does not count, nor where results go, nor on how many processes a
-    federation ran: its result is the same.
+    The comparison ignores the recipe's name and expected numbers, the output folder, and the number of processes. The
+    result of a federation does not depend on the number of processes.
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for candidate in _candidates(results["recipe"] or {"paper": "", "row": ""}):
@@ -114,7 +118,7 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
-    """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
+    """Yield the recipes of the package for the paper and row of a run, one for each scale."""
     if not recipe["paper"]:
         yield Recipe((recipes_folder() / "quickstart.yaml",))
         return
@@ -123,30 +127,36 @@ def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
         for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
             row = paper_rows(folder, [recipe["row"]], name)[recipe["row"]]
             yield Recipe((*scaled_configs(row.configs, name), *row.settings))
-    except ValueError:  # another's row, or none of this scale
+    # The row is not in the package, or not at this scale.
+    except ValueError:
         return
 
 
 def recipe_parts(recipe: Mapping[str, Any], name: str, overrides: Sequence[Path | Setting] = ()) -> LoadedRecipe:
-    """What the recipe of a published network stands for, if it is one of the package as it is now.
+    """Load the recipe of a published network, if the package contains an identical recipe.
 
     Args:
-        overrides: Files and settings that go over it.
+        recipe: The recipe in the entry.
+        name: Name of the entry, for the error message.
+        overrides: Files and settings that override the recipe.
+
+    Raises:
+        UnknownRecipeError: If the package contains no identical recipe.
     """
     for candidate in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
-        # A recipe is a program: of what the entry tells nothing is run, it is only compared.
+        # A recipe can run code. Therefore the recipe in the entry is only compared, and the package's recipe is loaded.
         if _recipe_mark(candidate).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
             return load_recipe(candidate.with_values({"data.seed": seed}).with_layers(*overrides))
     raise UnknownRecipeError(
-        f"Expected {name} to be of a recipe of this package but its own is another.",
-        hint="Install the version of lightning-fcl that its entry names.",
+        f"Expected the recipe of {name} to be in this package, but the package contains no identical recipe.",
+        hint="Install the version of lightning-fcl that the entry was made with.",
         argument="recipe",
         value=name,
     )
 
 
 def _recipe_mark(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's files, settings as words, and SHA-256: comments, and what it says of itself, may change."""
+    """Return a recipe's files, settings and SHA-256. Comments, and the section `recipe`, do not change the SHA-256."""
     names = [file.relative_to(recipes_folder()).as_posix() for file in recipe.files]
     content = [_plain(read_yaml(path)) for path in recipe.files]
     words = Recipe(recipe.settings).words
@@ -155,12 +165,13 @@ def _recipe_mark(recipe: Recipe) -> dict[str, Any]:
 
 
 def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe without the number of processes."""
     trainer = {key: value for key, value in recipe["trainer"].items() if key not in ("devices", "num_nodes")}
     return {**recipe, "trainer": trainer}
 
 
 def _plain(content: Any) -> Any:
-    """A recipe without what is not said, and without what differs from run to run."""
+    """Return a recipe without empty values, and without keys that do not belong to the recipe."""
     if isinstance(content, Mapping):
         items = {key: _plain(value) for key, value in content.items() if key not in _NO_PART}
         return {key: value for key, value in items.items() if value not in (None, {}, [])}

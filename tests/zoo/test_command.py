@@ -46,10 +46,10 @@ def test_predict_a_csv_file(small_zoo, digits, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("1,2,3\n", "64 columns, a line each sample, but got 3"),
-        ("", "64 columns, a line each sample, but got 0"),
-        ("1,2\n3\n", "as many in each line"),
-        ("a,b\n1,x\n", "to hold numbers"),
+        ("1,2,3\n", "64 columns with one line per sample, but got 3 columns"),
+        ("", "64 columns with one line per sample, but got 0 columns"),
+        ("1,2\n3\n", "the same number of columns in each line"),
+        ("a,b\n1,x\n", "to contain numbers"),
         (f"1\n{'x' * 131_072}", "Correct this line"),
         (f"1\n{'1' * 131_073}", "64 columns"),
         (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16, but got 99"),

@@ -153,7 +153,9 @@ def test_nothing_that_clients_keep_is_published(published, tensors_of):
 def test_a_checkpoint_of_other_clients_is_refused(published, fit, small, tmp_path):
     published(KEEPS_NOTHING, 1)
     other = fit(tmp_path / "other", 1, small, {**KEEPS_NOTHING, "seed_everything": 5})
-    with pytest.raises(ValueError, match="Expected `clients` of the published recipe, seed and data"):
+    with pytest.raises(
+        ValueError, match="Expected `clients` to be a checkpoint of the published recipe, seed and data"
+    ):
         zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
 
 

@@ -199,10 +199,10 @@ def test_a_push_is_refused_whole(hub, commits, run):
     done = hub("-c", REFUSED.format(pushes=[words[2:] for words in pushes]), token="theirs")
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
     assert (
-        f"Expected hf:our/models to hold mlp.other but it holds {NAME}. Publish as {NAME}, or use another repository."
+        f"Expected hf:our/models to contain mlp.other, but it contains {NAME}. Publish as {NAME}, or use another repository."
         in done.stderr
     )
-    assert "Expected hf:organisation/repository to publish to" in done.stderr
+    assert "Expected hf:organization/repository to publish to" in done.stderr
     assert "Log in with `hf auth login`" in done.stderr
     assert [*commits] == [COMMIT]
 
@@ -216,7 +216,7 @@ upload(Path({run!r}), get_repo_head("hf:our/models")._replace(commit="0" * 40), 
 
 @pytest.mark.seconds
 def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
-    assert "ConnectionFailedError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
+    assert "ConnectionFailedError: Expected to upload" in hub("-c", LATE.format(run=run)).stderr
     assert [*commits] == [COMMIT]
 
 

@@ -131,9 +131,7 @@ def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_pat
 def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
     publish(plain, "mlp.mine", target, license=LICENCE)
     verdict = zoo.verify("mlp.mine")
-    assert (
-        verdict.is_reproduced and verdict.measured_accuracy is None and "of a recipe of this package" in verdict.reason
-    )
+    assert verdict.is_reproduced and verdict.measured_accuracy is None and "to be in this package" in verdict.reason
 
 
 @pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])

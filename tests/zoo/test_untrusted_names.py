@@ -86,7 +86,7 @@ def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, 
     write_entry_checksums(registry.parent / NAME)
     register(registry.parent / NAME)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
-    with pytest.raises(ValueError, match="to hold tensors but got"):
+    with pytest.raises(ValueError, match="to contain tensors, but got"):
         zoo.load(NAME)
     assert whole.items() <= all_below(tmp_path / "cache").items()
 
