@@ -1,4 +1,4 @@
-"""Fixes that the error messages of callbacks name."""
+"""Checks that the fixes in the error messages of callbacks work."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def fit_in_order(lab, callbacks):
 
 
 class LogsMetric(L.LightningModule):
-    """Logs a metric, of its own or of another object."""
+    """Logs a metric that is, or is not, an attribute of the module."""
 
     def __init__(self, is_attribute):
         super().__init__()
@@ -77,7 +77,7 @@ def log_numbers(lab, values):
 
 
 class AnyRegressor(Regressor):
-    """Takes pairs and dicts."""
+    """A regressor that accepts pairs and dicts."""
 
     def training_step(self, batch, batch_idx):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
@@ -98,7 +98,7 @@ def measure_items(lab, make):
 
 
 class Rule(Method):
-    """Predicts by a rule of its own."""
+    """A method with its own prediction rule."""
 
     def rescore(self, server, module, x, output):
         return output

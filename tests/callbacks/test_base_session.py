@@ -1,4 +1,4 @@
-"""The base session: trained in one place as a hand-written loop would, then frozen, cached, resumed and tested."""
+"""Tests of the base session: central training against a hand-written loop, freezing, caching, resuming and testing."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ def make_net(classes=6, seed=0):
 
 
 class Start(Callback):
-    """Keeps the model that the first round starts from."""
+    """Stores the state that the first round starts from."""
 
     def on_train_start(self, trainer, pl_module):
         self.state = snapshot(pl_module)
@@ -76,7 +76,7 @@ QUICK = {"pretrain_epochs": 1, "epochs": 1, "augment": False, "batch_size": 8, "
 
 @pytest.fixture
 def run(fit):
-    """Fits a small network and gives it back, with the state that its first round starts from."""
+    """Return a function that fits a small network and returns the task, and its state before the first round."""
 
     def go(session=(), others=(), task=None, stream=None, reductions=HEAD, **kwargs):
         task, start = task or make_net(), Start()
@@ -89,7 +89,7 @@ def run(fit):
 
 
 @pytest.mark.parametrize("pretrain_epochs", [0, 2])
-def test_equals_a_hand_written_loop(run, pretrain_epochs):
+def test_base_session_equals_hand_written_loop(run, pretrain_epochs):
     stream = make_faces()
     options = {"pretrain_epochs": pretrain_epochs, "epochs": 3, "lr": 1e-3, "weight_decay": 0.1}
     _, state = run({**QUICK, **options}, stream=stream)
@@ -123,18 +123,18 @@ def test_equals_a_hand_written_loop(run, pretrain_epochs):
     same({name.removeprefix("model."): value for name, value in state.items()}, snapshot(by_hand), 1e-6)
 
 
-def test_classes_that_come_later_start_level(run):
+def test_base_session_rows_of_later_classes_are_zero(run):
     task, state = run({"epochs": 2, "weight_decay": 0.5})
     weight, bias = state["model.head.classifier.weight"], state["model.head.classifier.bias"]
     assert not weight[2:].any() and not bias[2:].any()
     assert (weight[:2] != 0).any() and (bias[:2] != 0).all()
-    assert (task.model.head.classifier.bias != 0).all()  # the rounds have taught them
+    assert (task.model.head.classifier.bias != 0).all()
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, max_vectorized_clients):
+def test_base_session_backbone_frozen_is_bitwise_unchanged(run, backbone, max_vectorized_clients):
     task, state = run({"backbone": backbone}, max_vectorized_clients=max_vectorized_clients)
     assert (run.trainer.strategy.num_vectorized_clients > 1) == (max_vectorized_clients != 1)
     end = snapshot(task)
@@ -149,7 +149,7 @@ def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, max_vectorized_cl
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_only_the_head_travels(run, backbone):
+def test_base_session_constant_backbone_transmits_only_head(run, backbone):
     metrics = ContinualMetrics("none")
     stream = make_faces(faces(12), {**SMALL, "num_people": 10, "num_base_people": 4, "num_nodes": 3})
     task, _ = run({"backbone": backbone}, [metrics], make_net(10), stream)
@@ -162,8 +162,8 @@ def test_only_the_head_travels(run, backbone):
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_maps_that_are_computed_once_give_the_same(run, backbone, max_vectorized_clients):
-    """Int8 sums are exact in any batch; in floating point the size of a batch may change the rounding."""
+def test_base_session_precomputed_latents_give_same_result(run, backbone, max_vectorized_clients):
+    """Int8 sums are exact for every batch size. In floating point, the batch size can change the rounding."""
     results = []
     for latents in (False, True):
         metrics, stream = ContinualMetrics(evaluate_before_fit=True), make_faces()
@@ -191,7 +191,7 @@ def files(folder):
 
 
 @pytest.mark.seconds
-def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
+def test_base_session_cache_gives_bitwise_same_state(run, tmp_path):
     folder = tmp_path / "kept" / "here"
     first, state = run({"cache_dir": str(folder)})
     (path,) = folder.glob("*.safetensors")
@@ -203,7 +203,8 @@ def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
         same(other, state)
     for task in (second, plain):
         same(snapshot(task), snapshot(first))
-    run({"cache_dir": str(folder), "precompute_latents": True, "backbone": "int8"})  # only what follows is another
+    # These settings only change steps after the cached training.
+    run({"cache_dir": str(folder), "precompute_latents": True, "backbone": "int8"})
     assert files(folder) == {path.name}
     kept = load_file(path)
     save_file({**kept, "head.classifier.bias": kept["head.classifier.bias"] + 1}, path)
@@ -212,7 +213,7 @@ def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
     same(part(changed, "model.backbone"), part(state, "model.backbone"))
 
 
-def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full_disk):
+def test_base_session_cache_full_disk_raises_and_leaves_no_file(run, tmp_path, full_disk):
     with full_disk(4096), pytest.raises(OSError, match=r"bytes for .*\.safetensors but the disk is full"):
         run({"cache_dir": str(tmp_path / "kept")})
     assert not files(tmp_path / "kept")
@@ -233,7 +234,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full
         {"task": {"seed": 1}},
     ],
 )
-def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
+def test_base_session_cache_changed_setting_trains_again(run, tmp_path, change):
     cached = {"cache_dir": str(tmp_path)}
     _, state = run(cached, max_epochs=1)
     stream, task = make_faces(**change.pop("stream", {})), make_net(**change.pop("task", {}))
@@ -246,7 +247,7 @@ def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
 
 
 @pytest.mark.seconds
-def test_what_was_drawn_before_does_not_matter(run):
+def test_base_session_depends_only_on_stream_seed(run):
     states = []
     for drawn, seed in ((1, 0), (2, 0), (2, 1)):
         task = make_net()
@@ -259,7 +260,7 @@ def test_what_was_drawn_before_does_not_matter(run):
 @pytest.mark.seconds
 @pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=pytest.mark.long)])
-def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
+def test_base_session_resumed_equals_uninterrupted(run, tmp_path, backbone, latents):
     def parts():
         return [
             Replay(20, "class-balanced", "round", include_base=True),
@@ -280,7 +281,7 @@ def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
+def test_base_session_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
     session = BaseSession(**{**QUICK, "backbone": backbone, "precompute_latents": True})
     task, _ = run(session)
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -299,7 +300,7 @@ def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
 
 
 @pytest.mark.seconds
-def test_a_second_fit_goes_on(run):
+def test_base_session_second_fit_continues(run):
     def parts():
         return [Replay(20, "class-balanced", "round", include_base=True), MeanOutputLoss(2.0)]
 
@@ -314,7 +315,7 @@ def test_a_second_fit_goes_on(run):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
-def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_computed(run, backbone):
+def test_base_session_reused_stream_trains_new_network_on_images(run, backbone):
     session, stream = {"precompute_latents": True, "backbone": backbone}, make_faces()
     run(session, stream=stream)
     task, state = run(session, task=make_net(seed=1), stream=stream)
@@ -324,7 +325,7 @@ def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_comp
 
 
 @pytest.mark.seconds
-def test_in_a_plain_trainer(run, fit):
+def test_base_session_plain_trainer_equals_single_client_federation(run, fit):
     arguments = {**SMALL, "num_nodes": 1}
     federated, _ = run(stream=make_faces(scenario_args=arguments), max_vectorized_clients=1)
     plain = make_net()
@@ -333,7 +334,7 @@ def test_in_a_plain_trainer(run, fit):
 
 
 @pytest.mark.seconds
-def test_images_are_mirrored_and_shifted():
+def test_mirrored_and_shifted_flips_and_shifts_images():
     x, y = torch.rand(3, 2, 5, 6), torch.arange(3)
     padded = F.pad(torch.cat([x, x.flip(-1)]), (4, 4, 4, 4))
     collate, seen = mirrored_and_shifted((5, 6)), set()
@@ -350,10 +351,11 @@ def test_images_are_mirrored_and_shifted():
             ]
             assert found
             seen.add(found[0])
-    assert len(seen) > 100  # of 162
+    # There are 162 possible results.
+    assert len(seen) > 100
 
 
-def test_the_base_session_fills_the_buffers_before_the_first_round(run):
+def test_replay_include_base_fills_buffers_before_first_round(run):
     rounds, labels = [], []
 
     class Look(Callback):
@@ -372,7 +374,8 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
         [Replay(6, "class-balanced", "experience", include_base=True), Look(), Batches()],
         stream=stream,
     )
-    # Node 1 learns class 2 and node 2 class 3, 7 samples each, beside 3 samples of each of the base session's classes.
+    # Node 1 trains on 7 samples of class 2, and node 2 on 7 samples of class 3. Each node also replays 3 samples of
+    # each class of the base session.
     assert np.bincount(labels).tolist() == [6, 6, 7, 7]
     maps, theirs = stream.get_samples(stream.plan.base_samples)
     for node, own in (("node1", 2), ("node2", 3)):
@@ -382,10 +385,11 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
         for x, y in zip(memory["x"], memory["y"], strict=True):
             assert any(torch.equal(x, maps[i]) and y == theirs[i] for i in range(len(maps)))
         assert rounds[1][node]["y"].bincount(minlength=4)[[0, 1, own]].tolist() == [2, 2, 2]
-    assert not torch.equal(rounds[0]["node1"]["x"], rounds[0]["node2"]["x"])  # each its own choice
+    # Each node selects its own replay samples.
+    assert not torch.equal(rounds[0]["node1"]["x"], rounds[0]["node2"]["x"])
 
 
-def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
+def test_replay_include_base_other_policies_fill_buffers(run):
     for replay, size in (
         (Replay(0.5, "reservoir", include_base=True), 7),
         (Replay(3, "refresh", include_base=True), 6),
@@ -395,7 +399,7 @@ def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
         assert len(memory["y"]) == size
 
 
-def test_replay_needs_a_base_session(fit, make_stream, make_task):
+def test_replay_include_base_without_base_session_raises(fit, make_stream, make_task):
     with raises(InvalidValueError, "include_base"):
         fit(make_task(), make_stream(), [Replay(9, include_base=True)])
     stream = make_faces(scenario_args={**SMALL, "num_nodes": 1})
@@ -430,7 +434,7 @@ LATENTS = BaseSession(**{**QUICK, "precompute_latents": True})
         (HIGHER, None, [Replay(9, include_base=True), LATENTS], "callbacks"),
     ],
 )
-def test_what_it_cannot_train_is_refused(fit, model, data, callbacks, argument):
+def test_base_session_incompatible_model_or_order_raises(fit, model, data, callbacks, argument):
     stream = make_faces() if data is None else FederatedStream(data)
     with raises(InvalidValueError, argument):
         fit(Classifier(model(), 6), stream, callbacks or [BaseSession(**QUICK)])
@@ -446,7 +450,7 @@ def test_what_it_cannot_train_is_refused(fit, model, data, callbacks, argument):
         ({"batch_size": 1}, (InvalidValueError, "batch_size")),
     ],
 )
-def test_wrong_arguments(arguments, expected):
+def test_base_session_invalid_arguments_raise(arguments, expected):
     with raises(*expected):
         BaseSession(**arguments)
 
@@ -464,11 +468,11 @@ def check_fix_of_cache(run, folder, damage):
     assert path.is_file()
 
 
-def test_base_session_cache_cut_off_is_trained_again_once_deleted(run, tmp_path):
+def test_base_session_cache_truncated_raises_until_deleted(run, tmp_path):
     check_fix_of_cache(run, tmp_path, lambda path: path.write_bytes(path.read_bytes()[:-20]))
 
 
-def test_base_session_cache_without_a_bias_is_trained_again_once_deleted(run, tmp_path):
+def test_base_session_cache_missing_bias_raises_until_deleted(run, tmp_path):
     def drop_bias(path):
         save_file({name: value for name, value in load_file(path).items() if name != "head.classifier.bias"}, path)
 

@@ -1,4 +1,4 @@
-"""The record of a federation against evaluations by hand."""
+"""Tests of the record of `ContinualMetrics` against evaluations by hand."""
 
 import copy
 
@@ -20,7 +20,7 @@ from lightning_fcl.methods.method import Method
 
 
 def counts(task, stream, groups):
-    """Correct test predictions of each group, by hand."""
+    """Return the number of correct test predictions of each group."""
     x, y = stream.get_samples(stream.plan.test)
     with torch.no_grad():
         correct = (task(x).argmax(1) == y).numpy()
@@ -28,7 +28,7 @@ def counts(task, stream, groups):
 
 
 class ByHand(Callback):
-    """Evaluates the model at hand at the end of each client and round."""
+    """Evaluates the current model at the end of each client's training and of each round."""
 
     def __init__(self, stream, groups=4):
         self.stream, self.groups, self.current, self.rounds = stream, groups, {}, []
@@ -45,7 +45,7 @@ class ByHand(Callback):
 
 
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2])
-def test_counts_are_those_of_every_model(fit, make_stream, make_task, max_vectorized_clients):
+def test_record_counts_equal_evaluation_of_each_model(fit, make_stream, make_task, max_vectorized_clients):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(), make_task()
     by_hand = ByHand(stream)
     trainer = fit(task, stream, [metrics, by_hand], max_vectorized_clients=max_vectorized_clients)
@@ -58,14 +58,14 @@ def test_counts_are_those_of_every_model(fit, make_stream, make_task, max_vector
     assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(accuracy)
 
 
-def test_models_are_tested_in_evaluation_mode(fit, make_stream, make_task):
+def test_record_counts_use_evaluation_mode(fit, make_stream, make_task):
     stream, metrics = make_stream(), ContinualMetrics()
     task, by_hand = make_task(model=nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.8))), ByHand(stream)
     fit(task, stream, [metrics, by_hand])
     assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
 
 
-def test_record_says_what_the_stream_is(fit, make_stream, make_task):
+def test_record_describes_stream(fit, make_stream, make_task):
     stream, metrics, task = make_stream(class_order=[2, 0, 1, 3]), ContinualMetrics(), make_task()
     fit(task, stream, [metrics])
     record = metrics.record
@@ -81,7 +81,7 @@ def test_record_says_what_the_stream_is(fit, make_stream, make_task):
         assert entry["dropped"] == {} and entry["no_data"] == [] and entry["seconds"] > 0
 
 
-def test_groups_may_be_domains(fit, make_stream, make_task):
+def test_record_domain_incremental_counts_by_domain(fit, make_stream, make_task):
     group = np.arange(240) // 80
     stream, metrics = make_stream(scenario="domain-incremental", group=group), ContinualMetrics()
     by_hand = ByHand(stream, groups=3)
@@ -91,7 +91,7 @@ def test_groups_may_be_domains(fit, make_stream, make_task):
 
 
 @pytest.mark.parametrize(("readout", "washout", "steps"), [("steps", 0, 9), ("steps", 4, 5), ("last", 0, 1)])
-def test_models_that_predict_every_step(
+def test_record_outputs_per_step_count_each_step(
     fit, make_series_stream, make_reservoir, make_reservoir_task, readout, washout, steps
 ):
     stream, metrics = make_series_stream(3, 2), ContinualMetrics(evaluate_on_train=True)
@@ -102,7 +102,7 @@ def test_models_that_predict_every_step(
         def on_round_end(self, trainer, pl_module):
             x, y = stream.get_samples(stream.plan.test)
             groups, right = stream.plan.groups[stream.plan.test], [0, 0]
-            for i in range(len(y)):  # sequence by sequence, step by step
+            for i in range(len(y)):
                 for output in pl_module(x[i : i + 1]).reshape(-1, 4):
                     right[groups[i]] += int(output.argmax() == y[i])
             by_hand.append({"server": right})
@@ -119,7 +119,7 @@ def test_models_that_predict_every_step(
 
 
 @pytest.mark.parametrize("rounds_per_experience", [1, 3])
-def test_training_samples_are_counted_once(fit, make_stream, make_task, rounds_per_experience):
+def test_evaluate_on_train_counts_each_sample_once(fit, make_stream, make_task, rounds_per_experience):
     stream, metrics, task = make_stream(rounds_per_experience=rounds_per_experience), ContinualMetrics(), make_task()
     fit(task, stream, [metrics])
     assert "training" not in metrics.record and "train_accuracy/server" not in summarize(metrics.record)
@@ -136,13 +136,13 @@ def test_training_samples_are_counted_once(fit, make_stream, make_task, rounds_p
 @pytest.mark.parametrize(
     ("clients", "tested"), [("all", {"n", "one", "x"}), ("none", set()), (["n", "x"], {"n", "x"}), ([], set())]
 )
-def test_whose_models_are_tested(fit, make_stream, make_task, clients, tested):
+def test_clients_argument_selects_tested_models(fit, make_stream, make_task, clients, tested):
     metrics = ContinualMetrics(clients)
     fit(make_task(), make_stream(np.array(["n", "one", "x"])[np.arange(240) // 4 % 3]), [metrics])
     assert [set(entry["correct"]) for entry in metrics.record["rounds"]] == [{*tested, "server"}] * 2
 
 
-def test_a_new_fit_opens_a_new_record(fit, make_stream, make_task):
+def test_record_second_fit_starts_new_record(fit, make_stream, make_task):
     metrics = ContinualMetrics()
     fit(make_task(), make_stream(), [metrics])
     first = copy.deepcopy(metrics.record)
@@ -150,7 +150,7 @@ def test_a_new_fit_opens_a_new_record(fit, make_stream, make_task):
     assert [entry["correct"] for entry in metrics.record["rounds"]] == [entry["correct"] for entry in first["rounds"]]
 
 
-def test_counts_add_up_over_batches(fit, make_stream, make_task):
+def test_record_counts_sum_over_batches(fit, make_stream, make_task):
     stream, metrics, task = make_stream(samples=2800, test=0.4), ContinualMetrics(clients="none"), make_task()
     fit(task, stream, [metrics], max_epochs=1)
     assert len(stream.plan.test) > 2 * 512
@@ -167,18 +167,18 @@ def test_counts_add_up_over_batches(fit, make_stream, make_task):
         ({"when": "never"}, (UnknownNameError, "when")),
     ],
 )
-def test_wrong_arguments(fit, make_stream, make_task, words, expected):
+def test_continual_metrics_invalid_arguments_raise(fit, make_stream, make_task, words, expected):
     with raises(*expected):
         fit(make_task(), make_stream(), [ContinualMetrics(**words)])
 
 
-def test_other_data(make_task, samples, train):
+def test_continual_metrics_without_stream_raises(make_task, samples, train):
     with raises(InvalidValueError, "datamodule"):
         train(make_task(), [ContinualMetrics()], samples())
 
 
 @pytest.mark.parametrize("when", ["trained", "aggregated"])
-def test_a_plain_trainer_has_the_record_of_a_federation_of_one(fit, make_stream, make_task, when):
+def test_plain_trainer_record_equals_single_client_federation(fit, make_stream, make_task, when):
     records, words = [], {"num_clients": 1, "rounds_per_experience": 2}
     for strategy in (None, "auto"):
         metrics = ContinualMetrics(clients="none", when=when, evaluate_before_fit=True, evaluate_on_train=True)
@@ -197,7 +197,7 @@ def test_a_plain_trainer_has_the_record_of_a_federation_of_one(fit, make_stream,
 
 @pytest.mark.parametrize("epoch", [1, 3])
 @pytest.mark.parametrize("make", [lambda: [Replay(12), EWC(2.0)], lambda: [GEM(12)], lambda: [ICaRL(12)], list])
-def test_a_sequence_of_tasks_in_a_plain_trainer_is_resumed(fit, make_stream, make_task, tmp_path, make, epoch):
+def test_plain_trainer_resumed_fit_continues_record(fit, make_stream, make_task, tmp_path, make, epoch):
     words, options = {"num_clients": 1, "rounds_per_experience": 2}, {"strategy": "auto", "max_epochs": 4}
     whole, parts = make_task(), make_task(seed=9)
     records = [ContinualMetrics(evaluate_on_train=True), ContinualMetrics(evaluate_on_train=True)]
@@ -212,14 +212,14 @@ def test_a_sequence_of_tasks_in_a_plain_trainer_is_resumed(fit, make_stream, mak
     assert records[0].record["training"] == records[1].record["training"]
 
 
-def test_what_predicts_by_a_rule_stands_before_it_in_a_plain_trainer(fit, make_stream, make_task):
+def test_plain_trainer_metrics_before_predicting_method_raises(fit, make_stream, make_task):
     words = {"strategy": "auto", "max_epochs": 1}
     with raises(InvalidValueError, "callbacks", value="ICaRL"):
         fit(make_task(), make_stream(num_clients=1), [ContinualMetrics(), ICaRL(12)], **words)
     fit(make_task(), make_stream(num_clients=1), [ICaRL(12), ContinualMetrics()], **words)
 
 
-def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task):
+def test_split_validation_counts_validation_samples(fit, make_stream, make_task):
     stream, metrics, task = make_stream(validation=0.5), ContinualMetrics(split="validation"), make_task()
     fit(task, stream, [metrics])
     x, y = stream.get_samples(stream.plan.validation)
@@ -240,7 +240,7 @@ class Start(Callback):
         self.counts = counts(copy.deepcopy(pl_module).eval(), self.stream, 4)
 
 
-def test_the_start_is_counted_before_the_first_round(fit, make_stream, make_task, tmp_path):
+def test_evaluate_before_fit_counts_initial_model(fit, make_stream, make_task, tmp_path):
     stream, metrics, plain, task = (
         make_stream(),
         ContinualMetrics(evaluate_before_fit=True),
@@ -262,8 +262,8 @@ def test_the_start_is_counted_before_the_first_round(fit, make_stream, make_task
     assert "start" not in plain.record
 
 
-def test_a_base_session_is_experience_0(fit, make_task):
-    """Accuracy on the base session's classes before the rounds, and on all classes so far after each session."""
+def test_evaluate_before_fit_base_session_is_experience_0(fit, make_task):
+    """Tests accuracy on the base session's classes before the rounds, and on all classes so far after each session."""
     arguments = {
         "num_people": 4, "num_base_people": 2, "num_sessions": 2, "num_nodes": 2,
         "train_per_class": 20, "test_per_class": 10,
@@ -286,7 +286,7 @@ def test_a_base_session_is_experience_0(fit, make_task):
 
 
 class Doubles(Method):
-    """Client 1 predicts with twice the weights of its head."""
+    """Doubles the weights of the head with which client 1 predicts."""
 
     def personalize(self, client, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.method_state else state
@@ -296,7 +296,7 @@ class Doubles(Method):
 
 
 @pytest.mark.seconds
-def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
+def test_when_aggregated_unreachable_node_uses_own_weights(fit, make_stream, make_task):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated"), make_task()
     by_hand = ByHand(stream)
     fit(
@@ -313,7 +313,7 @@ def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fi
     assert correct["0"] != by_hand.rounds[-1]["0"]
 
 
-def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_with(fit, make_stream, make_task):
+def test_when_aggregated_tests_personalized_models(fit, make_stream, make_task):
     stream, metrics = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated")
     task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
     trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "local"}, participation=2)
@@ -341,23 +341,22 @@ def net():
 
 
 class LastModels(Callback):
-    """The model of each client after its latest training in each experience, and the round of it."""
+    """Stores each client's model after its latest training in each experience, and the round of this training."""
 
     def __init__(self):
         self.models = {}
 
     def on_client_end(self, trainer, pl_module, client_round):
         own = copy.deepcopy(pl_module.model).eval()
-        if client_round.client_id == "1":  # as `Doubles` has it
+        # `Doubles` doubles these weights.
+        if client_round.client_id == "1":
             own[2].weight.data *= 2
         self.models[client_round.client_id, client_round.experience_idx] = client_round.round_idx, own
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 3])
-def test_own_models_are_tested_after_their_last_training_of_an_experience(
-    fit, make_stream, make_task, max_vectorized_clients
-):
+def test_when_both_tests_local_models_after_last_training(fit, make_stream, make_task, max_vectorized_clients):
     stream, both, last = make_stream(rounds_per_experience=4), ContinualMetrics(when="both"), LastModels()
     options = {
         "reductions": {"model.2.bias": "local"},
@@ -372,7 +371,8 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(
     _, state = run(both, last)
     plain = ContinualMetrics(when="aggregated")
     _, as_before = run(plain)
-    torch.testing.assert_close(state, as_before, rtol=0, atol=0)  # a test changes nothing
+    # Evaluation does not change the training.
+    torch.testing.assert_close(state, as_before, rtol=0, atol=0)
     assert [e["correct"] for e in both.record["rounds"]] == [e["correct"] for e in plain.record["rounds"]]
     found = {
         (c, entry["experience"][c]): (entry["round"], n)
@@ -406,7 +406,7 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(
     assert {k: v for k, v in summary.items() if "_local" not in k} == summarize(plain.record)
 
 
-def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
+def test_when_both_left_dropped_and_unsampled_clients(fit, make_stream, make_task):
     class Diverges(Method):
         def transform_upload(self, client, trained_state):
             wrong = (
@@ -417,13 +417,15 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
 
     metrics = ContinualMetrics(when="both")
     swarm = Swarm(leaves_at={"2": 2}, missed_rounds={"0": [3]})
-    options = {"swarm": swarm, "max_vectorized_clients": 1, "on_empty_round": "warn"}  # it is the only one
+    # Round 3 is empty, because the upload of the only remaining client is dropped.
+    options = {"swarm": swarm, "max_vectorized_clients": 1, "on_empty_round": "warn"}
     fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], **options)
     rounds = metrics.record["rounds"]
     assert "1" in rounds[3]["dropped"]
     assert [set(entry["local"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]
     summary = summarize(metrics.record)
-    assert "average_accuracy_local/1" in summary and "average_accuracy_local/2" not in summary  # it had one experience
+    # Client 2 has left after one experience.
+    assert "average_accuracy_local/1" in summary and "average_accuracy_local/2" not in summary
     metrics = ContinualMetrics(["0"], when="both")
     fit(make_task(), make_stream(rounds_per_experience=2), [metrics], participation=1)
     drawn = [[c for c in "012" if c in entry["upload_bytes"]] for entry in metrics.record["rounds"]]
@@ -433,7 +435,7 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, make_task, tmp_path, cut):
+def test_when_both_resumed_fit_gives_same_record(fit, make_stream, make_task, tmp_path, cut):
     records, options = [], {"participation": 2, "reductions": {"model.2.bias": "local"}}
     for path in (None, tmp_path / "round.ckpt"):
         metrics, words = ContinualMetrics(when="both"), {"rounds_per_experience": 3}
@@ -449,7 +451,7 @@ def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, mak
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_stream, make_task, store):
+def test_client_state_bytes_counted_at_end_of_fit(fit, make_stream, make_task, store):
     metrics, stream = ContinualMetrics(clients="none"), make_stream(rounds_per_experience=1)
     options = {"reductions": {"model.2.bias": "local"}, "client_store": store}
     task = make_task(model=net())
@@ -466,7 +468,7 @@ def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_prediction_is_the_first_of_the_largest_outputs(dtype):
+def test_to_predictions_ties_and_nan_equal_torch_argmax(dtype):
     outputs = torch.randint(5, (40, 3, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
     outputs[0, 0, 4] = outputs[0, 1, 3:] = torch.nan
     outputs[1, 0, 2] = outputs[1, 0, 5] = torch.inf

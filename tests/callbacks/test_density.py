@@ -1,4 +1,4 @@
-"""The densities of a reservoir's activations against histograms of all its states at once."""
+"""Tests of the densities of a reservoir's activations against histograms of all states."""
 
 import json
 
@@ -23,7 +23,7 @@ OWNERS = np.array(["ann", "bob", "eve"])
 
 
 def sequences(samples=240, steps=70, features=3, classes=4):
-    """Noise around a level of each class; longer than a block of the reservoir."""
+    """Return noise around a level of each class. Sequences are longer than a block of the reservoir."""
     rng = np.random.default_rng(0)
     y = np.arange(samples) % classes
     return (rng.normal(size=(samples, steps, features)) * 0.4 + y[:, None, None] - 1.5).astype(np.float32), y
@@ -31,7 +31,7 @@ def sequences(samples=240, steps=70, features=3, classes=4):
 
 @pytest.fixture
 def stream():
-    """Makes streams of sequences with three owners, two rounds per experience."""
+    """Return a function that makes streams of sequences with three owners and two rounds per experience."""
 
     def make(**kwargs):
         x, y = sequences()
@@ -44,7 +44,7 @@ def stream():
 
 @pytest.fixture
 def task():
-    """Makes reservoirs of two layers with a washout."""
+    """Return a function that makes reservoir classifiers with two layers and a washout."""
 
     def make():
         network = EchoStateNetwork(3, units=7, num_layers=2, leaking_rate=0.6, washout=4, seed=1)
@@ -54,7 +54,7 @@ def task():
 
 
 class AllStates(Callback):
-    """Keeps all states on the test samples after each round."""
+    """Stores all states on the test samples after each round."""
 
     def __init__(self):
         self.rounds = []
@@ -69,7 +69,7 @@ def density(states, bins):
     return pytest.approx(counts.tolist(), rel=1e-12, abs=0)
 
 
-def test_densities_are_those_of_all_states_at_once(fit, stream, task):
+def test_activation_density_equals_histogram_of_all_states(fit, stream, task):
     bins = 100
     data, measured, states = stream(), ActivationDensity(), AllStates()
     fit(task(), data, [IntrinsicPlasticity(sigma=0.3, eta=0.1), measured, states])
@@ -77,7 +77,8 @@ def test_densities_are_those_of_all_states_at_once(fit, stream, task):
     assert record["edges"] == np.linspace(-1, 1, bins + 1).tolist()
     assert [entry["experience"] for entry in record["experiences"]] == [0, 1]
     test = data.plan.test
-    assert len(test) > 128  # more than one batch
+    # The test samples fill more than one batch of 128.
+    assert len(test) > 128
     for entry, after in zip(record["experiences"], (states.rounds[1], states.rounds[3]), strict=True):
         assert entry["all"] == density(after, bins)
         assert list(entry["groups"]) == list("0123") and list(entry["owners"]) == OWNERS.tolist()
@@ -90,7 +91,7 @@ def test_densities_are_those_of_all_states_at_once(fit, stream, task):
     json.dumps(record, allow_nan=False)
 
 
-def test_a_state_on_an_edge_is_counted_as_numpy_does():
+def test_bin_indices_edges_equal_numpy_histogram():
     from lightning_fcl.callbacks.activation_density import bin_indices
 
     values = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.25, 0.04, np.nextafter(np.float32(0.5), np.float32(0))])
@@ -99,7 +100,7 @@ def test_a_state_on_an_edge_is_counted_as_numpy_does():
         assert ours == np.histogram(values.double().numpy(), bins=bins, range=(-1, 1))[0].tolist()
 
 
-def test_only_owners_and_groups_of_test_samples_are_there(fit, stream, task):
+def test_activation_density_contains_only_test_owners(fit, stream, task):
     data, measured = stream(test=["bob"]), ActivationDensity()
     fit(task(), data, [measured])
     last = measured.record["experiences"][-1]
@@ -107,7 +108,7 @@ def test_only_owners_and_groups_of_test_samples_are_there(fit, stream, task):
     assert list(data.plan.clients) == ["ann", "eve"]
 
 
-def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
+def test_activation_density_domains_without_owners(fit, task):
     x, y = sequences()
     options = {"scenario": DomainIncremental(), "partition": IID(2), "split": Split(test=0.5), "seed": 0}
     data, measured = FederatedStream.from_arrays(x, y, group=np.arange(240) // 80, **options), ActivationDensity()
@@ -120,7 +121,7 @@ def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
     assert last["groups"]["0"] == density(first, 100)
 
 
-def test_groups_without_test_samples_are_left_out(fit, task):
+def test_activation_density_omits_groups_without_test_samples(fit, task):
     x, y = sequences()
     client = np.where(y == 3, "ann", OWNERS[np.arange(240) // 4 % 3])
     data = FederatedStream.from_arrays(x, y, client, scenario=ClassIncremental(4), split=Split(test=["bob"]), seed=0)
@@ -129,9 +130,9 @@ def test_groups_without_test_samples_are_left_out(fit, task):
     assert list(measured.record["experiences"][-1]["groups"]) == ["0", "1", "2"]
 
 
-def test_measuring_does_not_change_the_fit(fit, task):
+def test_activation_density_does_not_change_fit(fit, task):
     class Noisy(Dataset):
-        """Items that draw random numbers."""
+        """Draws random numbers for each item."""
 
         def __init__(self):
             self.x, self.targets = sequences()
@@ -154,7 +155,7 @@ def test_measuring_does_not_change_the_fit(fit, task):
 
 
 @pytest.mark.seconds
-def test_a_continued_fit_continues_the_record(fit, stream, task, tmp_path):
+def test_activation_density_resumed_fit_continues_record(fit, stream, task, tmp_path):
     whole, first, second = (ActivationDensity() for _ in range(3))
     path = tmp_path / "round.ckpt"
     fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), whole])
@@ -162,11 +163,12 @@ def test_a_continued_fit_continues_the_record(fit, stream, task, tmp_path):
     assert first.record["experiences"] == whole.record["experiences"][:1]
     fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), second], ckpt_path=path)
     assert second.record == whole.record
-    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), whole])  # a new fit opens a new record
+    # A new fit starts a new record.
+    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), whole])
     assert second.record == whole.record
 
 
-def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make_task, quiet):
+def test_activation_density_unsupported_setup_raises(fit, stream, task, make_stream, make_task, quiet):
     with raises(InvalidValueError, "module", value="Classifier"):
         fit(make_task(), make_stream(), [ActivationDensity()])
     other = make_task()

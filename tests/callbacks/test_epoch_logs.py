@@ -1,4 +1,4 @@
-"""What a module logs in its training steps, on one process and on several."""
+"""Tests of values that a module logs in its training steps, with one and with several processes."""
 
 from types import SimpleNamespace
 
@@ -19,13 +19,14 @@ from lightning_fcl.errors import MissingValueError
 
 
 class Chatty(L.LightningModule):
-    """Logs numbers and metrics, with and without `sync_dist`, of clients with unequal batches."""
+    """Logs numbers and metrics, with and without `sync_dist`, for clients with batches of different sizes."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Linear(6, 4)
-        self.auroc = MulticlassAUROC(4)  # keeps all that it has seen
+        # This metric stores all predictions.
+        self.auroc = MulticlassAUROC(4)
         self.scores = MetricCollection({"f1": MulticlassF1Score(4), "accuracy": MulticlassAccuracy(4)})
 
     def forward(self, x):
@@ -50,7 +51,7 @@ class Chatty(L.LightningModule):
 
 
 class Rounds(Callback):
-    """What Callbacks see of each round."""
+    """Stores the logged metrics and the learning rate of each round."""
 
     def __init__(self):
         self.rounds, self.batches = [], []
@@ -69,7 +70,7 @@ class Rounds(Callback):
     "Logging in `training_step` with several processes", "The value logged for a round covers all clients."
 )
 @pytest.mark.seconds
-def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(fit, make_stream):
+def test_round_log_values_independent_of_number_of_processes(fit, make_stream):
     found = []
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", num_clients=3, num_experiences=2, rounds_per_experience=3)
@@ -87,7 +88,7 @@ def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(f
     assert len(set(found[0][1])) > 1 and len(set(found[0][2])) > 1
 
 
-def test_a_logged_metric_that_is_no_attribute_raises():
+def test_round_log_metric_without_attribute_raises():
     module = Chatty()
     logs = RoundLog(module, SimpleNamespace(num_ranks=2, rank=0))
     logs.start_batch(torch.zeros(2))

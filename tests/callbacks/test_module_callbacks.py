@@ -1,4 +1,4 @@
-"""Callbacks that are parts of a module, as anomalib has them, act on the batches that a module is measured on."""
+"""Tests that callbacks which are submodules, as in anomalib, act on the batches of `ContinualMetrics`."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -28,7 +28,7 @@ class Scaling(nn.Module, Callback):
 
 
 class Error(nn.Module, Callback):
-    """Measures what the test step returns."""
+    """Measures the error of the outputs of the test step."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Module(L.LightningModule):
     "Submodules that are callbacks, such as a pre-processor or an evaluator of anomalib",
     "Their hooks run on the training batches of each client and on the batches of `ContinualMetrics`.",
 )
-def test_callbacks_within_module_measured_equals_plain_test(fit, quiet):
+def test_callbacks_within_module_metrics_equal_plain_test(fit, quiet):
     stream = FederatedStream.from_arrays(
         X, X.sum(axis=1), scenario=Stationary(2), partition=IID(2), batch_size=7, seed=0
     )

@@ -1,4 +1,4 @@
-"""What a module of one's own logs in its `test_step` is what it is measured by: against loops written by hand."""
+"""Tests that metrics logged in a module's own `test_step` are recorded, against hand-written loops."""
 
 import lightning.pytorch as L
 import numpy as np
@@ -28,7 +28,7 @@ PAIR = (X[:, 0] > 0.5).astype(np.int64)
 
 
 class Own(L.LightningModule):
-    """One linear layer; `loss` is its task's."""
+    """A module with one linear layer. Subclasses define `loss`."""
 
     def __init__(self, outputs=1):
         super().__init__()
@@ -62,7 +62,7 @@ class OneLogit(Own):
 
 
 class Line(Own):
-    """Regression whose metrics come at the end of an epoch."""
+    """A regression module that logs its metrics at the end of an epoch."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Line(Own):
 
 
 class Items(Dataset):
-    """Dicts, as torchgeo has them."""
+    """A dataset of dicts, as in torchgeo."""
 
     def __init__(self, **columns):
         self.columns = columns
@@ -98,7 +98,7 @@ class Items(Dataset):
 
 
 class Image(Own):
-    """Segmentation, of dicts into dicts, without a `forward` that takes a tensor."""
+    """A segmentation module whose `forward` maps dicts to dicts."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Image(Own):
 
 
 class Labels(Own):
-    """Several labels at once, and no `forward`."""
+    """A multilabel module without `forward`."""
 
     forward = L.LightningModule.forward
 
@@ -183,7 +183,7 @@ CASES = {
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [None, "auto"])
-def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
+def test_own_step_logged_metrics_recorded_for_each_group(fit, case, strategy):
     make, make_stream, by_hand, higher = CASES[case]
     stream, module = make_stream(), make()
     metrics = ContinualMetrics(evaluate_on_train=True, lower_is_better=["badness"] if case == "regression" else None)
@@ -206,7 +206,7 @@ def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
 
 
 class Traces(OneLogit):
-    """All that a step can leave behind."""
+    """A module whose steps change all kinds of state."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,8 @@ class Traces(OneLogit):
         assert not self.tested and not hasattr(self, "last") and self.trainer.training
         self.accuracy.update(self(batch[0]) + torch.rand(()), batch[1])
         loss = self.loss(batch)
-        self.losses.append(loss)  # part of the graph, as many do it
+        # The loss is stored with its graph, as in many modules.
+        self.losses.append(loss)
         self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
         return loss
 
@@ -234,7 +235,7 @@ class Traces(OneLogit):
     "A module that changes its state in `test_step`", "`ContinualMetrics` restores the state after each evaluation."
 )
 @pytest.mark.parametrize("strategy", [None, "auto"])
-def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
+def test_own_step_evaluation_restores_module_state(fit, strategy, tmp_path):
     found = []
     for callbacks in ([], [ContinualMetrics(evaluate_before_fit=True)]):
         module, stream = Traces(), stream_of(X, PAIR)
@@ -252,7 +253,7 @@ def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
 @pytest.mark.may(
     "Outputs that are logits of the classes", "`ContinualMetrics` measures accuracy and does not call `test_step`."
 )
-def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream):
+def test_own_step_with_logits_records_accuracy(fit, make_stream):
     class Several(Own):
         def __init__(self):
             super().__init__()
@@ -262,7 +263,7 @@ def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream
             return F.cross_entropy(self(batch[0]), batch[1])
 
         def test_step(self, batch, batch_idx):
-            raise AssertionError("not asked for")
+            raise AssertionError("`test_step` must not be called")
 
     stream, module, metrics = make_stream(), Several(), ContinualMetrics()
     fit(module, stream, [metrics])
@@ -273,7 +274,7 @@ def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream
         fit(module, stream, [ContinualMetrics(lower_is_better=["loss"])])
 
 
-def test_numbers_are_reduced_as_lightning_does(fit, quiet):
+def test_own_step_numbers_reduced_as_in_lightning(fit, quiet):
     class Numbers(OneLogit):
         def test_step(self, batch, batch_idx):
             x = batch[0]
@@ -297,7 +298,7 @@ def test_numbers_are_reduced_as_lightning_does(fit, quiet):
     assert values == pytest.approx({n: lightning["mean_epoch" if n == "mean" else n] for n in values}, rel=1e-5)
 
 
-def test_a_continued_fit_goes_on_with_the_same_measures(fit, tmp_path):
+def test_own_step_resumed_fit_records_same_values(fit, tmp_path):
     records = []
     for cut in (None, 1):
         metrics, path = ContinualMetrics(), None
@@ -309,8 +310,8 @@ def test_a_continued_fit_goes_on_with_the_same_measures(fit, tmp_path):
     assert records[0] == records[1] and len(records[0]) == 2
 
 
-def test_parts_without_a_value(fit):
-    """A part on which the step's own arithmetic fails has none; a failure on many samples is the user's to see."""
+def test_own_step_failing_on_one_class_records_none(fit):
+    """A step that fails on one class gives no value for this class. A failure on all samples is raised."""
 
     class Picky(OneLogit):
         def test_step(self, batch, batch_idx):
@@ -330,7 +331,7 @@ def test_parts_without_a_value(fit):
 
 class NoStep(Own):
     def loss(self, batch):
-        raise AssertionError("a round has begun")
+        raise AssertionError("a round has started")
 
 
 class Silent(NoStep):
@@ -352,13 +353,13 @@ class Features(OneLogit):
 
 
 class Pair(Classifier):
-    """A subclass of ours with one logit."""
+    """A subclass of the library's classifier with one logit."""
 
     def __init__(self):
         super().__init__(nn.Linear(4, 1), 2)
 
     def sample_loss(self, output, y):
-        raise AssertionError("a round has begun")
+        raise AssertionError("a round has started")
 
 
 class Dicts(NoStep):
@@ -385,7 +386,7 @@ REFUSED = {
     "Not supported. The error before the first round says what to define.",
 )
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_measured_is_refused_before_the_first_round(fit, case):
+def test_own_step_unmeasurable_module_raises_before_first_round(fit, case):
     make, more, expected = REFUSED[case]
     methods = [one for one in more if not isinstance(one, str)]
     names = [one for one in more if isinstance(one, str)] or None
@@ -394,12 +395,12 @@ def test_what_cannot_be_measured_is_refused_before_the_first_round(fit, case):
         fit(make(), stream_of(X, PAIR), callbacks)
 
 
-def test_a_method_says_what_output_it_needs_where_batches_are_no_pairs(fit):
+def test_method_with_batches_of_dicts_raises_about_forward(fit):
     with raises(InvalidValueError, "forward"):
         fit(Image(), stream_of(IMAGES, None), [FLwF2T()])
 
 
-def test_a_subclass_of_ours_with_a_step_of_its_own(fit):
+def test_own_step_of_classifier_subclass_is_recorded(fit):
     class Mine(Pair):
         def sample_loss(self, output, y):
             return F.binary_cross_entropy_with_logits(output[:, 0], y.float(), reduction="none")

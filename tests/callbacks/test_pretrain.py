@@ -1,4 +1,4 @@
-"""Pre-training before the first round."""
+"""Tests of pre-training before the first round."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def make_flwf(make_stream):
 
 
 class Start(Callback):
-    """Keeps the model that the first round starts from."""
+    """Stores the state that the first round starts from."""
 
     def on_train_start(self, trainer, pl_module):
         self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
@@ -34,7 +34,7 @@ def pretrained(fit, task, stream, epochs=5, others=()):
     return start.state
 
 
-def test_equals_a_loop_over_its_samples(fit, make_flwf, make_task):
+def test_pretrain_equals_hand_written_loop(fit, make_flwf, make_task):
     stream, task, by_hand = make_flwf(), make_task(), make_task()
     state = pretrained(fit, task, stream)
     torch.manual_seed(derive_seed(0, "pretrain"))
@@ -50,7 +50,7 @@ def test_equals_a_loop_over_its_samples(fit, make_flwf, make_task):
     assert stream.get_samples(stream.plan.pretrain)[1].bincount().tolist() == [6] * 4
 
 
-def test_comes_from_the_seed_of_the_stream(fit, make_flwf, make_task):
+def test_pretrain_depends_only_on_stream_seed(fit, make_flwf, make_task):
     states = []
     for seed in (0, 0, 1):
         torch.manual_seed(len(states))
@@ -59,13 +59,13 @@ def test_comes_from_the_seed_of_the_stream(fit, make_flwf, make_task):
     assert not torch.equal(states[0]["model.1.weight"], states[2]["model.1.weight"])
 
 
-def test_the_task_keeps_its_trainer(fit, make_flwf, make_task):
+def test_pretrain_task_keeps_its_trainer(fit, make_flwf, make_task):
     task = make_task()
     trainer = fit(task, make_flwf(), [Pretrain(1)])
     assert task.trainer is trainer and trainer.current_epoch == 2
 
 
-def test_a_continued_fit_does_not_pretrain_again(fit, make_flwf, make_task, tmp_path):
+def test_pretrain_resumed_fit_does_not_pretrain_again(fit, make_flwf, make_task, tmp_path):
     task, again, start = make_task(), make_task(seed=1), Start()
     trainer = fit(task, make_flwf(), [Pretrain(3)], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "round.ckpt")
@@ -73,7 +73,7 @@ def test_a_continued_fit_does_not_pretrain_again(fit, make_flwf, make_task, tmp_
     torch.testing.assert_close(start.state, dict(task.state_dict()), rtol=0, atol=0)
 
 
-def test_what_has_no_samples_or_no_epochs_is_refused(fit, make_stream, make_task, samples, train):
+def test_pretrain_without_samples_or_epochs_raises(fit, make_stream, make_task, samples, train):
     with raises(InvalidValueError, "scenario"):
         fit(make_task(), make_stream(), [Pretrain(1)])
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "epochs"):

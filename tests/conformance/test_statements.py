@@ -29,7 +29,7 @@ class DrawsAnything(Method):
 
 
 class SumsPadding(Method):
-    """From the third round of a client, its penalty sums all rows of a batch, including vectorized training's padding."""
+    """From a client's third round, the penalty sums all rows of a batch, including padding of vectorized training."""
 
     def prepare_client_state(self, client):
         return client.method_state or {"rounds": torch.zeros(())}

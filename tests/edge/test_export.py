@@ -1,3 +1,5 @@
+"""Tests of the export to ONNX and ExecuTorch files."""
+
 import math
 import sys
 from collections import Counter
@@ -19,7 +21,7 @@ from lightning_fcl.models.quantization import quantize_backbone
 
 @pytest.fixture(scope="module")
 def images():
-    """Smooth random images."""
+    """Return smooth random images."""
     torch.manual_seed(0)
     return nn.functional.interpolate(torch.randn(24, 1, 8, 6), (64, 48), mode="bicubic")
 
@@ -39,7 +41,7 @@ def model(images):
 
 @pytest.fixture(scope="module")
 def files(model, images, tmp_path_factory):
-    """The int8 backbone and the whole classifier, exported, and the differences that were measured."""
+    """Export the int8 backbone and the whole classifier. Return paths, measured differences, and modules."""
     folder = tmp_path_factory.mktemp("onnx")
     parts = {"backbone": model.backbone, "whole": model}
     return {
@@ -50,13 +52,14 @@ def files(model, images, tmp_path_factory):
 
 def run(path, batch):
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")  # exact without VNNI, too
+    # This option gives exact sums on processors without VNNI.
+    options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0])
 
 
 @pytest.mark.seconds
-def test_a_float_network_for_any_batch(images, tmp_path):
+def test_export_onnx_float_network_accepts_any_batch_size(images, tmp_path):
     net = DSICNet()
     assert export_onnx(net.train(), images[:2], tmp_path / "new" / "net.onnx") < 1e-4
     assert net.training
@@ -67,14 +70,14 @@ def test_a_float_network_for_any_batch(images, tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("part", ["backbone", "whole"])
-def test_int8_in_the_file_gives_what_pytorch_gives(files, part, images):
+def test_export_onnx_int8_outputs_equal_pytorch(files, part, images):
     path, difference, module = files[part]
     assert difference < 1e-4
     for batch in (images[:1], images):
         assert torch.allclose(run(path, batch), module(batch), atol=1e-4)
 
 
-def test_the_weights_in_the_file_are_the_int8_ones(files, model):
+def test_export_onnx_int8_file_contains_int8_weights(files, model):
     path, _, backbone = files["backbone"]
     graph = onnx.load(path).graph
     onnx.checker.check_model(path, full_check=True)
@@ -84,28 +87,28 @@ def test_the_weights_in_the_file_are_the_int8_ones(files, model):
     assert all((a.shape == b.shape and (a == b).all()) for a, b in zip(weights, expected, strict=True))
     assert not any(value.dtype == "float32" and value.ndim > 1 for value in stored)
     counts = Counter(node.op_type for node in graph.node)
-    # One per activation, and one DequantizeLinear more per weight and per bias.
+    # There is one pair per activation, and one more DequantizeLinear for each weight and each bias.
     assert counts == {"Conv": 14, "QuantizeLinear": 15, "DequantizeLinear": 15 + 2 * 14}
     in_float = 4 * sum(value.size for value in weights)
     assert 0.25 * in_float < path.stat().st_size < 0.6 * in_float
 
 
-def test_the_file_names_no_source_files(files):
+def test_export_onnx_file_contains_no_source_paths(files):
     for path, _, _ in files.values():
         assert b".py" not in path.read_bytes()
 
 
-def test_the_head_stays_in_floating_point(files):
+def test_export_onnx_int8_head_is_float(files):
     stored = [numpy_helper.to_array(value) for value in onnx.load(files["whole"][0]).graph.initializer]
     assert {(80, 64, 1, 1), (10, 80)} <= {value.shape for value in stored if value.dtype == "float32"}
 
 
-def test_the_module_stays_as_it_is(files, model):
+def test_export_onnx_does_not_change_module(files, model):
     assert "backbone.zero_point" not in model.state_dict()
 
 
 class Wrong(nn.Module):
-    """Gives other numbers when it is exported."""
+    """Returns different numbers while it is exported."""
 
     def __init__(self, error):
         super().__init__()
@@ -117,7 +120,7 @@ class Wrong(nn.Module):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("error", [0.01, math.nan])
-def test_a_file_that_differs_is_not_kept(error, tmp_path):
+def test_export_onnx_outputs_differ_keeps_old_file(error, tmp_path):
     path = tmp_path / "net.onnx"
     path.write_text("older")
     with raises(InvalidValueError, "tolerance"):
@@ -127,26 +130,27 @@ def test_a_file_that_differs_is_not_kept(error, tmp_path):
 
 
 @pytest.mark.seconds
-def test_the_difference_is_measured(tmp_path):
+def test_export_onnx_returns_largest_difference(tmp_path):
     difference = export_onnx(Wrong(0.01), torch.zeros(3, 2), tmp_path / "net.onnx", tolerance=0.1)
     assert difference == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("example", [torch.zeros(0, 2), torch.zeros(3)])
-def test_an_example_must_be_a_batch(example, tmp_path):
+def test_export_onnx_invalid_example_raises(example, tmp_path):
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "example"):
         export_onnx(nn.Linear(2, 2), example, tmp_path / "net.onnx")
 
 
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
+def test_export_onnx_missing_package_raises(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with raises(MissingPackageError, value="onnxruntime"):
         export_onnx(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.onnx")
 
 
-@pytest.mark.slow  # ExecuTorch's own passes take most of it
+# ExecuTorch's own passes take most of the time.
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "size"), [("float", 1), ("backbone", 5), ("whole", 1)])
-def test_an_executorch_program_gives_what_pytorch_gives(part, size, model, images, tmp_path):
+def test_export_executorch_outputs_equal_pytorch(part, size, model, images, tmp_path):
     runtime = pytest.importorskip("executorch.runtime", reason="executorch is not installed")
     module = {"float": DSICNet().eval(), "backbone": model.backbone, "whole": model}[part]
     path = tmp_path / "net.pte"
@@ -154,11 +158,11 @@ def test_an_executorch_program_gives_what_pytorch_gives(part, size, model, image
     method = runtime.Runtime.get().load_program(path).load_method("forward")
     assert torch.allclose(method.execute([images[-size:]])[0], module(images[-size:]), atol=1e-4)
     if part == "backbone":
-        # Weights of four bytes alone would be 88 kB.
+        # Weights of four bytes each would have 88 kB.
         assert path.stat().st_size < 0.7 * 4 * sum(layer.weight.numel() for layer in module.layers)
 
 
-def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
+def test_export_executorch_invalid_batch_or_missing_package_raises(monkeypatch, tmp_path):
     with raises(InvalidValueError, "max_batch", value=0):
         export_executorch(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.pte", max_batch=0)
     monkeypatch.setitem(sys.modules, "executorch.backends.xnnpack.partition.xnnpack_partitioner", None)
@@ -168,7 +172,7 @@ def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
-def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
+def test_export_onnx_reservoir_steps_become_scan(tmp_path, readout):
     reservoir = EchoStateNetwork(3, units=10, num_layers=2, leaking_rate=0.4, bias_scaling=0.2, washout=5, seed=0)
     with torch.no_grad():
         reservoir.gain += 0.3 * torch.randn(20)
@@ -182,7 +186,7 @@ def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
 
 @pytest.fixture(scope="module")
 def frozen():
-    """A ridge readout of a small frozen backbone, and noisy images of four kinds to calibrate and to compare on."""
+    """Return a ridge readout of a small frozen backbone, and noisy images of four classes."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU6(), nn.Conv2d(16, 32, 3, 2), nn.ReLU6()]
     backbone = FrozenBackbone(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten()), size=24)
@@ -198,14 +202,14 @@ def frozen():
 
 
 @pytest.mark.seconds
-def test_a_frozen_backbone_and_its_readout_in_a_file(frozen, tmp_path):
+def test_export_onnx_frozen_backbone_with_readout(frozen, tmp_path):
     network, images = frozen
     assert export_onnx(network, images[:3], tmp_path / "net.onnx") < 1e-4
     torch.testing.assert_close(run(tmp_path / "net.onnx", images), network(images), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.seconds
-def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
+def test_export_int8_onnx_convolutions_are_int8(frozen, tmp_path):
     network, images = frozen
     assert export_int8_onnx(network, images[:120], images[120:], tmp_path / "new" / "net.onnx") > 0.95
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["net.onnx"]
@@ -220,7 +224,7 @@ def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.long
-def test_what_8_bits_change_too_much_is_not_written(frozen, tmp_path):
+def test_export_int8_onnx_low_agreement_raises_and_keeps_old_file(frozen, tmp_path):
     network, images = frozen
     (tmp_path / "net.onnx").write_bytes(b"older")
     with raises(InvalidValueError, "agreement") as caught:

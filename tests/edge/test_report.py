@@ -1,3 +1,5 @@
+"""Tests of the device report: parameters, MACs, memory, times, and the command `edge-report`."""
+
 import json
 
 import pytest
@@ -28,7 +30,7 @@ RECIPE = {
         },
     },
 }
-# Depthwise-separable blocks of DSICNet by hand: positions of the map that each writes, and channels in and out.
+# Layers of DSICNet: number of output positions, input channels and output channels.
 STEM = (32 * 24, 1, 16)
 PAIRS = [
     (32 * 24, 16, 32),
@@ -38,9 +40,8 @@ PAIRS = [
     (8 * 6, 64, 64),
     (4 * 3, 64, 64),
 ]
-BACKBONE_MACS = (
-    9 * STEM[0] * 16 + sum(n * a * 9 + n * a * b for n, a, b in PAIRS) + 12 * 64 * 9
-)  # depthwise and pointwise of each pair, and the last depthwise
+# Stem, depthwise and pointwise layer of each pair, and the last depthwise layer.
+BACKBONE_MACS = 9 * STEM[0] * 16 + sum(n * a * 9 + n * a * b for n, a, b in PAIRS) + 12 * 64 * 9
 HEAD_MACS = 12 * 64 * 80 + 80 * 10
 
 
@@ -62,14 +63,17 @@ def recipe(tmp_path):
 
 
 def hand_macs(forward):
-    """Each gradient, of weights and of input, takes the forward pass's MACs; the first layer's input has none."""
+    """Return MACs of the forward pass and of the backward pass.
+
+    The gradients of weights and of inputs each take the MACs of the forward pass. The first input has no gradient.
+    """
     return sum(forward), 2 * sum(forward) - forward[0]
 
 
-# The paper's numbers.
+# Tests of the paper's numbers.
 
 
-def test_the_paper_of_a_local_epoch(dsicnet, report):
+def test_device_report_local_epoch_equals_paper(dsicnet, report):
     assert report["time"]["local_epoch_s"] == pytest.approx(0.1784)
     assert report["time"]["sample_s"] == pytest.approx(6.4e-3, rel=0.01)
     assert report["energy_mj"] == pytest.approx(24.3 * 0.1784)
@@ -79,22 +83,24 @@ def test_the_paper_of_a_local_epoch(dsicnet, report):
     assert round(fast["energy_mj"], 1) == 6.2
 
 
-def test_the_paper_of_a_federated_epoch(report):
+def test_device_report_federated_epoch_equals_paper(report):
     time = report["time"]
     assert report["synchronisation"]["upload_s"] == report["synchronisation"]["download_s"] == 1.7
     assert time["synchronisation_s"] == pytest.approx(6 * 1.7)
     assert time["federated_epoch_s"] == pytest.approx(6 * 1.7 + 0.1784)
-    assert time["federated_epoch_s"] == pytest.approx(10.5, rel=0.015)  # as the paper prints it
+    # The paper states 10.5 s.
+    assert time["federated_epoch_s"] == pytest.approx(10.5, rel=0.015)
     assert time["local_epochs_in_federated_epoch"] == 58
     assert time["federated_epoch_ad_hoc_s"] == pytest.approx(4 * 1.7 + 0.1784)
 
 
-def test_the_paper_of_memory(report):
-    pointwise = 4 * (64 * 80 + 80 + 64 * 12 + 80 * 12)  # weights and folded bias, input, output
+def test_device_report_memory_equals_paper(report):
+    # Weights and folded bias, input, and output.
+    pointwise = 4 * (64 * 80 + 80 + 64 * 12 + 80 * 12)
     learning = report["memory"]["learning"]
     assert learning["bytes"] == pointwise == pytest.approx(29_000, rel=0.05)
     assert learning["layer"] == "model.head.pointwise.convolution"
-    # Also the weights' gradient and the output's; the backbone before it gets none.
+    # In addition, the gradients of the weights and of the output. The frozen backbone needs no gradient.
     assert learning["at_once"] == pointwise + 4 * (64 * 80 + 80 + 80 * 12)
     assert report["memory"]["inference"] == {
         "bytes": 32 * 24 * (16 + 32),
@@ -112,17 +118,17 @@ def test_the_paper_of_memory(report):
 
 
 @pytest.mark.parametrize("name", ["gap9-lpm", "gap9-hpm"])
-def test_the_profiles_hold_what_is_counted_for_dsicnet(report, name):
+def test_profiles_contain_counts_of_dsicnet(report, name):
     device, macs = read_device(name), report["macs"]
     assert (device.int8_macs, device.fp32_macs) == (macs["frozen_forward"], macs["trained_forward"] + macs["learning"])
     assert read_link("uwb-loco").payload_nbytes == report["synchronisation"]["upload_bytes"]
     assert device.memory == {"tcdm": 128 * 1024, "ram": 1536 * 1024, "flash": 2048 * 1024}
 
 
-# Parameters and bytes.
+# Tests of parameters and bytes.
 
 
-def test_dsicnet_sends_what_it_trains(report):
+def test_device_report_dsicnet_parameters_and_bytes(report):
     weights = 9 * 16 + sum(9 * a + a * b for _, a, b in PAIRS) + 9 * 64
     channels = 16 + sum(a + b for _, a, b in PAIRS) + 64
     trained = 64 * 80 + 80 + 80 * 10 + 10
@@ -138,22 +144,23 @@ def test_dsicnet_sends_what_it_trains(report):
     assert report["bytes"]["all_fp32"] == 4 * (weights + channels + trained)
     sync = report["synchronisation"]
     assert sync["upload_bytes"] == sync["download_bytes"] == 4 * trained
-    # Weight, bias, mean and variance of 80 channels in place of 80 biases, and a counter of 8 bytes.
+    # Weight, bias, mean and variance of 80 channels instead of 80 biases, and a counter of 8 bytes.
     assert sync["simulated_upload_bytes"] == sync["simulated_download_bytes"] == 4 * (trained + 3 * 80) + 8
 
 
-def test_the_unfolded_bytes_are_those_of_the_simulation(fit, make_stream):
+def test_device_report_unfolded_bytes_equal_simulation(fit, make_stream):
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
     task = Classifier(model, 4)
     rules = {"model.0.*": "local", "model.3.*": "download_only"}
-    trainer = fit(task, make_stream(drop_last=True), max_epochs=1, reductions=rules)  # a norm cannot learn from one
+    # Batch normalization cannot train on one sample, so incomplete batches are dropped.
+    trainer = fit(task, make_stream(drop_last=True), max_epochs=1, reductions=rules)
     log = trainer.strategy.server.record
     sync = device_report(task, (6,), reductions=rules)["synchronisation"]
     assert set(log.upload_bytes.values()) == {sync["simulated_upload_bytes"]} == {4 * 4 * 5 + 8}
     assert set(log.download_bytes.values()) == {sync["simulated_download_bytes"]} == {4 * 4 * 5 + 8 + 4 * (5 * 4 + 4)}
 
 
-def test_a_whole_mlp_travels_in_federated_averaging():
+def test_device_report_mlp_transmits_all_parameters():
     report = device_report(Classifier(MLP([64, 32, 10]), 10), (1, 8, 8), samples=5, nodes=4, local_epochs=3)
     numbers = 64 * 32 + 32 + 32 * 10 + 10
     assert report["parameters"]["trained"] == report["parameters"]["all"] == numbers
@@ -165,22 +172,24 @@ def test_a_whole_mlp_travels_in_federated_averaging():
     assert time["federated_epoch_s"] == pytest.approx(3 * time["local_epoch_s"] + 8 * link.transfer_time(4 * numbers))
 
 
-def test_what_stays_at_home_is_trained_but_does_not_travel():
+def test_device_report_local_parameters_are_not_transmitted():
     task = Classifier(MLP([6, 5, 4]), 4)
     report = device_report(task, (6,), reductions={"model.3.*": "local", "model.1.*": "download_only"})
     assert report["parameters"]["trained"] == 5 * 4 + 4
     assert report["synchronisation"]["upload_bytes"] == 0
     assert report["synchronisation"]["download_bytes"] == 4 * (6 * 5 + 5)
-    task.model[1].requires_grad_(False)  # frozen: every device has it from the model that was published
+    # Every device has frozen parameters from the published model.
+    task.model[1].requires_grad_(False)
     report = device_report(task, (6,))
     assert report["parameters"]["frozen"] == 6 * 5 + 5
     assert report["synchronisation"]["upload_bytes"] == report["synchronisation"]["download_bytes"] == 4 * (5 * 4 + 4)
 
 
-def test_a_norm_folds_only_where_it_can():
+def test_footprint_batch_norm_folds_only_into_layer_before():
     convolution = nn.Conv2d(1, 4, 3)
     folded = measure_footprint(nn.Sequential(convolution, nn.BatchNorm2d(4)), (1, 5, 5))
-    assert folded.num_elements(trained=True) == 4 * 9 + 4  # the convolution has a bias already
+    # The convolution already has a bias.
+    assert folded.num_elements(trained=True) == 4 * 9 + 4
     bare = measure_footprint(nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4, affine=False)), (1, 5, 5))
     assert bare.num_elements(trained=True) == 4 * 9 + 4
     between = measure_footprint(nn.Sequential(convolution, nn.ReLU(inplace=True), nn.BatchNorm2d(4)), (1, 5, 5))
@@ -191,7 +200,7 @@ def test_a_norm_folds_only_where_it_can():
     assert alone.num_elements(trained=True) == 8
 
 
-def test_a_layer_that_is_int8_already_is_left_as_it_is():
+def test_footprint_int8_layer_is_counted_unchanged():
     class Quantised(nn.Module):
         def __init__(self):
             super().__init__()
@@ -207,20 +216,20 @@ def test_a_layer_that_is_int8_already_is_left_as_it_is():
     assert footprint.frozen_forward == 30
 
 
-# MACs.
+# Tests of MACs.
 
 
-def test_macs_of_dsicnet_by_hand(dsicnet, report):
+def test_macs_of_dsicnet_equal_hand_count(dsicnet, report):
     assert report["macs"]["frozen_forward"] == BACKBONE_MACS
     assert report["macs"]["trained_forward"] == HEAD_MACS
-    # Weights of both layers, and what the classifier hands to the convolution.
+    # Gradients of the weights of both layers, and of the input of the classifier.
     assert report["macs"]["learning"] == HEAD_MACS + 80 * 10
     whole = measure_footprint(dsicnet, IMAGE)
     forward, backward = hand_macs([9 * STEM[0] * 16, BACKBONE_MACS + HEAD_MACS - 9 * STEM[0] * 16])
     assert (whole.frozen_forward, whole.trained_forward, whole.learning) == (0, forward, backward)
 
 
-def test_macs_of_har_cnn_by_hand():
+def test_macs_of_har_cnn_equal_hand_count():
     footprint = measure_footprint(Classifier(HARCNN(), 6), (6, 128))
     steps = 128 - 16 + 1
     forward, backward = hand_macs([steps * 16 * 6 * 196, 196 * (steps // 4) * 1024, 1024 * 6])
@@ -236,7 +245,7 @@ def test_macs_of_har_cnn_by_hand():
         (nn.Linear(4, 3), (7, 4), 7 * 4 * 3),
     ],
 )
-def test_macs_of_a_layer_in_the_middle(layer, shape, macs):
+def test_flop_counter_layer_counts_forward_and_both_gradients(layer, shape, macs):
     x = torch.zeros(1, *shape, requires_grad=True)
     with flop_counter() as counter:
         output = layer(x)
@@ -245,7 +254,7 @@ def test_macs_of_a_layer_in_the_middle(layer, shape, macs):
     assert counter.get_total_flops() == 2 * 3 * macs
 
 
-def test_macs_outside_of_layers_count_too():
+def test_footprint_counts_operations_outside_of_layers():
     class Product(nn.Module):
         def __init__(self):
             super().__init__()
@@ -259,7 +268,7 @@ def test_macs_outside_of_layers_count_too():
     assert (footprint.trained_forward, footprint.learning) == (18 + 6, 18 + 12)
 
 
-def test_a_layer_whose_macs_are_not_known_is_named():
+def test_device_report_lists_uncounted_layers():
     class Last(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,14 +282,16 @@ def test_a_layer_whose_macs_are_not_known_is_named():
     assert report["uncounted"] == ["table"]
 
 
-# Memory.
+# Tests of memory.
 
 
-def test_peak_memory_of_a_toy_net_by_hand():
+def test_device_report_memory_of_small_network_equals_hand_count():
     net = nn.Sequential(
-        nn.Conv1d(2, 3, 3, padding=1),  # frozen: 2 x 8 -> 3 x 8
+        # Frozen, from 2 x 8 to 3 x 8.
+        nn.Conv1d(2, 3, 3, padding=1),
         nn.ReLU(),
-        nn.Conv1d(3, 4, 1),  # trained: 3 x 8 -> 4 x 8
+        # Trained, from 3 x 8 to 4 x 8.
+        nn.Conv1d(3, 4, 1),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(32, 2),
@@ -300,14 +311,14 @@ def test_peak_memory_of_a_toy_net_by_hand():
     assert memory["ram"] == frozen + 3 * trained + 4 * 56
 
 
-def test_a_net_too_large_does_not_fit():
+def test_device_report_large_network_does_not_fit():
     report = device_report(Classifier(HARCNN(), 6), (6, 128))
     assert [entry["fits"] for entry in report["fits"].values()] == [False, False, False]
     need = report["fits"]["tcdm"]["need"]
     assert need == 4 * (196 * 28 * 1024 + 1024 + 196 * 28 + 1024)
 
 
-def test_nothing_is_left_behind_in_the_module(dsicnet):
+def test_device_report_restores_module(dsicnet):
     dsicnet.train()
     dsicnet.model.head.eval()
     dsicnet.model.backbone.requires_grad_(False)
@@ -324,18 +335,19 @@ def test_nothing_is_left_behind_in_the_module(dsicnet):
     assert all(torch.equal(value, before[name]) for name, value in dsicnet.state_dict().items())
 
 
-# Reservoirs.
+# Tests of reservoirs.
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_reservoir_sends_its_statistics(symmetric):
+def test_device_report_reservoir_uploads_statistics(symmetric):
     task = ReservoirClassifier(EchoStateNetwork(3, units=20, num_layers=2, washout=10), 4, symmetric=symmetric)
     report = device_report(task, (50, 3), samples=7)
     units, steps = 40, 40
     packed = units * (units + 1) // 2 if symmetric else units**2
     sync = report["synchronisation"]
-    assert sync["upload_bytes"] == sync["simulated_upload_bytes"] == 8 * (4 * units + packed) + 8  # A, B and n
-    assert sync["download_bytes"] == 8 * 4 * units  # the solution
+    # A, B and n are uploaded. The solution is downloaded.
+    assert sync["upload_bytes"] == sync["simulated_upload_bytes"] == 8 * (4 * units + packed) + 8
+    assert sync["download_bytes"] == 8 * 4 * units
     assert report["macs"] == {
         "frozen_forward": 50 * (20 * 3 + 20 * 20 + 20 * 20 + 20 * 20),
         "trained_forward": steps * units * 4,
@@ -350,13 +362,13 @@ def test_a_reservoir_sends_its_statistics(symmetric):
     assert report["fits"]["flash"]["need"] == report["bytes"]["all"] - 8 * (4 * units + packed)
 
 
-def test_a_reservoir_that_shares_weights_sends_these():
+def test_device_report_reservoir_upload_weights():
     task = ReservoirClassifier(EchoStateNetwork(3, units=20), 4, upload="weights")
     sync = device_report(task, (50, 3))["synchronisation"]
     assert sync["upload_bytes"] == sync["download_bytes"] == 8 * 4 * 20
 
 
-def test_the_bytes_of_a_reservoir_are_those_of_the_simulation(fit, make_reservoir_task, make_series_stream):
+def test_device_report_reservoir_bytes_equal_simulation(fit, make_reservoir_task, make_series_stream):
     task = make_reservoir_task()
     log = fit(task, make_series_stream(), max_epochs=1).strategy.server.record
     sync = device_report(task, (9, 3))["synchronisation"]
@@ -364,10 +376,10 @@ def test_the_bytes_of_a_reservoir_are_those_of_the_simulation(fit, make_reservoi
     assert set(log.download_bytes.values()) == {sync["download_bytes"]}
 
 
-# The command line.
+# Tests of the command line.
 
 
-def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
+def test_edge_report_command_writes_files(recipe, tmp_path, capsys):
     main(["edge-report", recipe, "--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     written = (tmp_path / "device.md").read_text()
@@ -383,7 +395,7 @@ def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
     assert len({len(line) for line in written.splitlines() if line.startswith(("| upload", "| local"))}) == 1
 
 
-def test_recipes_lie_over_each_other_as_in_fit(recipe, tmp_path, capsys):
+def test_edge_report_command_merges_recipes_as_fit(recipe, tmp_path, capsys):
     more = tmp_path / "more.yaml"
     more.write_text("model: {init_args: {model: {init_args: {num_classes: 4}}}}\ndata: {data: digits}\n")
     words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", "--out", str(tmp_path)]
@@ -401,7 +413,7 @@ def report_recipe(folder, *words):
 
 
 @pytest.mark.seconds
-def test_the_data_tell_shape_samples_and_nodes(capsys, tmp_path):
+def test_edge_report_command_reads_defaults_from_data(capsys, tmp_path):
     report = report_recipe(tmp_path, RECIPES / "quickstart.yaml")
     assert report["input"] == [1, 8, 8]
     assert report["nodes"] == 10 and report["local_epochs"] == 5
@@ -411,7 +423,7 @@ def test_the_data_tell_shape_samples_and_nodes(capsys, tmp_path):
     assert "# Device report" in capsys.readouterr().out
 
 
-def test_a_reservoirs_recipe(capsys, tmp_path):
+def test_edge_report_command_accepts_reservoir_recipe(capsys, tmp_path):
     files = [RECIPES / "incfed" / name for name in ("base.yaml", "hhar.yaml", "incfed-hhar.yaml")]
     more = tmp_path / "small.yaml"
     more.write_text("model: {init_args: {reservoir: {init_args: {units: 30}}}}\n")
@@ -421,7 +433,7 @@ def test_a_reservoirs_recipe(capsys, tmp_path):
 
 
 @pytest.mark.seconds
-def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, error_of):
+def test_edge_report_command_without_data_requires_input(tmp_path, monkeypatch, error_of):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     files = [str(RECIPES / "flwf" / name) for name in ("base.yaml", "flwf-2t.yaml")]
     assert "Pass the shape with `--input`, as in `--input 1,64,48`." in error_of(["edge-report", *files])
@@ -430,7 +442,7 @@ def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, error_of):
     assert (report["samples"], report["nodes"]) == (28, 3)
 
 
-# Profiles of one's own, and errors.
+# Tests of custom profiles and of errors.
 
 
 def own_profile(tmp_path, **changes):
@@ -440,7 +452,7 @@ def own_profile(tmp_path, **changes):
     return path
 
 
-def test_a_profile_of_ones_own(dsicnet, tmp_path):
+def test_device_report_custom_profile_and_link(dsicnet, tmp_path):
     path = own_profile(tmp_path, latency_ms=356.8, memory={"ram": 100_000}, source=None, frequency_mhz=None)
     link = tmp_path / "link.yml"
     link.write_text("payload_nbytes: 1000\ntransfer_s: 0.5\n")
@@ -448,12 +460,12 @@ def test_a_profile_of_ones_own(dsicnet, tmp_path):
     assert report["device"]["name"] == "mine"
     assert report["time"]["local_epoch_s"] == pytest.approx(0.3568)
     assert report["synchronisation"]["upload_s"] == pytest.approx(24.04 / 2)
-    # One memory for all holds the largest layer too.
+    # A single memory also contains the largest layer.
     need = report["memory"]["ram"] + report["memory"]["tcdm"]["bytes"]
     assert report["fits"] == {"ram": {"need": need, "have": 100_000, "fits": False}}
 
 
-def test_int8_is_as_much_faster_as_the_profile_says(tmp_path):
+def test_device_profile_int8_rate_follows_ratio(tmp_path):
     device = read_device(own_profile(tmp_path, int8_per_fp32=2))
     assert device.int8_rate == pytest.approx(2 * device.fp32_rate)
     assert device.seconds(28 * device.int8_macs, 28 * device.fp32_macs) == pytest.approx(0.1784)
@@ -473,13 +485,13 @@ def test_int8_is_as_much_faster_as_the_profile_says(tmp_path):
         ({"memory": 5}, r'mine.yaml .* "memory":\s.*5'),
     ],
 )
-def test_a_wrong_profile_is_refused(tmp_path, changes, message):
+def test_read_device_invalid_values_raise(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read_device(own_profile(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", ""])
-def test_a_profile_that_is_none_is_refused(tmp_path, text):
+def test_read_link_invalid_file_raises(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"Expected .*mine.yaml to (contain values by name|be YAML) but got"):
@@ -499,18 +511,18 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
         (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),
     ],
 )
-def test_wrong_words_are_refused(recipe, error_of, words, message):
-    # What comes last counts.
+def test_edge_report_command_invalid_options_raise(recipe, error_of, words, message):
+    # The last value of an option takes precedence.
     words = ["--input", "1,64,48", "--samples", "28", "--nodes", "3", *words]
     assert message in error_of(["edge-report", recipe, *words])
 
 
-def test_a_recipe_is_needed(error_of, tmp_path):
+def test_edge_report_command_without_recipe_or_model_raises(error_of, tmp_path):
     assert "Expected at least one recipe but got none." in error_of(["edge-report"])
     (tmp_path / "empty.yaml").write_text("data: {data: digits}\n")
     assert "a `model` but got none" in error_of(["edge-report", str(tmp_path / "empty.yaml")])
 
 
-def test_reductions_that_match_nothing_are_refused(dsicnet):
+def test_device_report_unmatched_reductions_raise(dsicnet):
     with raises(InvalidValueError, "reductions"):
         device_report(dsicnet, IMAGE, reductions={"backbone.*": "constant"})

@@ -1,4 +1,4 @@
-"""The speeds of a federation of one kind of device."""
+"""Tests of the speeds of clients that have the same device."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from lightning_fcl.models import MLP, DSICNet
 
 
 @pytest.mark.parametrize("reductions", [{}, {"backbone.*": "constant"}])
-def test_a_client_takes_the_time_that_the_device_is_estimated_to_take(reductions):
-    """An epoch and both ways of a synchronisation, of the node on its own."""
+def test_device_speeds_client_time_equals_device_report(reductions):
+    """Tests the time of an epoch, an upload and a download of a single node."""
     model, shape = DSICNet(num_classes=10), (1, 64, 48)
     report = device_report(model, shape, reductions=reductions, samples=28)
     speeds = device_speeds(model, shape, reductions=reductions)
@@ -19,12 +19,12 @@ def test_a_client_takes_the_time_that_the_device_is_estimated_to_take(reductions
     assert seconds == pytest.approx(expected, rel=1e-9)
 
 
-def test_unlike_devices_differ_and_wait():
+def test_device_speeds_latency_and_spread_are_used():
     speeds = device_speeds(MLP([6, 5, 4]), (6,), latency=2.0, spread=0.5, variation=0.1)
     assert speeds.for_client("a", 0) != speeds.for_client("b", 0)
     assert (speeds.typical.latency, speeds.spread, speeds.variation) == (2.0, 0.5, 0.1)
 
 
-def test_a_device_that_is_not_known_is_named():
+def test_device_speeds_unknown_profile_raises():
     with pytest.raises(UnknownNameError, check=lambda error: error.argument == "profile"):
         device_speeds(MLP([6, 5, 4]), (6,), profile="gap8")

@@ -1,4 +1,4 @@
-"""A small zoo in a folder, and small runs."""
+"""Fixtures: a small zoo in a folder, and small runs."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NAME = "mlp.digits.flwf2t_replay"
 
 @pytest.fixture
 def small_zoo(tmp_path, monkeypatch):
-    """A zoo of one network, which LIGHTNING_FCL_ZOO names; nothing is cached yet."""
+    """Return a zoo with one network. LIGHTNING_FCL_ZOO is set to its folder, and the cache is empty."""
     folder = tmp_path / "zoo"
     copy_to_registry(package_folder() / NAME, folder)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
@@ -24,7 +24,7 @@ def small_zoo(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def fit_small(without_pages):
-    """Fits recipes of the package with changes over them, below a folder; the run's folder."""
+    """Return a function that fits recipes of the package with changes, and returns the folder of the run."""
 
     def fit(folder, *changes, recipes=("quickstart.yaml",), words=()):
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def fit_small(without_pages):
 
 @pytest.fixture
 def tensors_of():
-    """All tensors in dicts, lists and tuples of whatever depth."""
+    """Return a function that yields all tensors in nested dicts, lists and tuples."""
 
     def tensors(content):
         if isinstance(content, torch.Tensor):

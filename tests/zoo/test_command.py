@@ -1,4 +1,4 @@
-"""`lightning-fcl zoo`, as typed."""
+"""Tests of the command `lightning-fcl zoo`."""
 
 import json
 
@@ -15,13 +15,13 @@ DIGITS = load_digits()
 
 @pytest.fixture
 def digits(tmp_path):
-    """A CSV file of a hundred digits, a line each."""
+    """Return a CSV file of 100 digits, one per line."""
     path = tmp_path / "digits.csv"
     np.savetxt(path, DIGITS.images[:100].reshape(100, -1), delimiter=",")
     return path
 
 
-def test_ls_and_info(small_zoo, capsys):
+def test_zoo_ls_and_info_print_entry(small_zoo, capsys):
     main(["zoo", "ls", "*digits*"])
     line = capsys.readouterr().out
     assert line.startswith(f"{NAME}@1 ") and "0.769" in line and "MB" in line
@@ -29,12 +29,12 @@ def test_ls_and_info(small_zoo, capsys):
     assert f"# {NAME}" in capsys.readouterr().out
 
 
-def test_verify(small_zoo, capsys):
+def test_zoo_verify_prints_result(small_zoo, capsys):
     main(["zoo", "verify", NAME])
     assert "as its card says; accuracy 0.76" in capsys.readouterr().out
 
 
-def test_predict_a_csv_file(small_zoo, digits, capsys):
+def test_zoo_predict_csv_file_prints_labels(small_zoo, digits, capsys):
     main(["zoo", "predict", NAME, str(digits)])
     labels = [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()]
     assert sum(label == str(y) for label, y in zip(labels, DIGITS.target[:100], strict=True)) >= 65
@@ -55,13 +55,13 @@ def test_predict_a_csv_file(small_zoo, digits, capsys):
         (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16, but got 99"),
     ],
 )
-def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, message, error_of):
+def test_zoo_predict_invalid_csv_file_raises(small_zoo, tmp_path, content, message, error_of):
     (tmp_path / "wrong.csv").write_text(content)
     error = error_of(["zoo", "predict", NAME, str(tmp_path / "wrong.csv")])
     assert message in error and len(error) < 1000
 
 
-def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, capsys):
+def test_zoo_download_to_folder_makes_registry(small_zoo, tmp_path, monkeypatch, capsys):
     main(["zoo", "download", NAME, "--to", str(tmp_path / "copy")])
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "copy"))
     main(["zoo", "verify", NAME])
@@ -69,5 +69,5 @@ def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, c
     assert NAME in list_models()
 
 
-def test_fetch_wants_names(small_zoo, error_of):
+def test_zoo_download_without_names_raises(small_zoo, error_of):
     assert "Expected names to download, or --all" in error_of(["zoo", "download"])

@@ -1,3 +1,5 @@
+"""Tests of the continuation of published networks."""
+
 import copy
 from collections import Counter
 
@@ -35,7 +37,7 @@ def small(small_recipe):
 
 @pytest.fixture
 def fit(fit_small):
-    """Fits the small recipe, with changes, up to a round."""
+    """Return a function that fits the small recipe, with changes, up to a round."""
 
     def run(folder, rounds, *changes, **recipes):
         return fit_small(folder, *changes, words=["--trainer.max_epochs", str(rounds)], **recipes)
@@ -45,11 +47,11 @@ def fit(fit_small):
 
 @pytest.fixture
 def as_packaged(monkeypatch, tmp_path):
-    """Takes the recipe of a run for one of the package."""
+    """Return a function that makes the recipe of a run a recipe of the package."""
 
     def make(run, rounds):
         monkeypatch.setattr("lightning_fcl.zoo.verifying.recipes_folder", lambda: run.parent)
-        # Lightning writes the rounds that were fitted; the recipe has more.
+        # Lightning writes the number of fitted rounds. The recipe has more rounds.
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
@@ -62,11 +64,12 @@ def as_packaged(monkeypatch, tmp_path):
 
 @pytest.fixture
 def published(tmp_path, monkeypatch, as_packaged, fit, small):
-    """Publishes what a recipe has trained after a round, and fits it to its end."""
+    """Return a function that publishes a recipe's network after some rounds, and fits the recipe to its end."""
 
     def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
-        monkeypatch.chdir(tmp_path)  # what recipes cache lies there
+        # Recipes write their cache to the current folder.
+        monkeypatch.chdir(tmp_path)
         changes = (SILENT, change) if recipes else (small, change)
         run, whole = (
             fit(tmp_path / name, last, *changes, **recipes) for name, last in (("part", rounds), ("whole", of))
@@ -87,8 +90,8 @@ def same(module, state):
 @pytest.mark.parametrize(
     ("more", "rounds"), [({}, 1), ({}, 2), ({}, 3), ({"strategy": {"init_args": {"server_optimizer": ADAM}}}, 2)]
 )
-def test_without_memories_it_comes_to_the_same_bits(published, more, rounds):
-    """The server's optimizer goes on as well."""
+def test_continue_without_client_state_is_bitwise_identical(published, more, rounds):
+    """Tests that the state of the server's optimizer is also restored."""
     _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **more}}, rounds)
     later = zoo.continue_from("mlp.part")
     assert later.round == rounds and later.trainer.max_epochs == 4
@@ -97,7 +100,7 @@ def test_without_memories_it_comes_to_the_same_bits(published, more, rounds):
 
 
 def check_going_on(run, whole, rounds):
-    """To the same bits with what clients keep; without, they begin anew."""
+    """Check that the result is bitwise equal with client states, and different without them."""
     later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
     assert later.round == rounds
     later.fit()
@@ -108,8 +111,9 @@ def check_going_on(run, whole, rounds):
 
 
 @pytest.mark.seconds
-def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin_anew(published):
-    _, run, whole = published({}, 3)  # FLwF-2T's teachers and a replay buffer, in the midst of an experience
+def test_continue_with_client_states_is_bitwise_identical(published):
+    # Clients have teachers of FLwF-2T and replay buffers. Round 3 is in the middle of an experience.
+    _, run, whole = published({}, 3)
     check_going_on(run, whole, 3)
 
 
@@ -118,20 +122,23 @@ def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin
 @pytest.mark.parametrize(
     ("paper", "names", "rounds", "of"),
     [
-        # Plasticity of the second experience, before its readout.
+        # After plasticity of the second experience, before its readout.
         pytest.param("fedclip", FEDCLIP, 3, 8, marks=pytest.mark.long),
-        # In the midst of the first session, with maps of its own and of the base session.
+        # In the middle of the first session. Buffers contain feature maps of this session and of the base session.
         pytest.param("odfcl", ODFCL, 1, 4, marks=pytest.mark.long),
-        ("fedvit", FEDVIT, 3, 4),  # heads and memories of the first task, in the midst of the second
+        # In the middle of the second task. Clients have heads and memories of the first task.
+        ("fedvit", FEDVIT, 3, 4),
     ],
 )
-def test_each_paper_goes_on_with_what_its_clients_keep(data_folder, published, paper, names, rounds, of):
+def test_continue_paper_recipe_with_client_states_is_bitwise_identical(
+    data_folder, published, paper, names, rounds, of
+):
     _, run, whole = published({}, rounds, of, recipes=[f"{paper}/{name}.yaml" for name in names])
     check_going_on(run, whole, rounds)
 
 
 @pytest.mark.seconds
-def test_nothing_that_clients_keep_is_published(published, tensors_of):
+def test_publish_contains_no_client_state(published, tensors_of):
     folder, run, _ = published({}, 3)
     kept = next(value for value in load_newest_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
     content = read_continuation(folder / CONTINUE)
@@ -144,13 +151,14 @@ def test_nothing_that_clients_keep_is_published(published, tensors_of):
     ]
     holders = Counter(row for own in rows for row in set(own))
     single = [row for row, clients in holders.items() if clients == 1 and len(set(row)) > 3]
-    assert len(single) > 50  # teachers' rows and remembered images
+    # Rows of teachers and replay samples.
+    assert len(single) > 50
     for row in single:
         assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()
 
 
 @pytest.mark.seconds
-def test_a_checkpoint_of_other_clients_is_refused(published, fit, small, tmp_path):
+def test_continue_checkpoint_of_other_run_raises(published, fit, small, tmp_path):
     published(KEEPS_NOTHING, 1)
     other = fit(tmp_path / "other", 1, small, {**KEEPS_NOTHING, "seed_everything": 5})
     with pytest.raises(
@@ -164,8 +172,9 @@ FOUR = {"data": {"partition": {"class_path": "IID", "init_args": {"num_clients":
 
 
 @pytest.mark.seconds
-def test_a_readout_of_a_body_that_a_package_brings_learns_later_classes_to_the_same_bits(published):
-    folder, run, whole = published(FOUR, 3, 5, recipes=LITE0)  # six digits; the other four come later
+def test_continue_readout_of_packaged_backbone_is_bitwise_identical(published):
+    # After 3 rounds, 6 of 10 digits are learned.
+    folder, run, whole = published(FOUR, 3, 5, recipes=LITE0)
     readout = {f"readout.{name}" for name in ("A", "B", "n", "tag", "weight")}
     assert read_tensors(folder / WEIGHTS).keys() == {"weight"}
     assert (
@@ -182,7 +191,7 @@ def test_a_readout_of_a_body_that_a_package_brings_learns_later_classes_to_the_s
 
 
 @pytest.mark.seconds
-def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
+def test_continue_new_classes_equal_joint_solution(published):
     published({**FOUR, "model": {"init_args": {"num_classes": 10}}}, 5, 5, recipes=LITE0)
     later = zoo.continue_from("mlp.part", classes=2)
     task, digits = later.module, load_digits()
@@ -223,13 +232,13 @@ def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
         ("esn.wesad_wrist.incfed", 0, 0),
     ],
 )
-def test_no_other_classes(name, classes, value):
+def test_continue_unsupported_classes_raise(name, classes, value):
     with raises(InvalidValueError, "classes", value=value):
         zoo.continue_from(name, classes=classes)
 
 
 @pytest.mark.seconds
-def test_a_damaged_file_is_refused(published):
+def test_continue_damaged_file_raises(published):
     folder, _, _ = published(KEEPS_NOTHING, 1)
     data = bytearray((folder / CONTINUE).read_bytes())
     data[len(data) // 2] ^= 1

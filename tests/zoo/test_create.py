@@ -1,3 +1,5 @@
+"""Tests of `create_model` and `pretrained_reservoir`."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +21,13 @@ from lightning_fcl.zoo import list_models
 NAME = "mlp.digits.flwf2t_replay"
 
 
-def test_published_weights_to_train_on():
+def test_create_model_pretrained_is_trainable():
     network = create_model(NAME, pretrained=True)
     assert all(value.requires_grad for value in network.parameters()) and network.training
     assert torch.equal(network[1].weight, zoo.load(NAME).network[1].weight)
 
 
-def test_a_new_head_where_classes_differ():
+def test_create_model_other_num_classes_has_new_head():
     network, published = create_model(NAME, pretrained=True, num_classes=3), zoo.load(NAME).network
     assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
     assert torch.equal(network[1].weight, published[1].weight)
@@ -33,13 +35,13 @@ def test_a_new_head_where_classes_differ():
     assert torch.equal(same[3].weight, published[3].weight)
 
 
-def test_features_only():
+def test_create_model_features_only_returns_features():
     x = torch.rand(2, 1, 8, 8)
     features = create_model(NAME, pretrained=True, features_only=True)(x)
     assert torch.allclose(features, zoo.load(NAME).network.embed(x))
 
 
-def test_without_published_weights():
+def test_create_model_without_pretrained_has_random_weights():
     torch.manual_seed(0)
     network = create_model(NAME)
     assert not torch.equal(network[1].weight, zoo.load(NAME).network[1].weight)
@@ -57,18 +59,18 @@ def test_without_published_weights():
         ({"name": "DSICNet", "colours": 3}, (UnknownNameError, "model")),
     ],
 )
-def test_what_cannot_be_made_is_refused(words, expected):
+def test_create_model_invalid_arguments_raise(words, expected):
     with raises(*expected):
         create_model(**words)
 
 
-def test_names_by_pattern():
+def test_list_models_filters_by_pattern():
     assert NAME in list_models("*digits*") and list_models("nothing*") == []
     assert "DSICNet" in list_models("dsic*", pretrained=False)
 
 
 @pytest.mark.seconds
-def test_a_fit_begins_with_a_published_network(fit_small, small_recipe, tmp_path):
+def test_fit_option_pretrained_starts_from_published_weights(fit_small, small_recipe, tmp_path):
     frozen = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 1e-12}}}}}
     run = fit_small(tmp_path, small_recipe(rounds=1, clients=3), frozen, words=["--model.pretrained", NAME])
     told = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["model"]
@@ -78,7 +80,7 @@ def test_a_fit_begins_with_a_published_network(fit_small, small_recipe, tmp_path
     assert torch.allclose(found, zoo.load(NAME).network[1].weight)
 
 
-def test_a_reservoir_of_others():
+def test_pretrained_reservoir_returns_published_reservoir():
     reservoir = zoo.pretrained_reservoir("esn.wesad_wrist.fedip")
     assert torch.equal(reservoir.gain, zoo.load("esn.wesad_wrist.fedip").network.reservoir.gain)
     with raises(InvalidValueError, "name"):
@@ -89,7 +91,7 @@ def test_a_reservoir_of_others():
     ("task", "name"),
     [("HARClassifier", "har_cnn.ucihar.flwf2t_ft"), ("ReservoirClassifier", "esn.wesad_wrist.fedip")],
 )
-def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
+def test_option_pretrained_other_tasks_load_published_weights(task, name, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
         "lightning_fcl.runs.fit.run_cli",
@@ -108,7 +110,7 @@ def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tm
 
 
 @pytest.mark.seconds
-def test_torch_hub_loads_from_the_checkout():
+def test_torch_hub_loads_from_checkout():
     root = Path(lightning_fcl.__file__).parents[1]
     code = (
         f"import torch; model = torch.hub.load({str(root)!r}, {NAME.replace('.', '_')!r}, source='local');"

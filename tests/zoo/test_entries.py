@@ -1,4 +1,4 @@
-"""Each network of the zoo: as its card says, small enough to travel, and nothing of a person in it."""
+"""Tests of each network of the zoo: agreement with its card, size, and privacy."""
 
 import copy
 import subprocess
@@ -25,11 +25,11 @@ ROOT = Path(lightning_fcl.__file__).parents[1]
 PERSONS = [name for name in NAMES if ".lfw." in name or ".orl." in name]
 
 
-def test_all_are_listed():
+def test_list_models_lists_all_folders():
     assert list_models() == NAMES and len(NAMES) >= 12
 
 
-# A minute and more of images for each test sample to be embedded.
+# The features of all test images of lite0 take more than one minute.
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "name",
@@ -38,48 +38,48 @@ def test_all_are_listed():
         for name in NAMES
     ],
 )
-def test_it_is_as_its_card_says(name):
+def test_entry_verifies_against_card(name):
     verdict = zoo.verify(name)
     assert verdict.is_reproduced
     if verdict.measured_accuracy is None and get_entry(name).entry.classes:
-        pytest.skip(verdict.reason)  # its data are not here
+        # The data are not available.
+        pytest.skip(verdict.reason)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_input_is_drawn_from_a_seed(name):
-    draw = (
-        torch.rand if "models.frozen_backbone" in str(get_entry(name).entry.network) else torch.randn
-    )  # which takes pixels
+def test_entry_check_input_is_seeded_noise(name):
+    # A frozen backbone expects pixels between 0 and 1.
+    draw = torch.rand if "models.frozen_backbone" in str(get_entry(name).entry.network) else torch.randn
     sample = draw(2, *get_entry(name).entry.input_shape, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(load_file(resolve_folder(name) / CHECK)["input"], sample, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_licences_and_recipe_are_told(name):
+def test_entry_has_licenses_and_recipe(name):
     entry = get_entry(name).entry
     assert entry.license.keys() == {"weights", "data"} and all(entry.license.values())
     assert entry.description and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_card_has_the_spread_of_todays_table(name):
+def test_entry_card_equals_rendered_template(name):
     entry, text = get_entry(name).entry, (resolve_folder(name) / CARD).read_text()
     state = load_file(resolve_folder(name) / WEIGHTS)
-    assert text == model_card(entry, metric_spread(entry), state), "write it anew: python zoo/train.py --cards"
+    assert text == model_card(entry, metric_spread(entry), state), "update the cards with: python zoo/train.py --cards"
     assert (" ± " in text) == bool(metric_spread(entry))
 
 
 @pytest.mark.parametrize("name", PERSONS)
-def test_persons_have_no_names(name):
+def test_entry_classes_of_persons_are_numbered(name):
     assert all(label.startswith("person ") for label in get_entry(name).entry.classes)
 
 
-def test_what_travels_in_the_wheel_is_small():
+def test_wheel_entries_are_smaller_than_10_mb():
     files = [path for kind in ("mlp", "esn") for path in package_folder().glob(f"{kind}.*/*") if path.name != CONTINUE]
     assert files and sum(path.stat().st_size for path in files) < 10e6
 
 
-# Those of other names are networks of these classes with other weights.
+# These networks have the same architectures as other networks, with different weights.
 ALIKE = (".fedclip", ".fedip", ".flwf2t_ft")
 
 
@@ -92,7 +92,7 @@ ALIKE = (".fedclip", ".fedip", ".flwf2t_ft")
         if not name.endswith(ALIKE)
     ],
 )
-def test_it_becomes_an_onnx_file(name, tmp_path):
+def test_entry_exports_to_onnx(name, tmp_path):
     model = zoo.load(name)
     example = example_input(model.network, model.entry.input_shape)
     network = model.network if model.classes else zoo.create_model(name, pretrained=True, features_only=True)
@@ -100,13 +100,13 @@ def test_it_becomes_an_onnx_file(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_from_the_wheel_to_a_prediction():
+def test_wheel_predicts_with_published_network():
     done = subprocess.run(["bash", str(ROOT / "tests/first_prediction.sh")], capture_output=True, text=True)
     assert done.returncode == 0 and "the first prediction is right" in done.stdout, done.stdout + done.stderr
 
 
 def sums_of(task, stream, clients):
-    """The statistics of some clients' samples, as they would send them."""
+    """Return the statistics of some clients' samples, as the clients would upload them."""
     other = copy.deepcopy(task.readout)
     other.reset(int(task.readout.tag))
     for client in clients:
@@ -125,27 +125,28 @@ def sums_of(task, stream, clients):
         if name.endswith(".incfed")
     ],
 )
-def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
-    """By a client that brings its own sums: what is left are those of the others, and so is the readout."""
+def test_published_reservoir_unlearns_a_person(data_folder, name):
+    """A client unlearns with its own sums. The remaining sums and the readout equal those of the other clients."""
     later = zoo.continue_from(name)
     task, (leaving, *others) = later.module, sorted(later.stream.plan.train[0])
     before = task.readout.weight.clone()
     gone, wanted = sums_of(task, later.stream, [leaving]), sums_of(task, later.stream, others)
     here = sums_of(task, later.stream, [leaving, *others])
     wanted.solve()
-    # What was published was summed on another machine, whose states of single precision are rounded otherwise.
+    # The published sums were computed on a different machine, with different rounding of single-precision states.
     for readout, rounding in ((task.readout, 1e-6), (here, 1e-12)):
         readout.unlearn(gone)
         for found, sums in ((readout.A, wanted.A), (readout.B, wanted.B)):
             assert (found - sums).abs().max() <= rounding * sums.abs().max()
         readout.solve()
-    # What was published solves the others' regression now, but for what the sums differ by; before it did not.
+    # After unlearning, the published readout solves the regression of the other clients, within rounding of the sums.
+    # Before unlearning, it does not.
     squares = unpack_upper(wanted.B, wanted.in_features)
     for weight, solves in ((task.readout.weight, True), (before, False)):
         residual = weight @ squares + wanted.beta * weight - wanted.A
         allowed = 2e-6 * (squares.abs().max() * weight.abs().sum(1, keepdim=True) + wanted.A.abs().max())
         assert bool((residual.abs() <= allowed).all()) is solves
-    # The regularisers of WESAD and HHAR are small, and rounding in the sums counts for more.
+    # The regularization of WESAD and HHAR is small, so rounding of the sums has a larger effect.
     tolerance = 1e-9 if "ucihar" in name else 1e-4
     assert torch.allclose(here.weight, wanted.weight, rtol=0, atol=tolerance)
     for readout in (task.readout, here):
@@ -153,7 +154,7 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
 
 
 @pytest.mark.seconds
-def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeypatch, tmp_path):
+def test_published_backbone_readout_learns_new_classes(fit, monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
     later = zoo.continue_from("lite0.miniimagenet.ridge", classes=2)
     task, digits = later.module, load_digits()
@@ -184,7 +185,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeyp
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_new_people_are_added_to_a_published_reservoir(fit, data_folder):
+def test_published_reservoir_learns_from_new_people(fit, data_folder):
     later = zoo.continue_from("esn.wesad_wrist.incfed")
     task, stream = later.module, later.stream
     known, n = copy.deepcopy(task.readout), int(task.readout.n)

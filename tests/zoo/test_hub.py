@@ -1,4 +1,4 @@
-"""Networks from and to a stand-in for the Hugging Face hub on loopback."""
+"""Tests of downloads from and uploads to a fake Hugging Face hub on the loopback interface."""
 
 import base64
 import hashlib
@@ -26,10 +26,10 @@ print(zoo.load({name!r}).predict([[[8.0] * 8] * 8])[0].label)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's protocol as it takes to bring files to one repository, our/models, and to get them.
+    """The part of the hub's protocol to upload files to the repository our/models, and to download them.
 
     Attributes:
-        commits: The files of each commit, the newest last.
+        commits: Files of each commit. The newest commit is last.
     """
 
     protocol_version = "HTTP/1.1"
@@ -101,13 +101,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def commits(small_zoo):
-    """What the hub holds: one commit with a published network."""
+    """Return the content of the hub: one commit with a published network."""
     return {COMMIT: {file.name: file.read_bytes() for file in (small_zoo / NAME).iterdir()}}
 
 
 @pytest.fixture
 def hub(commits, tmp_path):
-    """Runs words of Python in a process whose hub is on loopback."""
+    """Yield a function that runs Python with arguments in a process that uses the fake hub."""
     handler = type("Handler", (Hub,), {"commits": commits})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -125,19 +125,19 @@ def hub(commits, tmp_path):
 
 
 @pytest.mark.seconds
-def test_from_the_hub_at_a_commit(hub):
+def test_load_from_hub_at_commit(hub):
     done, here = (hub("-c", LABEL.format(name=name)) for name in (f"hf:our/models@{COMMIT}", NAME))
     assert done.stdout == here.stdout != "", done.stderr
 
 
 @pytest.mark.seconds
-def test_a_changed_file_of_the_hub_is_refused(hub, commits):
+def test_load_from_hub_changed_file_raises(hub, commits):
     commits[COMMIT][CONFIG] = commits[COMMIT][CONFIG].replace(b'"version": 1', b'"version": 7')
     assert "its checksum differs" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
 
 
 @pytest.mark.parametrize("name", ["hf:our/models", "hf:our/models@main"])
-def test_the_hub_is_asked_for_a_commit(name):
+def test_load_from_hub_without_commit_raises(name):
     with raises(InvalidValueError, "name"):
         zoo.load(name)
 
@@ -154,7 +154,7 @@ print(zoo.load({name!r}).entry.name)
 
 
 @pytest.mark.seconds
-def test_load_of_a_repository_that_is_missing_says_to_check_the_name(hub):
+def test_load_from_hub_missing_repository_raises_with_hint(hub):
     done = hub("-c", TWICE.format(missing=f"hf:our/nothing@{COMMIT}", name=f"hf:our/models@{COMMIT}"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Expected to get hf:our/nothing@")
@@ -163,7 +163,7 @@ def test_load_of_a_repository_that_is_missing_says_to_check_the_name(hub):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, fit_small, small_recipe):
-    """A small run."""
+    """Return the folder of a small run."""
     return str(fit_small(tmp_path_factory.mktemp("run"), small_recipe(rounds=1, clients=3)))
 
 
@@ -172,7 +172,7 @@ def push(run, name, to="hf:our/models"):
 
 
 @pytest.mark.slow
-def test_a_run_is_pushed_as_the_next_version(hub, commits, run):
+def test_push_run_creates_next_version(hub, commits, run):
     commits[COMMIT] |= {"notes.txt": b"ours", CONTINUE: b"of the version before"}
     done = hub(*push(run, NAME))
     assert done.returncode == 0, done.stderr
@@ -194,13 +194,13 @@ for words in {pushes!r}:
 
 
 @pytest.mark.slow
-def test_a_push_is_refused_whole(hub, commits, run):
+def test_push_rejected_changes_nothing(hub, commits, run):
     pushes = [push(run, "mlp.other"), push(run, NAME, f"hf:our/models@{COMMIT}"), push(run, NAME)]
     done = hub("-c", REFUSED.format(pushes=[words[2:] for words in pushes]), token="theirs")
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
     assert (
-        f"Expected hf:our/models to contain mlp.other, but it contains {NAME}. Publish as {NAME}, or use another repository."
-        in done.stderr
+        f"Expected hf:our/models to contain mlp.other, but it contains {NAME}. Publish as {NAME}, or use another "
+        "repository." in done.stderr
     )
     assert "Expected hf:organization/repository to publish to" in done.stderr
     assert "Log in with `hf auth login`" in done.stderr
@@ -215,13 +215,13 @@ upload(Path({run!r}), get_repo_head("hf:our/models")._replace(commit="0" * 40), 
 
 
 @pytest.mark.seconds
-def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
+def test_push_with_outdated_head_raises(hub, commits, run):
     assert "ConnectionFailedError: Expected to upload" in hub("-c", LATE.format(run=run)).stderr
     assert [*commits] == [COMMIT]
 
 
 @pytest.mark.seconds
-def test_a_cache_of_the_hub_below_a_file_is_told(hub, tmp_path):
+def test_load_from_hub_unwritable_cache_raises(hub, tmp_path):
     (tmp_path / "hf").write_text("no folder")
     done = hub("-m", "lightning_fcl.cli.main", "zoo", "info", f"hf:our/models@{COMMIT}")
     assert done.returncode == 2 and done.stderr.count("Expected") == 1, done.stderr

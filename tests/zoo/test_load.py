@@ -1,3 +1,5 @@
+"""Tests of loading published networks from folders."""
+
 import json
 import random
 import shutil
@@ -21,7 +23,7 @@ DIGITS = load_digits()
 
 
 def relisted(folder, **changes):
-    """A folder whose configuration is another's, and agrees with its files: what an attacker would make."""
+    """Change the configuration of a folder and update its checksums, as an attacker would. Return the folder."""
     config = folder / CONFIG
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     write_entry_checksums(folder)
@@ -33,7 +35,7 @@ def folder(small_zoo):
     return small_zoo / NAME
 
 
-def test_a_published_network_names_classes(small_zoo):
+def test_load_predicts_class_names(small_zoo):
     model = zoo.load(NAME)
     found = model.predict(DIGITS.images[:, None])
     assert sum(one.label == str(y) for one, y in zip(found, DIGITS.target, strict=True)) / len(found) > 0.75
@@ -43,7 +45,7 @@ def test_a_published_network_names_classes(small_zoo):
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_samples_come_in_any_form(small_zoo, kind):
+def test_predict_accepts_lists_and_tensors(small_zoo, kind):
     one = DIGITS.images[0][None]
     assert zoo.load(NAME).predict(kind(one.tolist()))[0].label == "0"
 
@@ -58,14 +60,15 @@ def test_samples_come_in_any_form(small_zoo, kind):
         ([["a"]], {}, "x"),
     ],
 )
-def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, argument):
+def test_predict_mismatched_samples_raise(small_zoo, x, told, argument):
     with raises(InvalidValueError, argument):
         zoo.load(NAME).predict(x, **told)
 
 
 @pytest.mark.seconds
-def test_every_changed_byte_is_seen(small_zoo, folder, monkeypatch):
-    monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: folder)  # which has none
+def test_load_any_changed_byte_raises(small_zoo, folder, monkeypatch):
+    # This folder contains no registry.
+    monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: folder)
     draw = random.Random(17)
     files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD, CHECKSUMS_FILE, CHECKSUMS_FILE)] + [
         small_zoo / REGISTRY
@@ -87,7 +90,7 @@ def test_every_changed_byte_is_seen(small_zoo, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, CHECK, CARD, CHECKSUMS_FILE])
-def test_a_missing_file_is_named(small_zoo, folder, name):
+def test_load_missing_file_raises(small_zoo, folder, name):
     (folder / name).unlink()
     for where in (NAME, folder):
         with pytest.raises(FileNotFoundError, match=r"^(In .*: )?Expected "):
@@ -108,7 +111,7 @@ def test_a_missing_file_is_named(small_zoo, folder, name):
         (lambda state: state | {"1.bias": state["1.bias"] + 1}, "check"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(folder, change, argument):
+def test_load_mismatched_weights_raise(folder, change, argument):
     save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
     relisted(folder)
     with raises(InvalidValueError, argument):
@@ -125,14 +128,14 @@ def test_weights_that_do_not_fit_are_refused(folder, change, argument):
         {},
     ],
 )
-def test_a_description_of_another_class_is_not_called(folder, network, tmp_path, monkeypatch):
+def test_load_other_class_is_not_called(folder, network, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^(In .*: )?Expected "):
         zoo.load(relisted(folder, network=network))
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_class_of_ones_own_is_handed_in(folder):
+def test_load_custom_class_with_model_argument(folder):
     class Mine(nn.Module):
         def __init__(self):
             super().__init__()
@@ -161,12 +164,12 @@ def test_a_class_of_ones_own_is_handed_in(folder):
         {"colour": "red"},
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(folder, change):
+def test_load_invalid_configuration_raises(folder, change):
     with pytest.raises(ValueError, match=r"^(In .*: )?Expected "):
         zoo.load(relisted(folder, **change))
 
 
-def test_names_and_versions(small_zoo, folder):
+def test_load_newest_or_given_version(small_zoo, folder):
     newer = small_zoo / f"{NAME}@2"
     shutil.copytree(folder, newer)
     register(relisted(newer, version=2, description="newer"))
@@ -178,7 +181,7 @@ def test_names_and_versions(small_zoo, folder):
         zoo.load(f"{NAME}@3")
 
 
-def test_loading_draws_nothing(small_zoo):
+def test_load_does_not_change_random_state(small_zoo):
     torch.manual_seed(3)
     state = torch.get_rng_state()
     zoo.load(NAME)
@@ -186,7 +189,7 @@ def test_loading_draws_nothing(small_zoo):
 
 
 @pytest.mark.seconds
-def test_it_needs_neither_lightning_nor_avalanche(small_zoo):
+def test_load_does_not_import_lightning_or_avalanche(small_zoo):
     code = (
         f"import sys; from lightning_fcl import zoo; zoo.load({NAME!r}).predict([[[8.0] * 8] * 8]);"
         "print([name for name in ('lightning', 'avalanche', 'torchvision', 'timm') if name in sys.modules])"

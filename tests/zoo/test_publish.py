@@ -1,3 +1,5 @@
+"""Tests of publishing the networks of runs."""
+
 import importlib
 import json
 
@@ -22,7 +24,7 @@ LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, fit_small, small_recipe):
-    """Makes the folder of a small run on the digits, with changes to its recipe."""
+    """Return a function that fits a small run on the digits, with changes to its recipe, and returns its folder."""
     small = small_recipe(rounds=2, clients=3)
     return lambda **change: fit_small(tmp_path_factory.mktemp("run"), small, change)
 
@@ -34,7 +36,7 @@ def plain(run):
 
 @pytest.fixture(scope="module")
 def private(run):
-    """A run whose heads stay with the clients."""
+    """Return the folder of a run with client-local heads."""
     return run(trainer={"strategy": {"init_args": {"reductions": {"model.3.*": "local"}}}})
 
 
@@ -45,7 +47,7 @@ def target(tmp_path, monkeypatch):
 
 
 @pytest.mark.seconds
-def test_what_is_published_predicts_as_the_run_does(plain, target):
+def test_publish_predictions_equal_run(plain, target):
     folder = publish(plain, "mlp.mine", target, "Mine.", LICENCE, half_precision=False)
     model, parts = zoo.load("mlp.mine"), load_trained_recipe(plain)
     parts.datamodule.setup("test")
@@ -63,7 +65,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
 
 
 @pytest.mark.seconds
-def test_half_precision_where_it_loses_nothing(plain, target):
+def test_publish_default_stores_half_precision(plain, target):
     folder = publish(plain, "mlp.mine", target, license=LICENCE)
     state = load_file(folder / WEIGHTS)
     assert all(value.dtype == torch.float16 for value in state.values())
@@ -71,14 +73,14 @@ def test_half_precision_where_it_loses_nothing(plain, target):
 
 
 @pytest.mark.seconds
-def test_a_second_time_makes_a_second_version(plain, target):
+def test_publish_twice_creates_second_version(plain, target):
     first, second = (publish(plain, "mlp.mine", target, license=LICENCE) for _ in range(2))
     assert (first.name, second.name) == ("mlp.mine", "mlp.mine@2")
     assert zoo.load("mlp.mine").entry.version == 2 and zoo.load("mlp.mine@1").entry.version == 1
 
 
 @pytest.mark.seconds
-def test_heads_that_stay_with_clients_are_not_published(private, target, tensors_of):
+def test_publish_client_local_heads_are_not_published(private, target, tensors_of):
     folder = publish(private, "mlp.body", target, license=LICENCE)
     model = zoo.load("mlp.body")
     assert model.classes == [] and model.entry.output_kind == "features"
@@ -89,26 +91,27 @@ def test_heads_that_stay_with_clients_are_not_published(private, target, tensors
     checkpoint = next((private / "checkpoints").glob("*.ckpt"))
     kept = torch.load(checkpoint, weights_only=True)["callbacks"]
     heads = [value for value in tensors_of(kept) if value.shape in {(10, 64), (10,)}]
-    assert heads  # the clients' own are in the checkpoint
+    # The checkpoint contains the heads of the clients.
+    assert heads
     for head in heads:
         for row in head.reshape(-1, head.shape[-1]).float():
             assert not _holds(published, row.half().float())
 
 
 def _holds(numbers, row):
-    """Whether a row of numbers is among others, one after the other."""
+    """Return whether a row of numbers occurs in consecutive order in ``numbers``."""
     windows = numbers.unfold(0, len(row), 1)
     return bool(row.any()) and bool((windows - row).abs().amax(dim=1).lt(1e-4).any())
 
 
 @pytest.mark.seconds
-def test_persons_are_numbered(plain, target):
+def test_publish_numbered_classes_hides_names(plain, target):
     publish(plain, "mlp.faces", target, license=LICENCE, numbered_classes=True)
     assert zoo.load("mlp.faces").classes == [f"person {number}" for number in range(1, 11)]
 
 
 @pytest.mark.seconds
-def test_the_card_tells_what_the_hub_reads(plain, target):
+def test_publish_card_has_metadata_for_hub(plain, target):
     text = (publish(plain, "mlp.mine", target, "Mine.", LICENCE, ["It knows digits alone."]) / CARD).read_text()
     _, metadata, body = text.split("---\n", 2)
     told = yaml.safe_load(metadata)
@@ -119,7 +122,7 @@ def test_the_card_tells_what_the_hub_reads(plain, target):
 
 
 @pytest.mark.seconds
-def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_path):
+def test_packaged_recipe_finds_recipe_of_reproduced_row(data_folder, tmp_path):
     main(["reproduce", "fedclip", "--rows", "WESAD 100 % FedIP", "--scale", "smoke", "--out", str(tmp_path)])
     (run,) = tmp_path.glob("*/seed-0")
     recipe = packaged_recipe(run, json.loads((run / "results.json").read_text()))
@@ -128,31 +131,32 @@ def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_pat
 
 
 @pytest.mark.seconds
-def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
+def test_verify_custom_recipe_compares_published_outputs(plain, target):
     publish(plain, "mlp.mine", target, license=LICENCE)
     verdict = zoo.verify("mlp.mine")
     assert verdict.is_reproduced and verdict.measured_accuracy is None and "to be in this package" in verdict.reason
 
 
 @pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])
-def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
+def test_publish_invalid_name_raises(plain, target, name):
     with raises(InvalidValueError, "name"):
         publish(plain, name, target)
 
 
 @pytest.mark.parametrize("to", ["hf:models", "hf:our/models@main", "https://example.org/zoo"])
-def test_what_is_no_folder_or_repository_is_refused(plain, to):
+def test_publish_invalid_destination_raises(plain, to):
     with raises(InvalidValueError, "name" if to.startswith("hf:") else "destination", value=to):
         publish(plain, "mlp.mine", to)
 
 
-def test_what_is_no_run_is_refused(tmp_path, target):
+def test_publish_folder_without_run_raises(tmp_path, target):
     with raises(MissingFileError, value=tmp_path / "results.json"):
         publish(tmp_path, "mlp.mine", target)
 
 
-def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch):
-    monkeypatch.syspath_prepend(package_folder())  # a tool of the repository
+def test_renew_card_changes_only_card_and_checksums(small_zoo, monkeypatch):
+    # `train` is a script of the repository.
+    monkeypatch.syspath_prepend(package_folder())
     train = importlib.import_module("train")
     renew_card = train.renew_card
     name = "mlp.digits.flwf2t_replay"
@@ -163,7 +167,8 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
     with monkeypatch.context() as cut:
         cut.setattr(train, "register", None)
         with pytest.raises(TypeError):
-            renew_card(folder)  # the card and the list are written, the registry is not
+            # The card and the list of files are written, but not the registry.
+            renew_card(folder)
     assert not renew_card(folder)
     (one,) = read_registry(small_zoo / REGISTRY)
     assert one.entry == before and {*read_files(folder)} == {CARD, CHECK, CONFIG, CONTINUE, WEIGHTS}
@@ -175,14 +180,14 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
         renew_card(folder)
 
 
-def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
+def test_verify_wrong_accuracy_on_card_is_not_reproduced(target, small_zoo, monkeypatch):
     monkeypatch.setattr("lightning_fcl.zoo.verifying.test_accuracy", lambda model, stream: 0.5)
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
     assert not verdict.is_reproduced and verdict.measured_accuracy == 0.5
 
 
 @pytest.mark.seconds
-def test_what_is_no_entry_is_not_removed(plain, target):
+def test_publish_folder_without_entry_raises_and_is_kept(plain, target):
     mine = target / "mlp.mine"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("of mine")

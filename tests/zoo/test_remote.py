@@ -1,4 +1,4 @@
-"""Networks from a static web server on loopback."""
+"""Tests of downloads from a static web server on the loopback interface."""
 
 import pytest
 from raising import raises
@@ -18,13 +18,13 @@ def label_of(name):
 
 @pytest.fixture
 def remote(small_zoo, serve_folder, monkeypatch):
-    """The zoo on a server, with its registry's SHA-256 in the setting."""
+    """Serve the zoo, and set LIGHTNING_FCL_ZOO to its URL and SHA-256. Return the list of requested paths."""
     url, asked = serve_folder(small_zoo)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(small_zoo / REGISTRY)}")
     return asked
 
 
-def test_from_a_url_once(remote, monkeypatch):
+def test_load_from_url_downloads_once(remote, monkeypatch):
     found = label_of(NAME)
     assert sorted(remote) == sorted(
         [f"/{REGISTRY}", *(f"/{NAME}/{file}" for file in (CHECKSUMS_FILE, CONFIG, WEIGHTS, CHECK, CARD))]
@@ -35,7 +35,7 @@ def test_from_a_url_once(remote, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [CHECKSUMS_FILE, WEIGHTS])
-def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name):
+def test_load_from_url_changed_file_raises(small_zoo, remote, name):
     file = small_zoo / NAME / name
     data = bytearray(file.read_bytes())
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -46,14 +46,14 @@ def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name
 
 
 @pytest.mark.seconds
-def test_another_registry_than_the_setting_tells_is_refused(small_zoo, remote):
+def test_load_from_url_changed_registry_raises(small_zoo, remote):
     copy_to_registry(package_folder() / "esn.ucihar.incfed", small_zoo)
     with raises(InvalidValueError, "sha256"):
         zoo.load(NAME)
 
 
 @pytest.mark.seconds
-def test_a_damaged_copy_in_the_cache_is_brought_anew(remote, tmp_path):
+def test_load_from_url_damaged_cache_downloads_again(remote, tmp_path):
     found = label_of(NAME)
     (copy,) = (tmp_path / "cache").rglob(WEIGHTS)
     copy.write_bytes(copy.read_bytes()[:-1])
@@ -61,9 +61,7 @@ def test_a_damaged_copy_in_the_cache_is_brought_anew(remote, tmp_path):
 
 
 @pytest.mark.seconds
-def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(
-    small_zoo, serve_folder, monkeypatch, tmp_path
-):
+def test_load_from_url_without_digest_completes_package_registry(small_zoo, serve_folder, monkeypatch, tmp_path):
     inside = tmp_path / "package"
     inside.mkdir()
     copy_to_registry(package_folder() / NAME, inside)

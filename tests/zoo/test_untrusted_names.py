@@ -1,4 +1,4 @@
-"""Evil registries and entries are refused in one message; nothing is read, written or removed outside their folders."""
+"""Tests that malicious registries and entries raise one error, and access no files outside of their folders."""
 
 import runpy
 import shutil
@@ -29,7 +29,7 @@ def all_below(folder):
 
 @pytest.fixture
 def registry(small_zoo, tmp_path):
-    """A registry's file, with files where evil names lead to."""
+    """Return the file of a registry, with other files at the paths that malicious names point to."""
     for place in (tmp_path, small_zoo, small_zoo / NAME, tmp_path / "a"):
         place.mkdir(exist_ok=True)
         for name in ("x", "y", "victim"):
@@ -39,13 +39,13 @@ def registry(small_zoo, tmp_path):
 
 @pytest.fixture
 def alone(monkeypatch, registry, tmp_path):
-    """The package has no zoo of its own."""
+    """Remove the package's own zoo."""
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: tmp_path / "none")
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("door", DOORS)
-def test_nothing_that_a_registry_names_leads_elsewhere(alone, registry, tmp_path, door):
+def test_load_malicious_registry_accesses_no_other_files(alone, registry, tmp_path, door):
     before = all_below(tmp_path)
     for value in (*DOORS[door][2], f"{tmp_path}/victim"):
         evil(registry.parent, door, value)
@@ -62,7 +62,7 @@ def test_nothing_that_a_registry_names_leads_elsewhere(alone, registry, tmp_path
 @pytest.mark.parametrize(
     "door", ["another file", "one file more", "a file's digest", "the list's digest", "the folder"]
 )
-def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(
+def test_load_malicious_remote_registry_accesses_no_other_files(
     alone, registry, tmp_path, serve_folder, monkeypatch, door, name
 ):
     evil(registry.parent, door, name.format(outside=tmp_path / "victim"))
@@ -77,7 +77,7 @@ def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(
     assert all(path.is_relative_to(cache) for path in all_below(tmp_path).keys() - before.keys())
 
 
-def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, tmp_path, serve_folder, monkeypatch):
+def test_load_changed_registry_does_not_replace_cached_files(registry, tmp_path, serve_folder, monkeypatch):
     url, _ = serve_folder(registry.parent)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     zoo.load(NAME)
@@ -91,9 +91,10 @@ def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, 
     assert whole.items() <= all_below(tmp_path / "cache").items()
 
 
-def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
+def test_load_linked_folder_raises(registry, tmp_path, serve_folder, monkeypatch):
     own, elsewhere, cache = registry.parent / NAME, tmp_path / "elsewhere", tmp_path / "cache" / "zoo"
-    for file in own.iterdir():  # as in the hub's cache
+    # Links to files are valid, because the cache of the hub uses them.
+    for file in own.iterdir():
         (own / file.name).rename(registry.parent / f"blob-{file.name}")
         file.symlink_to(f"../blob-{file.name}")
     assert zoo.load(NAME)
@@ -113,8 +114,9 @@ def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
     assert all_below(elsewhere) == before
 
 
-def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
-    main(["zoo", "download", str(registry.parent / NAME), "--to", str(registry.parent)])  # onto itself
+def test_copy_to_registry_replaces_only_same_entry(registry, tmp_path):
+    # The target folder is the source folder.
+    main(["zoo", "download", str(registry.parent / NAME), "--to", str(registry.parent)])
     assert zoo.load(NAME)
     mine = tmp_path / "mine" / NAME
     mine.mkdir(parents=True)
@@ -145,7 +147,7 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
         {"sha256": "0" * 64},
     ],
 )
-def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
+def test_recipe_parts_unknown_recipe_raises(told):
     own = get_entry(NAME).entry.recipe
     agrees = {}
     if "words" in told and told["words"] != 3:
