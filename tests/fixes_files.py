@@ -1272,7 +1272,7 @@ ROWS |= {
         ),
         {"classes": 2},
         {"head": 12},
-        "or make a new head with `create_model(..., num_classes=...)`",
+        "or create a new head with `create_model(..., num_classes=...)`",
     ),
     "more classes for a network that is not solved for, left out": Row(
         lambda lab, classes: continue_from(NAME, classes=classes),

@@ -1,6 +1,6 @@
 """Arguments of ``Trainer(callbacks=...)``: callbacks that prepare or observe a federation, and all methods.
 
-This package has no code that changes the training of a client (see the package ``methods``), and no code of the rounds.
+Callbacks of this package do not change the training of a client (see the package ``methods``), and do not run rounds.
 """
 
 import lazy_loader

@@ -25,7 +25,7 @@ _EDGES = np.linspace(-1, 1, 101)
 
 
 class ActivationDensity(Callback):
-    """Records the density of the server's reservoir states on the stream's test samples, after each experience.
+    """Callback that records the density of the server's reservoir states on the test samples after each experience.
 
     The states are between -1 and 1. They are pooled over units, time steps and samples. ``record`` contains densities
     over all test samples, over the samples of each group (a class or a domain), and over the samples of each owner. If

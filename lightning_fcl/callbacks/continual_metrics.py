@@ -42,7 +42,7 @@ _ALWAYS = ("upload_bytes", "download_bytes", "dropped", "no_data", "missed_sync"
 
 @dataclass(eq=False)
 class ContinualMetrics(Callback):
-    """Tests the models of a federation on the stream's common test set, and records the results.
+    """Callback that tests the models of a federation on the stream's common test set, and records the results.
 
     The server's model is tested after aggregation. ``record`` contains the number of correct predictions.
     `lightning_fcl.evaluation.metrics.summarize` computes every metric from it. The server's accuracy is logged as

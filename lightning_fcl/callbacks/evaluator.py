@@ -64,7 +64,7 @@ def _placed(stream: FederatedStream, samples: IntArray, is_stackable: bool) -> t
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates models on test samples by their outputs. ``cached_samples`` are inputs and targets kept in memory."""
+    """Evaluator of models on test samples by their outputs. ``cached_samples`` are inputs and targets in memory."""
 
     stream: FederatedStream
     rows: IntArray
@@ -77,7 +77,11 @@ class Evaluator:
     def from_stream(
         cls, stream: FederatedStream, samples: IntArray, device: torch.device, is_stackable: bool = False
     ) -> Evaluator:
-        """Create an evaluator. Samples that fit on the device are cached; ``is_stackable`` puts all in one group."""
+        """Create an evaluator for some samples of a stream.
+
+        Samples in memory, and samples of a dataset up to 1 GiB, are cached on the device. With ``is_stackable``, all
+        samples are in one group.
+        """
         split_name, group, groups = _placed(stream, samples, is_stackable)
         tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, split_name)
         if not stream.samples.is_random:
@@ -231,9 +235,9 @@ def _callbacks_within(module: L.LightningModule) -> list[Callback]:
 
 @dataclass(frozen=True)
 class StepEvaluator:
-    """Evaluates a module on test samples by the metrics that its own `test_step` or `validation_step` logs.
+    """Evaluator of a module on test samples by the metrics that its own `test_step` or `validation_step` logs.
 
-    Runs the hooks of the module, and the hooks of callbacks that are submodules of the module.
+    It also runs the hooks of the module, and the hooks of callbacks that are submodules of the module.
     """
 
     stream: FederatedStream
@@ -241,7 +245,7 @@ class StepEvaluator:
     group: IntArray
     num_groups: int
     split_name: str
-    # Names of the groups for which a missing value was logged.
+    # Names of the groups whose missing metrics were already logged as a warning.
     warned_metrics: set[str] = field(default_factory=set)
 
     @classmethod

@@ -47,9 +47,9 @@ from lightning_fcl.validation import (
 
 
 class Pretrain(Callback):
-    """Trains the model on the stream's pre-training samples before the first round, in a separate plain Trainer.
+    """Callback that trains the model on the stream's pre-training samples before the first round.
 
-    If a fit is resumed from a checkpoint, this callback does nothing.
+    The training uses a separate plain Trainer. If a fit is resumed from a checkpoint, this callback does nothing.
 
     Args:
         epochs: Number of passes over the samples, at least 1.
@@ -112,7 +112,9 @@ _CALIBRATION = 256
 
 @dataclass(eq=False)
 class BaseSession(Callback):
-    """Trains the network centrally during setup, then freezes its backbone (session T0 of Kröger et al., 2025).
+    """Callback that trains the network centrally during setup, then freezes its backbone (Kröger et al., 2025).
+
+    This base session is the session T0 of the paper. It has these steps:
 
     1. The whole network is trained on the stream's pre-training classes, with a temporary classifier.
     2. The whole network is trained on the classes of the base session, with a new classifier that starts at zero. The
@@ -133,7 +135,8 @@ class BaseSession(Callback):
         backbone: Precision of the frozen backbone: ``"int8"``, or ``"float"`` for fp32.
         precompute_latents: Whether the feature maps of the backbone are computed once for all samples, before the first
             round. The result is the same. `Replay` then stores feature maps.
-        cache_dir: Folder where trained networks are cached for other runs with the same base session. None: no cache.
+        cache_dir: Folder where trained networks are cached for other runs. Such runs have the same settings of steps 1
+            and 2, seed, data and initial network. None: no cache.
 
     Raises:
         ValueError: If an argument is out of range, the stream has no base session, or the network has no ``backbone``

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class FederatedProgressBar(ProgressBar):
-    """Shows the experience, the round, trained and lost clients, the server's accuracy, and the remaining time.
+    """Progress bar with the experience, the round, trained and lost clients, the server's accuracy, and remaining time.
 
-    The bar advances by one for each client that ends its local training in a round. It is shown on a terminal and in a
-    notebook. Otherwise nothing is written.
+    The bar advances by one for each client that ends its local training in a round. A client is lost in a round if its
+    upload is dropped, or if it misses the synchronization. The bar is shown on a terminal and in a notebook. Otherwise
+    nothing is written.
 
     Example:
         >>> FederatedProgressBar().is_enabled

@@ -61,7 +61,7 @@ class Layer:
 
 
 class LayerRecorder:
-    """Runs a module on a sample and records its layers. A layer is a module without submodules.
+    """Recorder of a module's layers on one sample. A layer is a module without submodules.
 
     `run` sets these attributes:
 

@@ -226,7 +226,8 @@ def _write(network: nn.Module, entry: ModelEntry, continuation: dict[str, Any] |
     if isinstance(continuation, str):
         entry = replace(entry, recipe={**entry.recipe, "ends": continuation})
     folder, partial = safe_join(registry_folder, entry.folder), safe_join(registry_folder, f".{entry.folder}.part")
-    # A folder without a registry entry is left from an interrupted attempt. Anything else raises and is not removed.
+    # The registry does not list this folder, so an interrupted attempt has left it. `read_folder` raises for any other
+    # content, so that the folder is not removed.
     if folder.exists():
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)

@@ -112,7 +112,7 @@ _LOG_IN = "Log in with `hf auth login` and a token with write access, and try ag
 
 @contextmanager
 def _speaking(action: str, remedy: str) -> Iterator[Any]:
-    """Yield the library of the hub, and convert its many kinds of errors to one error."""
+    """Yield the library of the hub. All its errors are converted to ConnectionFailedError."""
     for_what = "connects to the Hugging Face hub"
     hub, cache = (
         require_package("huggingface_hub", for_what),
@@ -184,7 +184,7 @@ class RegistryEntry:
         if not self.url:
             raise MissingFileError(
                 f"Expected the files of {self.folder} in {entry_folder}, but they are not installed. They are too "
-                "large for the package, or the license of their data forbids to include them.",
+                "large for the package, or the license of their data does not allow distribution.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
                 value=self.folder,
             )
