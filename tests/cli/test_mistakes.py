@@ -161,7 +161,7 @@ OTHERS = [
     ("data show quickstart --out nowhere/stream.png", "Expected to write nowhere/stream.png, but got: "),
     ("data show quickstart nested.yaml", "but got Blurry. Write lightning_fcl.data.scenarios.Blurry."),
     ("zoo info mlp.digit", "Expected the name of a published model, but got 'mlp.digit'"),
-    ("zoo predict mlp.digits.flwf2t_replay nothing.csv", "Expected a CSV file at nothing.csv, but the file does not exist"),
+    ("zoo predict mlp.digits.flwf2t_replay nothing.csv", "Expected a CSV file at nothing.csv, but the file does"),
     ("zoo push nothing --name x --to z", "Pass the folder of a finished run"),
     ("edge-report nothing.yaml", "Expected a recipe at nothing.yaml but there is no such file"),
 ]
