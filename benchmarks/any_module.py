@@ -1,12 +1,13 @@
-"""Time of a round of modules with a training step of their own, against a hand-written PyTorch loop, A B A B.
+"""Time per round of modules with a custom `training_step`, compared with a hand-written PyTorch loop.
 
     python benchmarks/any_module.py
 
-100 clients with digits and an MLP 64-32-10, one full batch each: plain, with batch normalisation, with dropout, with
-batches that are dicts, which a data set's own code makes; and with 4 to 26 digits a client in place of 15. Then 16
-clients with digits and a small residual network with batch normalisation. The module knows nothing of this library. The
-weights of both ways are compared first, but with dropout. Last, clients train one at a time, against a plain Trainer:
-its steps, and what a client takes beside them. Nothing else should run on the machine.
+100 clients with digits train an MLP 64-32-10 on one full batch each. The variants are: plain, batch normalization,
+dropout, dict batches (made by a custom dataset), and 4 to 26 digits per client instead of 15. In the last variant, 16
+clients train a small residual network with batch normalization. The module uses nothing of this library. The weights of
+the Trainer and of the loop are compared first, except with dropout. Finally, clients train sequentially: a step is
+compared with a step of a plain Trainer, and the additional time per client is measured. Trainer and loop alternate. Run
+nothing else on the machine.
 """
 
 import argparse
@@ -30,12 +31,12 @@ from lightning_fcl.data.split import Split
 
 
 def mlp(*between):
-    """The network of digits, with other layers in the middle."""
+    """Return the network for digits, with additional layers after the first one."""
     return nn.Sequential(nn.Linear(64, 32), *between, nn.ReLU(), nn.Linear(32, 10))
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch normalisation, and a way around them."""
+    """A residual block of two convolutions with batch normalization."""
 
     def __init__(self, channels):
         super().__init__()
@@ -43,12 +44,12 @@ class Residual(nn.Module):
         self.layers = nn.Sequential(*layers, *copy.deepcopy(layers[:2]))
 
     def forward(self, x):
-        """Same shape."""
+        """Return the output, which has the shape of the input."""
         return F.relu(x + self.layers(x))
 
 
 def residual_network():
-    """Eight channels, two blocks."""
+    """Return a network with eight channels and two residual blocks."""
     start = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*start, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
@@ -64,7 +65,7 @@ CASES = {
 
 
 class Module(L.LightningModule):
-    """What a user brings."""
+    """A LightningModule as a user writes it."""
 
     def __init__(self, network):
         super().__init__()
@@ -72,17 +73,17 @@ class Module(L.LightningModule):
         self.net = network()
 
     def training_step(self, batch, batch_idx):
-        """The loss."""
+        """Return the loss."""
         x, y = batch.values() if isinstance(batch, dict) else batch
         return F.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):
-        """SGD."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Dicts(torch.utils.data.Dataset):
-    """Digits as dicts."""
+    """A dataset with a dict per digit."""
 
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -95,7 +96,7 @@ class Dicts(torch.utils.data.Dataset):
 
 
 def digits(name):
-    """Samples, labels and owners of a case."""
+    """Return the samples, labels and client ids of a case."""
     clients = CASES[name][0]
     sizes = np.resize(np.arange(4, 27), clients) if name == "4 to 26 digits" else np.full(clients, 15)
     x, y = load_digits(return_X_y=True)
@@ -108,7 +109,7 @@ def digits(name):
 
 
 def through_trainer(name, rounds, batch_size=26, max_vectorized_clients="auto", timer=time.perf_counter):
-    """Seconds per round inside one `Trainer.fit`, without its start; and the weights."""
+    """Return the seconds per round in one `Trainer.fit`, without its start, and the final weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
     scenario = ClassIncremental(num_experiences=1, rounds_per_experience=rounds + 1)
@@ -123,7 +124,7 @@ def through_trainer(name, rounds, batch_size=26, max_vectorized_clients="auto", 
 
 
 def by_hand(name, rounds):
-    """Seconds per round of the loop that everyone writes first; and the weights."""
+    """Return the seconds per round of a hand-written loop over the clients, and the final weights."""
     x, y, owner = digits(name)
     clients = [torch.from_numpy(np.flatnonzero(owner == client)) for client in range(CASES[name][0])]
     data = [(x[rows], y[rows]) for rows in clients]
@@ -147,7 +148,7 @@ def by_hand(name, rounds):
 
 
 def compare(name, rounds, repeats):
-    """Print the ratio of the two ways, taken in turns."""
+    """Print the ratio of the Trainer's time to the loop's time. Both alternate."""
     if name != "dropout":
         (_, trainer_state), (_, loop_state) = through_trainer(name, 2), by_hand(name, 2)
         assert all(
@@ -159,14 +160,14 @@ def compare(name, rounds, repeats):
     trainer_ms, loop_ms = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
     ratios = [a / b for a, b in seconds]
     print(
-        f"{name:16} Trainer.fit {trainer_ms:8.1f} ms/round, loop {loop_ms:8.1f} ms, ratio "
+        f"{name:16} Trainer.fit {trainer_ms:8.1f} ms per round, loop {loop_ms:8.1f} ms, ratio "
         f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
         flush=True,
     )
 
 
 def plain_step(rounds):
-    """Seconds per step of a Trainer without clients, on a data module as well."""
+    """Return the seconds per step of a Trainer without clients, which also uses a data module."""
     x, y, _ = digits("plain")
     data = L.LightningDataModule.from_datasets(torch.utils.data.TensorDataset(x, y), batch_size=2, num_workers=0)
     clock = Clock()
@@ -175,7 +176,7 @@ def plain_step(rounds):
 
 
 def compare_one_at_a_time(rounds, repeats):
-    """Print what a step takes against a plain Trainer's, and what a client takes beside its steps."""
+    """Print the time of a step relative to a plain Trainer's step, and the additional time per client."""
     steps, besides = [], []
     for _ in range(repeats):
         one_step_seconds, eight_step_seconds = (
@@ -185,8 +186,9 @@ def compare_one_at_a_time(rounds, repeats):
         steps.append(step_seconds / plain_step_seconds)
         besides.append(1000 * (one_step_seconds - step_seconds))
     print(
-        f"one at a time: a step {statistics.median(steps):.3f} of a plain Trainer's ({min(steps):.3f} to "
-        f"{max(steps):.3f}), a client {statistics.median(besides):.2f} ms beside its steps",
+        f"sequential training: a step takes {statistics.median(steps):.3f} of a plain Trainer's step "
+        f"({min(steps):.3f} to {max(steps):.3f}), a client takes {statistics.median(besides):.2f} ms in addition "
+        "to its steps",
         flush=True,
     )
 
@@ -196,12 +198,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to try the script out")
+    parser.add_argument("--quick", action="store_true", help="run few rounds to test the script")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
     for name in CASES:
         compare(name, 3 if options.quick else 100, 1 if options.quick else options.repeats)
     compare_one_at_a_time(2 if options.quick else 5, 1 if options.quick else options.repeats)

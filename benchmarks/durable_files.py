@@ -2,7 +2,8 @@
 
     python benchmarks/durable_files.py PATH_OF_THE_OTHER_VERSION
 
-The script alternates between the versions and prints the ratio of each pair and the median. Client state is on disk.
+The script alternates between the versions. It prints the ratio of the wall times of each pair, and the median of these
+ratios. Client state is stored on disk.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def seconds(version: Path, folder: Path, rounds: int) -> float:
 def main() -> None:
     """Print the ratio of the wall times of this version and another one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="root of a checkout of the other version")
+    parser.add_argument("other", type=Path, help="set the root of a checkout of the other version")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     ratios = []
     runs = ROOT / "runs"
     runs.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=runs) as scratch:  # the system's temporary folder may be in memory
+    # The temporary folder of the system may be in memory, so this uses a folder below `runs`.
+    with tempfile.TemporaryDirectory(dir=runs) as scratch:
         for pair in range(options.pairs):
             seconds_by_version = {}
             for version in (ROOT, options.other)[:: 1 if pair % 2 else -1]:

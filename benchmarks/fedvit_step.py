@@ -1,16 +1,17 @@
-"""A step of FedViT against the gradients that it cannot do without, A B A B in one process; what methods keep per task.
+"""Time of a step of FedViT, compared with the gradients that it needs; and the client state of four methods.
 
     OMP_NUM_THREADS=1 python benchmarks/fedvit_step.py
 
-A step of the body of the 6-layer ViT (2.7 M parameters) with ten past tasks takes eleven gradients: of the batch, and
-of what is kept of each task. In turns with the steps of a real `Trainer.fit` (Lightning's loop, the federation's and
-the method's hooks, AdamW), a bare loop takes these gradients alone, of the same samples at the same parameters. Of each
-past task ten images are kept, as of 2 to 5 classes of which a client has 25 to 50 images each; a batch has 32. Images
-are random: time does not depend on values. The share of the projection is that of `project` in the steps.
+A step of the body of the 6-layer ViT (2.7 M parameters) with ten past tasks needs eleven gradients: one of the batch,
+and one of the stored images of each past task. The script measures the steps of a real `Trainer.fit` (Lightning's
+loop, the hooks of the federation and the method, AdamW). After each step, a bare loop computes the same gradients for
+the same samples and parameters. A batch has 32 images. Ten images of each past task are stored, as for a client with 2
+to 5 classes of 25 to 50 images each. Images are random, because the time does not depend on the values. The projection
+is the time of `project` in the steps.
 
-`--out` also trains a client on ten tasks with each method, and draws the bytes that are kept for it after each
-task as `memory_with_tasks.png`. `--cpu` counts processor time, for a machine on which something else runs, and
-`--quick` tries the script out on a tiny ViT.
+With `--out`, the script also trains a client on ten tasks with each method, and draws the size of the client state
+after each task as `memory_with_tasks.png`. `--cpu` measures processor time, for a machine that runs other programs.
+`--quick` uses a tiny ViT to test the script.
 """
 
 import argparse
@@ -34,14 +35,16 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.methods import fedvit
 from lightning_fcl.models import FedWEITNet, ViT
 
-TASKS, BATCH = 10, 32  # past tasks, images of a batch and of a task
-KEPT = 0.3  # of the 32 images of a task: ten
+# TASKS: number of past tasks. BATCH: number of images of a batch, and of a task.
+TASKS, BATCH = 10, 32
+# Fraction of the 32 images of a task that is stored: ten images.
+KEPT = 0.3
 DECOMPOSED = {"model.tasks.*": "local", "model.net.head.*": "local", "model.net.body.*weight": "sparse_mean"}
 TINY = {"width": 24, "depth": 2, "num_heads": 2, "patch_size": 16}
 
 
 class Times(Callback):
-    """Takes the time of the body's steps in the last round, the bare loop's after each, and the projection's."""
+    """A callback that times each step of the body in the last round, a bare loop after it, and the projection."""
 
     def __init__(self, method, stream, clock, repeats):
         self.method, self.stream, self.clock, self.repeats = method, stream, clock, repeats
@@ -49,19 +52,20 @@ class Times(Callback):
         self.last = stream.plan.num_rounds - 1
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Before the last round: as many steps as are to be timed."""
+        """Set the number of steps before the last round."""
         if trainer.current_epoch + 1 == self.last:
-            self.method.body_epochs = self.repeats + 2  # the first step warms up, and after the last all is unfrozen
+            # The first step is a warm-up. After the last step, all parameters are unfrozen, so it is not timed either.
+            self.method.body_epochs = self.repeats + 2
 
     def projected(self, *args):
-        """`project`, timed."""
+        """Call `project`, and store its time."""
         start = self.clock()
         result = self.project(*args)
         self.projections.append(self.clock() - start)
         return result
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        """After a step of the body: the bare loop's turn."""
+        """Run the bare loop after a step of the body."""
         step = None if self.start is None else self.clock() - self.start
         if trainer.current_epoch < self.last or trainer.strategy.current_round.local_epoch < self.method.head_epochs:
             return
@@ -75,13 +79,13 @@ class Times(Callback):
 
 
 def past(memory):
-    """What is kept of each past task."""
+    """Return the stored samples of each past task."""
     rows = [memory["task"] == task for task in range(TASKS)]
     return [(memory["x"][chosen], memory["y"][chosen]) for chosen in rows]
 
 
 def gradients(model, tasks, stream):
-    """The body's gradient of the loss on each task's samples, among the task's classes."""
+    """Compute the body's gradient of the loss on each task's samples. The loss uses only the task's classes."""
     body = list(model.body.parameters())
     for x, y in tasks:
         block = next(block for block in stream.blocks if int(y[0]) in block)
@@ -90,7 +94,7 @@ def gradients(model, tasks, stream):
 
 
 def make_stream(tasks):
-    """One client, whose every task has two classes, in one round."""
+    """Return a stream with one client, two classes per task, and one round per task."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(tasks * BATCH) % (2 * tasks)
     x = torch.randn(len(y), 3, 32, 32, generator=generator)
@@ -130,7 +134,7 @@ def fit(stream, method, quick, *callbacks):
 
 
 def compare(options):
-    """Print the ratio of the steps to the bare gradients, and the projection's share."""
+    """Print the ratio of the steps to the bare gradients, and the projection's share of a step."""
     clock = time.process_time if options.cpu else time.perf_counter
     stream = make_stream(TASKS + 1)
     method = FedViT(rho=KEPT, k=TASKS, head_epochs=1, body_epochs=1, integration_epochs=0)
@@ -145,32 +149,32 @@ def compare(options):
     ratios, shares = [a / b for a, b, _ in pairs], [c / a for a, _, c in pairs]
     step, bare, project = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
     print(
-        f"step with {TASKS} past tasks {step:.0f} ms, its {TASKS + 1} gradients {bare:.0f} ms, ratio "
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); aim: at most 1.15"
+        f"step with {TASKS} past tasks {step:.0f} ms, its {TASKS + 1} gradients alone {bare:.0f} ms, ratio "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); target: at most 1.15"
     )
     print(
         f"projection {project:.1f} ms, share of a step {100 * statistics.median(shares):.1f} % "
-        f"({100 * min(shares):.1f} to {100 * max(shares):.1f} %); aim: at most 10 %",
+        f"({100 * min(shares):.1f} to {100 * max(shares):.1f} %); target: at most 10 %",
         flush=True,
     )
 
 
 class Bytes(Callback):
-    """Counts what is kept for the client after each task: its method's memory, and its part of the model."""
+    """A callback that measures the client state after each task: method state and client-local parameters."""
 
     def __init__(self):
         self.counted = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """After a task's only round: count."""
+        """Measure after a task, which has one round."""
         state = trainer.strategy.server.client_store[trainer.datamodule.plan.clients[0]]
         values = [value for memory in state.values() for value in memory.values()]
         self.counted.append(sum(value.numel() * value.element_size() for value in values))
 
 
 def draw(options):
-    """Print and draw what the methods keep with the number of tasks."""
-    # Little training: what is kept does not depend on it.
+    """Print and draw the size of each method's client state by the number of tasks."""
+    # Train as little as possible, because the size of the client state does not depend on the training.
     cheap = {"k": 1, "select_every": 1000, "head_epochs": 1, "body_epochs": 1, "integration_epochs": 0}
     methods = [FedViT(rho=KEPT, **cheap), FedKNOW(rho=0.1, tune_epochs=0, **cheap), FedWEIT(), EWC()]
     points = []
@@ -178,12 +182,12 @@ def draw(options):
         counter, name = Bytes(), type(method).__name__
         fit(make_stream(TASKS), method, options.quick, counter)
         mib = [count / 2**20 for count in counter.counted]
-        print(f"{name:8} MiB kept after each task: {', '.join(f'{value:.2f}' for value in mib)}", flush=True)
+        print(f"{name:8} client state in MiB after each task: {', '.join(f'{value:.2f}' for value in mib)}", flush=True)
         points += [{"line": name, "round": task, "value": value} for task, value in enumerate(mib, start=1)]
-    x = charts.round_axis(TASKS, "tasks (FedViT: ten images of each, 32 x 32)")
+    x = charts.round_axis(TASKS, "number of tasks (FedViT stores ten 32 x 32 images per task)")
     names = [type(method).__name__ for method in methods]
     layers = charts.small_multiples(
-        charts.get_chart("rows").encode(x=x), names, "MiB kept for a client", alt.Scale(type="log")
+        charts.get_chart("rows").encode(x=x), names, "client state, MiB", alt.Scale(type="log")
     )
     options.out.mkdir(parents=True, exist_ok=True)
     chart = alt.layer(*layers[1:]).properties(width=420, height=280)
@@ -191,18 +195,18 @@ def draw(options):
 
 
 def main():
-    """Run what is asked for."""
+    """Run the measurements that the options select."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--cpu", action="store_true", help="processor time instead of the clock on the wall")
-    parser.add_argument("--quick", action="store_true", help="a tiny ViT, to try the script out")
-    parser.add_argument("--out", type=Path, help="folder for memory_with_tasks.png; left out: times alone")
+    parser.add_argument("--cpu", action="store_true", help="measure processor time instead of wall time")
+    parser.add_argument("--quick", action="store_true", help="use a tiny ViT to test the script")
+    parser.add_argument("--out", type=Path, help="also write memory_with_tasks.png to this folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
     compare(options)
     if options.out is not None:
         draw(options)

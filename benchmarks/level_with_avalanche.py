@@ -1,15 +1,16 @@
-"""Final accuracies of six methods in a plain Trainer and in Avalanche, each with random draws of its own.
+"""Final accuracy of six methods in a plain Trainer and in Avalanche, each library with its own random numbers.
 
     python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
-scikit-learn's digits in five experiences: two classes each, in an order drawn by Avalanche's `nc_benchmark` (split
-digits, class-incremental), or all classes with the pixels in another order, drawn as Avalanche's `PermutedMNIST` draws
-it (permuted digits, domain-incremental). No task is told at test time. For a seed both libraries get the same
-experiences and the same initial weights; the order of batches, what is remembered and what is drawn of it is their own.
-What a method's arguments mean on the other side is in `METHODS`. `tests/methods/test_level_with_avalanche.py` holds
-that both end in the same weights where nothing is drawn.
+The data are scikit-learn's digits in five experiences. There are two benchmarks. Split digits (class-incremental) has
+two classes per experience, in the order of Avalanche's `nc_benchmark`. Permuted digits (domain-incremental) has all
+classes in each experience, with the pixels permuted as in Avalanche's `PermutedMNIST`. Predictions do not use the task
+id. For each seed, both libraries get the same experiences and the same initial weights. Each library draws its own
+order of batches and its own replay samples. `METHODS` lists the equivalent arguments of the two libraries.
+`tests/methods/test_level_with_avalanche.py` tests that both libraries give the same weights on the same batches and the
+same stored samples.
 
-It writes `level_with_avalanche.json`, each run's accuracy and processor seconds, and prints the table.
+The script writes the accuracy and the processor time of each run to `level_with_avalanche.json`, and prints the table.
 """
 
 import argparse
@@ -48,16 +49,18 @@ METHODS = {
     "naive": (lambda: [], lambda: []),
     "Replay": (lambda: [Replay(100)], lambda: [ReplayPlugin(100)]),
     "LwF": (lambda: [LwF(1.0, temperature=2.0)], lambda: [LwFPlugin(1.0, temperature=2.0)]),
-    # Avalanche has no factor 1/2, and squares the mean gradient of a batch, about 1 / BATCH of what samples have.
+    # Avalanche's penalty has no factor 1/2. Avalanche squares the mean gradient of a batch, which is about 1 / BATCH of
+    # the mean of the squared gradients of single samples.
     "EWC": (lambda: [EWC(100.0, normalize=False)], lambda: [EWCPlugin(50.0 * BATCH, mode="online", decay_factor=1.0)]),
     "GEM": (lambda: [GEM(20, margin=0.5)], lambda: [GEMPlugin(20, memory_strength=0.5)]),
-    # All that is remembered is the reference. Avalanche deals `sample_shape` out to the tasks, and takes them in turn.
+    # The reference gradient uses all stored samples. Avalanche divides `sample_size` by the number of tasks, and takes
+    # the stored samples of each task in order.
     "A-GEM": (lambda: [AGEM(20)], lambda: [AGEMPlugin(20, sample_size=20 * (TASKS - 1))]),
 }
 
 
 def split_digits(seed):
-    """The training and the test data of each experience: two classes."""
+    """Return the training and test data of each experience, which has two classes."""
     x, y, test_x, test_y = halves(seed)
     classes = nc_benchmark(
         TensorDataset(x, y), TensorDataset(test_x, test_y), TASKS, task_labels=False, seed=seed
@@ -70,7 +73,7 @@ def split_digits(seed):
 
 
 def permuted_digits(seed):
-    """The training and the test data of each experience: all digits with their pixels in another order."""
+    """Return the training and test data of each experience: all digits, with the pixels permuted."""
     x, y, test_x, test_y = halves(seed)
     generator = np.random.RandomState(seed)
     orders = [torch.from_numpy(generator.permutation(x.shape[1])) for _ in range(TASKS)]
@@ -78,7 +81,7 @@ def permuted_digits(seed):
 
 
 def halves(seed):
-    """Four fifths of the digits to train on, and the others."""
+    """Return 80 % of the digits as training data, and 20 % as test data."""
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x / 16, y, test_size=0.2, stratify=y, random_state=seed)
     x, test_x, y, test_y = (torch.from_numpy(part) for part in parts)
@@ -89,7 +92,7 @@ BENCHMARKS = {"split digits": split_digits, "permuted digits": permuted_digits}
 
 
 def ours(model, name, experiences, epochs):
-    """Train a `Classifier` in a Trainer for each experience; the method remembers from one to the next."""
+    """Train a `Classifier` in one Trainer per experience. The method keeps its state between the fits."""
     task, callbacks = Classifier(model, 10, sgd), METHODS[name][0]()
     for train, _ in experiences:
         trainer = L.Trainer(
@@ -100,7 +103,7 @@ def ours(model, name, experiences, epochs):
 
 
 def avalanche(model, name, experiences, epochs):
-    """The same by Avalanche's strategy and plugin."""
+    """Train the same model with Avalanche's strategy and plugin."""
     strategy = Naive(
         model=model, optimizer=sgd(model.parameters()), criterion=CrossEntropyLoss(), train_mb_size=BATCH,
         train_epochs=epochs, plugins=METHODS[name][1](), evaluator=None,
@@ -114,12 +117,12 @@ LIBRARIES = {"ours": ours, "Avalanche": avalanche}
 
 
 def sgd(params):
-    """Without momentum, which Avalanche would carry from one experience to the next."""
+    """Return SGD without momentum, because Avalanche would keep the momentum from one experience to the next."""
     return torch.optim.SGD(params, lr=0.05)
 
 
 def measure(benchmark, method, library, seed, epochs, tasks):
-    """Mean test accuracy over the experiences in percent, and the processor's seconds for the training."""
+    """Return the mean test accuracy over the experiences in percent, and the processor time of training in seconds."""
     experiences = BENCHMARKS[benchmark](seed)[:tasks]
     L.seed_everything(seed, verbose=False)
     model = MLP([64, 100, 10])
@@ -133,7 +136,7 @@ def measure(benchmark, method, library, seed, epochs, tasks):
 
 
 def row(runs, benchmark, method):
-    """A line of the table: both libraries' accuracies, the difference of the same seeds, and seconds of a run."""
+    """Return a line of the table: accuracies, their difference over equal seeds, and the median time of a run."""
     fcl_runs, avalanche_runs = (
         [run for run in runs if of(run) == (benchmark, method, library)] for library in LIBRARIES
     )
@@ -144,29 +147,30 @@ def row(runs, benchmark, method):
 
 
 def of(run):
-    """What a run is a repetition of."""
+    """Return the benchmark, the method and the library of a run."""
     return run["benchmark"], run["method"], run["library"]
 
 
 def spread(values, sign=""):
-    """Mean and standard deviation."""
+    """Return the mean and the standard deviation as text."""
     return f"{statistics.mean(values):{sign}.1f} ± {statistics.stdev(values):.1f}"
 
 
 def main():
-    """Run all seeds, and print a table."""
+    """Run all seeds, write the results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6, help="repetitions, at least 2")
+    parser.add_argument("--seeds", type=int, default=6, help="set the number of seeds, at least 2")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--quick", action="store_true", help="two seeds, two experiences, one epoch: says nothing")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="where the results go")
+    parser.add_argument("--quick", action="store_true", help="test the script: two seeds, two experiences, one epoch")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="set the output folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seeds = 2 if options.quick else max(2, options.seeds)
     runs = []
-    cases = list(product(range(seeds), BENCHMARKS, options.methods, LIBRARIES))  # in turns: A B A B
+    # The libraries alternate, so that both are measured under the same load of the machine.
+    cases = list(product(range(seeds), BENCHMARKS, options.methods, LIBRARIES))
     for seed, benchmark, method, library in tqdm(cases, unit="run"):
         epochs, tasks = (1, 2) if options.quick else (EPOCHS[benchmark], TASKS)
         result = measure(benchmark, method, library, seed, epochs, tasks)
@@ -178,7 +182,7 @@ def main():
     record = {"machine": platform.processor() or platform.machine(), "versions": versions, "runs": runs}
     (options.out / "level_with_avalanche.json").write_text(json.dumps(record, indent=1))
     print(", ".join(f"{name} {number}" for name, number in versions.items()) + f", {seeds} seeds, one thread")
-    print("| | method | ours | Avalanche | difference | seconds | Avalanche's |")
+    print("| | method | ours | Avalanche | difference | time, ours | time, Avalanche |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for benchmark, method in product(BENCHMARKS, options.methods):
         print(row(runs, benchmark, method))

@@ -1,13 +1,14 @@
-"""Time to project a gradient against others, as a ratio to the usual implementation, A B A B in one process.
+"""Time to project a gradient against other gradients, compared with the usual implementation.
 
     OMP_NUM_THREADS=1 python benchmarks/projection.py
 
-The usual implementation is what the code of GEM's authors does, written anew: a torch dot per constraint says whether
-one is violated; then the gradients go to NumPy in double precision, where G G^T and G g are computed for quadprog, and
-G^T v + g goes back to single precision. It is timed twice: with the gradients as rows, as ours are, and as the columns
-of a (p, k) matrix, as the authors keep them. All solve the same problem of k independent gradients, half of them
-violated; results must agree before anything is timed. `--quick` tries the script out on small sizes. Nothing else
-should run on the machine.
+The usual implementation follows the code of GEM's authors. Torch dot products show whether a constraint is
+violated. If so, the gradients are converted to NumPy arrays in double precision. Then G G^T and G g
+are computed for quadprog, and G^T v + g is converted back to single precision. It is timed with the gradients as rows,
+as in this library, and with the gradients as columns of a (p, k) matrix, as in the authors' code. All solve the same
+problem with k independent gradients, half of which are violated. The results are compared before the timing. The
+implementations alternate in one process. `--quick` uses small sizes to test the script. Run nothing else on the
+machine.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from lightning_fcl.methods.projection import gradient_distance, project
 
 
 def problem(k, p):
-    """A gradient and k others, about half of which point away from it."""
+    """Return a gradient and k other gradients. About half of them have a negative dot product with it."""
     generator = torch.Generator().manual_seed(0)
     gradient, other_gradients = torch.randn(p, generator=generator), torch.randn(k, p, generator=generator)
     other_gradients += 0.1 * gradient * torch.where(torch.arange(k) % 2 == 0, 1.0, -1.0)[:, None]
@@ -30,7 +31,7 @@ def problem(k, p):
 
 
 def usual(gradient, other_gradients):
-    """Dots in torch, the quadratic program of double-precision copies."""
+    """Project with torch dot products, and with a quadratic program on double-precision copies."""
     dots = torch.stack([torch.dot(gradient, other) for other in other_gradients])
     if not (dots < 0).any():
         return gradient
@@ -43,7 +44,7 @@ def usual(gradient, other_gradients):
 
 
 def usual_in_columns(gradient, columns):
-    """The same of gradients that are columns."""
+    """Project with `usual`, from gradients that are columns of a matrix."""
     dots = torch.mm(gradient[None], columns)
     if not (dots < 0).any():
         return gradient
@@ -51,22 +52,23 @@ def usual_in_columns(gradient, columns):
 
 
 def distance_in_torch(gradient, other_gradients):
-    """The Wasserstein distance with torch's sort."""
+    """Return the Wasserstein distance to each gradient, computed with torch's sort."""
     ordered = gradient.sort().values
     return torch.stack([(other.sort().values - ordered).abs().mean(dtype=torch.float64) for other in other_gradients])
 
 
 def timed(function, *args):
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     function(*args)
     return time.perf_counter() - start
 
 
 def compare(name, our_function, usual_function, args, repeats):
-    """Print the ratio of the two ways, taken in turns."""
+    """Print the ratio of the usual implementation's time to this library's time. Both alternate."""
+    # The first call is a warm-up.
     for function in (our_function, usual_function):
-        function(*args)  # warms up
+        function(*args)
     times = [(timed(our_function, *args), timed(usual_function, *args)) for _ in range(repeats)]
     ratios = [b / a for a, b in times]
     ours_ms, theirs_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
@@ -82,12 +84,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to try the script out")
+    parser.add_argument("--quick", action="store_true", help="use small sizes to test the script")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     repeats = 2 if options.quick else options.repeats
     sizes = [20_000, 50_000] if options.quick else [2_700_000, 5_000_000]
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats, A B A B")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats, alternating")
     for p in sizes:
         args = problem(10, p)
         our_projection, usual_projection = project(*args), usual(*args)

@@ -1,11 +1,11 @@
-"""Reservoirs against the least that their arithmetic takes, against reservoirpy, and against one client at a time.
+"""Time and memory of reservoirs, compared with bare matrix products, reservoirpy, and sequential training.
 
     python benchmarks/reservoir.py             # the numbers of benchmarks/README.md
-    python benchmarks/reservoir.py --quick     # whether it works
+    python benchmarks/reservoir.py --quick     # small sizes, to test the script
 
-Every pair is taken in turns, A B A B, in one process, and given as ratio: median (lowest to highest). Where two ways
-should agree, that is checked before they are timed. Memory is read from Linux, in a process of its own for each number.
-Nothing else should run on the machine.
+Each pair is measured in one process, and the two sides alternate. Ratios are the median (lowest to highest). If two
+implementations must give equal results, the results are compared before the timing. Memory is read from Linux's `/proc`
+in one process per measurement. Run nothing else on the machine.
 """
 
 import argparse
@@ -44,42 +44,44 @@ BETA, LEAK = 1.0, 0.5
 
 
 def network(units=UNITS, dtype=torch.float32):
-    """A leaky reservoir, as sparse as reservoirpy's default: it may then take whichever of its ways is faster."""
+    """Return a leaky reservoir with reservoirpy's default sparsity, so that reservoirpy can use its fastest form."""
     reservoir = EchoStateNetwork(INPUTS, units, leaking_rate=LEAK, recurrent_connectivity=0.1, seed=0)
     return reservoir.requires_grad_(False).to(dtype)
 
 
 def sequences(count, steps=STEPS, seed=0):
-    """Random sequences and labels: time does not depend on values."""
+    """Return random sequences and labels. The time does not depend on the values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, steps, INPUTS, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
 
 def seconds(function, *args):
-    """How long one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     function(*args)
     return time.perf_counter() - start
 
 
 class Table:
-    """Rows of metric, ours, alternative, ratio and aim."""
+    """A table with the columns metric, ours, alternative, ratio and aim."""
 
     def __init__(self, repeats):
         self.repeats = repeats
         self.rows = []
 
     def compare(self, metric, library_timer, alternative_timer, max_ratio=None, min_ratio=None):
-        """Compare two functions that return seconds, in turns. At most one limit is given.
+        """Measure two functions that return seconds, and add a row. The functions alternate. Give at most one limit.
 
         Args:
-            metric: What the row measures.
-            library_timer: Measures this library.
-            alternative_timer: Measures the alternative.
-            max_ratio: Largest ratio of the library's time to the alternative's that is accepted.
-            min_ratio: Smallest ratio of the alternative's time to the library's that is accepted.
+            metric: Description of the row.
+            library_timer: Function that measures this library.
+            alternative_timer: Function that measures the alternative.
+            max_ratio: Largest accepted ratio of the library's time to the alternative's time.
+            min_ratio: Smallest accepted ratio of the alternative's time to the library's time. Used if ``max_ratio`` is
+                None.
         """
-        pairs = [(library_timer(), alternative_timer()) for _ in range(self.repeats + 1)][1:]  # the first warms up
+        # The first pair is a warm-up.
+        pairs = [(library_timer(), alternative_timer()) for _ in range(self.repeats + 1)][1:]
         ratios = [a / b if min_ratio is None else b / a for a, b in pairs]
         middle = statistics.median(ratios)
         library_time, alternative_time = (
@@ -106,7 +108,7 @@ class Table:
 
 
 def forward(table):
-    """A forward pass against nothing but its matrix products."""
+    """Compare a forward pass with its matrix products alone."""
     reservoir, (x, _) = network(), sequences(BATCH)
     w_in, w = (weight.t().contiguous() for weight in reservoir.weights(0))
     state, out, flat = torch.randn(BATCH, UNITS), torch.empty(BATCH, UNITS), x.reshape(-1, INPUTS)
@@ -122,7 +124,7 @@ def forward(table):
 
 
 def fit(reservoir, x, y):
-    """States and ridge readout, all at once."""
+    """Compute all states, fit the ridge readout, and return its weights."""
     task = ReservoirClassifier(reservoir, CLASSES, BETA)
     task.accumulate_samples(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
     task.readout.solve()
@@ -130,21 +132,22 @@ def fit(reservoir, x, y):
 
 
 def against_reservoirpy(table):
-    """The same states, and the same readout, by reservoirpy."""
+    """Compare states and readout with reservoirpy, after a check that the results are equal."""
     reservoir, (x, y) = network(), sequences(BATCH)
     w_in, w = (weight.double().numpy() for weight in reservoir.weights(0))
     series, targets = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
 
     def run(weights, workers):
         node = Reservoir(W=weights, Win=w_in, lr=LEAK)
-        return node.run(series, workers=workers)  # a new node begins each sequence at 0
+        # A new node starts each sequence from the state 0.
+        return node.run(series, workers=workers)
 
     forms = {"dense": w, "CSR": sparse.csr_matrix(w)}
     ways = [(form, workers) for form in forms for workers in sorted({1, torch.get_num_threads()})]
     seconds_by_way = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
     form, workers = min(seconds_by_way, key=seconds_by_way.get)
     summary = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in seconds_by_way.items())
-    print(f"reservoirpy's ways: {summary}", file=sys.stderr)
+    print(f"Forms of reservoirpy: {summary}", file=sys.stderr)
 
     difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
     assert difference < 1e-4, f"states differ by {difference:.1e}"
@@ -165,13 +168,14 @@ def against_reservoirpy(table):
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
-    """Seconds of one IncFed round, or of a FedIP round and its readout, and that readout."""
+    """Return the seconds of one IncFed round, or of a FedIP round and its readout, and the readout."""
     times = []
     clock = LambdaCallback(
         on_train_start=lambda *_: times.append(time.perf_counter()),
         on_train_epoch_end=lambda *_: times.append(time.perf_counter()),
     )
-    owner = np.concatenate([np.arange(clients), np.arange(0, clients, 2)])  # one sequence each, every other one two
+    # Each client has one sequence, and every other client has a second one.
+    owner = np.concatenate([np.arange(clients), np.arange(0, clients, 2)])
     x, y = sequences(len(owner))
     rounds = 2 if plastic else 1
     stream = FederatedStream.from_arrays(
@@ -196,7 +200,7 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
 
 
 def cohorts(table, clients):
-    """Clients side by side against one at a time."""
+    """Compare vectorized training with sequential training."""
     for plastic, name in ((False, "one IncFed round"), (True, "a FedIP round and its readout")):
         cohort_readout, sequential_readout = (
             federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1)
@@ -211,7 +215,7 @@ def cohorts(table, clients):
 
 
 def gram(table, rows, units):
-    """Statistics from single-precision states against one product of states that are double already."""
+    """Compare `accumulate` on single-precision states with one matrix product of double-precision states."""
     states, targets = torch.randn(rows, units), torch.randn(rows, CLASSES)
     wide, product = states.double(), torch.empty(units, units, dtype=torch.float64)
     a, b = (torch.zeros(size, units, dtype=torch.float64) for size in (CLASSES, units))
@@ -225,13 +229,13 @@ def gram(table, rows, units):
 
 
 def add_sequences(count):
-    """MiB that it takes, over what the process holds before, to add sequences that come batch by batch."""
+    """Return the additional peak memory in MiB while the statistics of sequences are added batch by batch."""
 
     def status(name):
         return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
 
     task = ReservoirClassifier(network(), CLASSES, BETA)
-    # Not `ru_maxrss`, which a process takes over from the one that starts it, and which cannot be set back.
+    # `ru_maxrss` is not used, because a process inherits it from its parent and cannot reset it.
     Path("/proc/self/clear_refs").write_text("5")
     initial_memory = status("VmRSS")
     for start in range(0, count, BATCH):
@@ -241,7 +245,7 @@ def add_sequences(count):
 
 
 def memory(table, counts):
-    """The largest memory of ever longer streams."""
+    """Add a row with the peak memory for growing numbers of sequences."""
     runs = [[sys.executable, __file__, "--add", str(count)] for count in counts]
     peaks = [float(subprocess.run(run, capture_output=True, check=True, text=True).stdout.split()[-1]) for run in runs]
     growth = max(peaks) - peaks[0]
@@ -253,7 +257,7 @@ def memory(table, counts):
 
 
 def scaling(out, quick):
-    """How time grows with units, clients and steps, as one figure."""
+    """Measure and draw the time by the number of units, clients and steps. Return the curves."""
 
     def middle(function):
         return statistics.median([function() for _ in range(2 if quick else 4)][1:])
@@ -294,11 +298,12 @@ def scaling(out, quick):
 
 
 def main():
-    """Measure, print the table, and write it with the figure."""
+    """Measure, print the table, and write the table and the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few and small: whether it works")
+    parser.add_argument("--quick", action="store_true", help="use small sizes to test the script")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument("--add", type=int, help=argparse.SUPPRESS)  # the process whose memory is measured
+    # The script starts itself with `--add` to measure memory in a separate process.
+    parser.add_argument("--add", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -1,10 +1,11 @@
-"""Memory of rounds of a large model, by its size: clients one at a time, a mean or another reduction at the server.
+"""Peak memory of rounds of a large model, relative to the size of the model.
 
     python benchmarks/round_memory.py --clients 16 --reduction mean
 
-The model is a ResNet-50 of 25.6 million parameters, which learns by SGD of four images of 32 x 32 a client. Told is the
-most that was in use in three rounds: the module, and all that a fit has added to what the process had in use before it.
-Linux alone knows. It makes no difference what else runs on the machine.
+The model is a ResNet-50 with 25.6 million parameters. Clients train sequentially with SGD, each on four images of
+32 x 32. The server aggregates with a mean or another reduction. The result is the peak memory of three rounds: the
+module, and everything that the fit adds to the memory of the process before it. The script reads the memory from
+`/proc`, so it runs only on Linux. Other programs on the machine do not change the result.
 """
 
 import argparse
@@ -26,29 +27,29 @@ from lightning_fcl.data.split import Split
 
 
 class Module(L.LightningModule):
-    """What a user brings."""
+    """A LightningModule as a user writes it."""
 
     def __init__(self, network):
         super().__init__()
         self.net = network
 
     def training_step(self, batch, batch_idx):
-        """The loss."""
+        """Return the loss."""
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        """SGD."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def in_use(field):
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` the most since that was forgotten."""
+    """Return bytes of this process: the current use (``VmRSS``), or the peak since the last reset (``VmHWM``)."""
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status)[1])
 
 
 def fit(network, clients, reduction):
-    """Three rounds."""
+    """Train three rounds."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(4 * clients, 3, 32, 32, generator=generator), torch.arange(4 * clients) % 4
     options = {"scenario": ClassIncremental(1, rounds_per_experience=3), "split": Split(test=0.0), "seed": 0}
@@ -61,7 +62,7 @@ def fit(network, clients, reduction):
 
 
 def main():
-    """Run."""
+    """Measure and print the peak memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--reduction", default="mean")
@@ -69,13 +70,17 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    fit(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 2, "mean")  # what libraries take is there
+    # This small fit loads what libraries load at their first use, so that it does not count below.
+    fit(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 2, "mean")
     network = resnet50()
     size, initial_memory = sum(value.nbytes for value in network.state_dict().values()), in_use("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     fit(network, options.clients, options.reduction)
     ratio = 1 + (in_use("VmHWM") - initial_memory) / size
-    print(f"{options.reduction} of {options.clients} clients: {ratio:.1f} times the model's {size / 2**20:.0f} MiB")
+    print(
+        f"{options.reduction} of {options.clients} clients: peak memory is {ratio:.1f} times "
+        f"the model's {size / 2**20:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

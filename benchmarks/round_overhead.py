@@ -1,14 +1,19 @@
-"""Time of a round through `Trainer.fit` against a hand-written PyTorch loop and a bare `vmap`, A B C A B C.
+"""Time per round of `Trainer.fit`, compared with a hand-written PyTorch loop and a bare `vmap`.
 
     python benchmarks/round_overhead.py
 
-`Trainer.fit` and the loop do the same: download, one local epoch of SGD on every client, weighted mean. The cases are
-100 clients with 15 digits each and an MLP 64-32-10 in batches of 4; 100 and 1,000 such clients with one full batch
-each, and 100 with 512 and 2,048 hidden units; and 20 clients with 600 windows each and the HAR-CNN (random signals
-shaped as UCI HAR: time does not depend on values). Where clients have one full batch, a bare `vmap` takes the same step
-on tensors that were stacked beforehand: gradient, SGD and mean, nothing else; the weights that come of both are
-compared first. Beside it stands what Lightning alone takes for an epoch: one step of one vector of numbers, and one
-number logged, as a round of one cohort has them. Nothing else should run on the machine.
+`Trainer.fit` and the loop do the same: download, one local epoch of SGD on every client, weighted mean. The cases are:
+
+- 100 clients with 15 digits each, an MLP 64-32-10, batches of 4,
+- 100 and 1,000 such clients with one full batch each,
+- 100 clients with one full batch each, and 512 or 2,048 hidden units,
+- 20 clients with 600 windows each, and the HAR-CNN. The signals are random in the shape of UCI HAR, because the time
+  does not depend on the values.
+
+If clients have one full batch, a bare `vmap` computes the same step on tensors that are stacked before: gradient, SGD
+and mean. The final weights are compared first. "Lightning alone" is an epoch of a Trainer with one step on one vector
+and one logged number. A round with one vectorized step has the same number of steps and logged numbers. The
+implementations alternate. Run nothing else on the machine.
 """
 
 import argparse
@@ -33,7 +38,7 @@ from lightning_fcl.models import HARCNN, MLP
 
 
 def digits_case(clients, batch_size, width=32):
-    """So many clients x 15 digits, MLP 64-width-10; of more than 119 clients some have digits that others have, too."""
+    """Return clients with 15 digits each and an MLP 64-width-10. More than 119 clients share some digits."""
     x, y = load_digits(return_X_y=True)
     sample_indices = np.random.default_rng(0).permutation(len(y))
     sample_indices = np.resize(sample_indices, 15 * clients)
@@ -42,14 +47,14 @@ def digits_case(clients, batch_size, width=32):
 
 
 def har_case():
-    """20 clients x 600 windows, HAR-CNN 196-16C_4M_1024D, batches of 32."""
+    """Return 20 clients with 600 windows each, the HAR-CNN 196-16C_4M_1024D, and batches of 32."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(12000, 6, 128, generator=generator), torch.randint(6, (12000,), generator=generator)
     return data, np.arange(12000) % 20, HARCNN(), 6, 32
 
 
 class Clock(Callback):
-    """When the second epoch of a fit began, and when its last one ended: the first warms up.
+    """A callback that times a fit from the start of its second epoch to its end. The first epoch is a warm-up.
 
     Args:
         timer: Returns the current time in seconds.
@@ -59,17 +64,17 @@ class Clock(Callback):
         self.now = timer
 
     def on_train_epoch_start(self, trainer, pl_module):
-        """Start the clock."""
+        """Start the clock in the second epoch."""
         if trainer.current_epoch == 1:
             self.start = self.now()
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Stop it, until the next epoch has ended."""
+        """Store the current time. The last epoch overwrites earlier values."""
         self.end = self.now()
 
 
 def trainer_of(clock, rounds, strategy):
-    """A Trainer that shows and keeps nothing."""
+    """Return a Trainer that writes no logs or checkpoints and shows nothing."""
     return L.Trainer(
         strategy=strategy, max_epochs=rounds + 1, callbacks=[clock], logger=False, accelerator="cpu",
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -77,7 +82,7 @@ def trainer_of(clock, rounds, strategy):
 
 
 def through_trainer(case, rounds, timer=time.perf_counter):
-    """Seconds per round inside one `Trainer.fit`, without its start."""
+    """Return the seconds per round in one `Trainer.fit`, without its start, and the final weights."""
     (x, y), client, model, classes, batch_size = case
     stream = FederatedStream.from_arrays(
         x,
@@ -95,25 +100,25 @@ def through_trainer(case, rounds, timer=time.perf_counter):
 
 
 class OneVector(L.LightningModule):
-    """As little as Lightning can train: one step an epoch, one number logged."""
+    """A minimal LightningModule: one parameter vector, and one logged number."""
 
     def __init__(self, size):
         super().__init__()
         self.vector = torch.nn.Parameter(torch.zeros(size))
 
     def training_step(self, batch, batch_idx):
-        """The loss, which is logged."""
+        """Return the loss, and log it."""
         loss = self.vector.sum()
         self.log("train_loss", loss.detach(), on_step=False, on_epoch=True)
         return loss
 
     def configure_optimizers(self):
-        """SGD."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def lightning_alone(case, rounds):
-    """Seconds per epoch of a Trainer that has next to nothing to compute, on as many numbers as the case's model."""
+    """Return the seconds per epoch of a Trainer with almost no computation. It has as many parameters as the case."""
     clock = Clock()
     trainer = trainer_of(clock, rounds, strategy="auto")
     module = OneVector(sum(value.numel() for value in case[2].parameters()))
@@ -122,7 +127,7 @@ def lightning_alone(case, rounds):
 
 
 def by_hand(case, rounds):
-    """Seconds per round of the loop that everyone writes first."""
+    """Return the seconds per round of a hand-written loop over the clients, and the final weights."""
     (x, y), client, model, _, batch_size = case
     owners = [torch.from_numpy(np.flatnonzero(client == c)) for c in range(int(client.max()) + 1)]
     data = [(x[rows], y[rows]) for rows in owners]
@@ -147,7 +152,7 @@ def by_hand(case, rounds):
 
 
 def by_vmap(case, rounds):
-    """Seconds per round of the same step on stacked tensors: the least that a round of side-by-side clients costs."""
+    """Return the seconds per round of the same step on stacked tensors, a lower bound for vectorized training."""
     (x, y), client, model, _, _ = case
     rows = torch.from_numpy(np.stack([np.flatnonzero(client == c) for c in range(int(client.max()) + 1)]))
     x, y = x[rows], y[rows]
@@ -169,14 +174,14 @@ def by_vmap(case, rounds):
 
 
 def compare(name, case, rounds, repeats, vectorized=False):
-    """Print the ratios of the ways, taken in turns."""
+    """Print the ratio of the Trainer's time to the time of each other implementation. All alternate."""
     ways = {"loop": by_hand, **({"bare vmap": by_vmap} if vectorized else {})}
     if vectorized:
         _, trainer_state = through_trainer(case, 3)
         for way in ways.values():
             _, way_state = way(case, 3)
             assert all(torch.allclose(way_state[n], value, atol=1e-5) for n, value in trainer_state.items()), (
-                "not the same round"
+                "the implementations give different weights"
             )
         ways["Lightning alone"] = lightning_alone
     seconds = {"Trainer.fit": [], **{way: [] for way in ways}}
@@ -184,7 +189,7 @@ def compare(name, case, rounds, repeats, vectorized=False):
         for way, run in {"Trainer.fit": through_trainer, **ways}.items():
             seconds[way].append(run(case, rounds)[0])
     trainer_seconds = seconds.pop("Trainer.fit")
-    print(f"{name:28} Trainer.fit {1000 * statistics.median(trainer_seconds):8.1f} ms/round", end="")
+    print(f"{name:28} Trainer.fit {1000 * statistics.median(trainer_seconds):8.1f} ms per round", end="")
     for way, way_seconds in seconds.items():
         ratios = [a / b for a, b in zip(trainer_seconds, way_seconds, strict=True)]
         print(
@@ -200,13 +205,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--digits", action="store_true", help="leave the HAR-CNN out, which takes minutes")
-    parser.add_argument("--quick", action="store_true", help="few rounds of digits, to try the script out")
+    parser.add_argument("--digits", action="store_true", help="skip the HAR-CNN, which takes minutes")
+    parser.add_argument("--quick", action="store_true", help="run few rounds of digits to test the script")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, alternating")
     repeats, round_divisor = (1, 10) if options.quick else (options.repeats, 1)
     compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // round_divisor, repeats)
     compare("100 x 15, one batch", digits_case(100, 15), 200 // round_divisor, repeats, vectorized=True)

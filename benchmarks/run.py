@@ -1,12 +1,12 @@
-"""All workloads by all engines, in turns: seconds a round, processor seconds, memory and start-up.
+"""Measurements of all workloads with all engines: time per round, processor time, memory and start-up time.
 
     python benchmarks/run.py                          # everything: JSON, table and plots in runs/benchmarks
     python benchmarks/run.py --workloads har --engines ours loop --repeats 2
-    python benchmarks/run.py --report                 # the table and the plots anew, of what has been measured
-    python benchmarks/run.py --report --write         # and the tables of benchmarks/README.md and docs/scale.md
+    python benchmarks/run.py --report                 # only the table and the plots of existing measurements
+    python benchmarks/run.py --report --write         # also the tables of benchmarks/README.md and docs/scale.md
 
-Every measurement is a process of its own. pfl and Flower are installed in environments of their own below `--out`,
-which see this one's packages, torch among them. Nothing else should run on the machine.
+Each measurement runs in a separate process. pfl and Flower are installed in separate environments in `--out`. These
+environments also see the packages of the current environment, such as torch. Run nothing else on the machine.
 """
 
 import argparse
@@ -20,20 +20,21 @@ from suite.environments import python_of
 from suite.measuring import ENGINES, machine, measured
 from suite.workloads import CURVES, WORKLOADS
 
-CURVED = ["loop", "ours", "ours-two-ranks"]  # engines of the curves
+# Engines of workloads that are points of a curve.
+CURVED = ["loop", "ours", "ours-two-ranks"]
 
 
 def main():
-    """Measure, then report."""
+    """Measure, and report the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), help="default: all; of curves ours and the loop")
+    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), help="select engines (curves: three by default)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU when there is one")
-    parser.add_argument("--quick", action="store_true", help="sizes that say nothing about speed, to try it out")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="set the device (default: a GPU if there is one)")
+    parser.add_argument("--quick", action="store_true", help="use small sizes to test the script")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument("--report", action="store_true", help="measure nothing: report what lies below --out")
-    parser.add_argument("--write", action="store_true", help="fill in the tables of the documents")
+    parser.add_argument("--report", action="store_true", help="only report existing measurements in --out")
+    parser.add_argument("--write", action="store_true", help="update the tables of the documentation")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -42,14 +43,16 @@ def main():
         engines = options.engines or (CURVED if workload.startswith(CURVES) else list(ENGINES))
         pythons = {engine: python_of(ENGINES[engine], options.out) for engine in engines}
         results = {engine: [] for engine in engines}
-        for _ in range(options.repeats):  # A B A B
+        # Engines alternate, so that all are measured under the same load of the machine.
+        for _ in range(options.repeats):
             for engine, python in pythons.items():
+                # An engine that has failed would fail again.
                 if results[engine] and "error" in results[engine][-1]:
-                    continue  # it would fail again
+                    continue
                 start = time.monotonic()
                 measurement = measured(workload, engine, python, machine_info["device"], options.quick)
                 results[engine].append(measurement)
-                summary = measurement.get("error") or f"{1000 * measurement['round']:.1f} ms a round"
+                summary = measurement.get("error") or f"{1000 * measurement['round']:.1f} ms per round"
                 print(f"{workload:14} {engine:16} {summary} ({time.monotonic() - start:.0f} s)", flush=True)
         content = {"workload": workload, "quick": options.quick, "machine": machine_info, "engines": results}
         (options.out / f"suite-{workload}.json").write_text(json.dumps(content, indent=1) + "\n")

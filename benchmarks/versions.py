@@ -3,12 +3,16 @@
     git worktree add ../other cc30327
     python benchmarks/versions.py ../other
 
-Two processes import one version each. For every case they run one fit each without measuring it, then they run fits in
-turns, and the ratio is taken pair by pair. The cases are those of `round_overhead.py` with digits, those of
-`any_module.py`, steps of a Trainer without a federation, and methods that compute something when an experience ends: 20
-clients with digits, 5 experiences of 4 rounds, all clients or one in five in each round. For these, the bytes that
-clients keep and upload are compared too.
-Nothing else should run on the machine.
+Two processes import one version each. For every case, each process first runs one fit that is not measured. Then the
+processes alternate, and the ratio is computed for each pair of fits. The cases are:
+
+- the cases of `round_overhead.py` with digits,
+- the cases of `any_module.py`,
+- steps of a Trainer without a federation,
+- methods that compute a result when an experience ends. 20 clients have digits in 5 experiences of 4 rounds. All
+  clients, or one in five, train in each round. For these cases, the sizes of client state and uploads are compared too.
+
+Run nothing else on the machine.
 """
 
 import argparse
@@ -34,11 +38,11 @@ METHODS = {
 
 
 def train(method, participation):
-    """Train a method on digits, and return the seconds of a round, the bytes of a client's state, and those sent.
+    """Train a method on digits, and return the time of a round, the size of the client state, and the upload size.
 
     Returns:
-        Processor seconds of a round, the greatest mean of the bytes that a client keeps after a round, and the bytes
-        that all clients upload.
+        Processor seconds per round, bytes of the client state (mean over the clients, largest value over the rounds),
+        and bytes that all clients upload in the fit.
     """
     import lightning.pytorch as L
     import torch
@@ -52,7 +56,7 @@ def train(method, participation):
     state_bytes, upload_bytes = [], []
 
     class Bytes(L.Callback):
-        """Bytes after each round."""
+        """A callback that stores the bytes of client state and uploads after each round."""
 
         def on_train_epoch_end(self, trainer, pl_module):
             server = trainer.strategy.server
@@ -96,7 +100,7 @@ def train_plain(method, epochs):
 
 
 def cases(quick):
-    """Name each case, with the function that returns its processor seconds of a round."""
+    """Return the cases by name. Each case is a function that returns its measurement."""
     import any_module
     import round_overhead
 
@@ -133,7 +137,7 @@ def cases(quick):
 
 
 def serve(quick):
-    """Run each case whose name is read from the standard input, and print its seconds."""
+    """Run each case whose name is read from the standard input, and print its result."""
     import torch
 
     import lightning_fcl
@@ -142,7 +146,7 @@ def serve(quick):
     print(pathlib.Path(lightning_fcl.__file__).parent.parent, flush=True)
     run = cases(quick)
     warnings.simplefilter("ignore")
-    # Lightning's import, which `cases` does, sets another level.
+    # `cases` imports Lightning, which sets another log level.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("|".join(run), flush=True)
     for line in sys.stdin:
@@ -159,7 +163,7 @@ class Version:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         imported = self.process.stdout.readline().strip()
-        assert imported == str(folder), f"imported {imported}, not {folder}"
+        assert imported == str(folder), f"the process imported {imported} instead of {folder}"
         self.cases = self.process.stdout.readline().strip().split("|")
 
     def close(self):
@@ -168,21 +172,21 @@ class Version:
         self.process.wait()
 
     def run(self, case):
-        """Return what the case measures."""
+        """Run a case in the process, and return its result."""
         self.process.stdin.write(case + "\n")
         self.process.stdin.flush()
         while not (line := self.process.stdout.readline()).startswith("found "):
-            assert line, f"the process ended during {case}"
+            assert line, f"the process ended during the case {case}"
         return json.loads(line.removeprefix("found "))
 
 
 def main():
-    """Measure all cases, or those whose names contain a text."""
+    """Measure all cases, or the cases whose names contain the text of `--only`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=pathlib.Path, help="folder of the other version")
+    parser.add_argument("other", type=pathlib.Path, help="set the folder of the other version")
     parser.add_argument("--only", default="", help="run the cases whose names contain this text")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to try the script out")
+    parser.add_argument("--quick", action="store_true", help="run few rounds to test the script")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -1,1 +1,1 @@
-"""The suite: workloads, engines, and what each measurement tells. `benchmarks/run.py` is its command."""
+"""Benchmark suite: workloads, engines and measurements. The command is `benchmarks/run.py`."""

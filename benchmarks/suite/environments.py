@@ -1,4 +1,4 @@
-"""Environments of other libraries: each has its own, over the packages of this one."""
+"""Virtual environments for other libraries. Each environment also sees the packages of the current environment."""
 
 import subprocess
 import sys
@@ -8,25 +8,29 @@ from pathlib import Path
 
 
 def python_of(module, out):
-    """The Python that runs an engine: this one, or that of an environment which is made when it is first asked for.
+    """Return the Python that runs an engine: the current Python, or the Python of the engine's environment.
+
+    An environment is created when it is first needed.
 
     Returns:
-        Its path; or the reason why there is none, as a `RuntimeError`.
+        Path of the Python, or a RuntimeError with the reason why the environment could not be created.
     """
     requirements = getattr(import_module(f"suite.engines.{module}"), "REQUIREMENTS", None)
     if requirements is None:
         return sys.executable
     folder = (Path(out) / f"env-{module}").absolute()
     python = folder / "bin" / "python"
-    ready = folder / "ready"  # written last: an environment that was cut short is made anew
+    # The file `ready` is written last, so that an incomplete environment is created again.
+    ready = folder / "ready"
     if ready.exists() and ready.read_text() == "\n".join(requirements):
         return str(python)
     try:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         packages = next(folder.glob("lib/python*/site-packages"))
-        (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch and all the rest
+        # The environment uses torch and all other packages of the current environment.
+        (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *requirements], check=True)
     except subprocess.CalledProcessError as error:
-        return RuntimeError(f"`{' '.join(requirements)}` could not be installed: exit {error.returncode}")
+        return RuntimeError(f"could not install `{' '.join(requirements)}`: exit status {error.returncode}")
     ready.write_text("\n".join(requirements))
     return str(python)

@@ -1,4 +1,8 @@
-"""When data were there, when training began, and when each round ended: lines of a file, from whatever process."""
+"""Marks of a measurement: the times at which data are ready, training starts, and rounds end.
+
+All processes of a measurement append marks to one file, one JSON line per mark. Memory and processor time are read from
+``/proc``.
+"""
 
 import json
 import os
@@ -9,7 +13,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def processes(root):
-    """A process and all that it has started, and these in turn."""
+    """Return the ids of a process and all its descendants."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -24,7 +28,7 @@ def processes(root):
 
 
 def _stat(pid):
-    """What Linux tells of a process from its state on; None if it has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the process state on, or None if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -32,27 +36,28 @@ def _stat(pid):
 
 
 def cpu_seconds(root):
-    """Processor seconds of a process and all that it has started, also those that have ended."""
+    """Return the processor seconds of a process and its descendants, including those that have ended."""
     process_stats = (_stat(pid) for pid in processes(root))
     return sum(sum(map(int, fields[11:15])) for fields in process_stats if fields is not None) / TICKS
 
 
 def memory(root):
-    """MiB that a process and all that it has started take; what they share is counted once."""
+    """Return the memory of a process and its descendants in MiB. Shared memory is counted once."""
     return sum(_of(pid, "smaps_rollup", "Pss:") for pid in processes(root))
 
 
 def high_water(pid):
-    """The most MiB that one process has taken."""
+    """Return the peak memory of one process in MiB."""
     return _of(pid, "status", "VmHWM:")
 
 
 def forget_peak():
-    """Let `high_water` of this process begin with what it takes now."""
+    """Reset the peak memory of this process to its current memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def _of(pid, file, field):
+    """Return a field of a ``/proc`` file in MiB, or 0 if the process has ended or belongs to another user."""
     try:
         text = Path(f"/proc/{pid}/{file}").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -62,30 +67,30 @@ def _of(pid, file, field):
 
 
 class Marks:
-    """Writes them.
+    """Writer of marks.
 
     Args:
-        path: The file.
-        root: The process whose processor time counts, with all that it starts.
-        rounds: How many rounds there will be, the first among them, which warms up.
+        path: File to which marks are appended.
+        root: Id of the process whose processor time is measured, including its descendants.
+        rounds: Number of rounds, including the first, which is a warm-up.
     """
 
     def __init__(self, path, root, rounds):
         self.path, self.root, self.rounds, self.done = str(path), root, rounds, 0
 
     def add(self, name, cpu=False):
-        """A mark, now."""
+        """Write a mark with the current time and the peak memory of this process."""
         line = {"name": name, "time": time.monotonic(), "most": high_water(os.getpid())}
         line |= {"cpu": cpu_seconds(self.root)} if cpu else {}
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def begin(self):
-        """The first round begins."""
+        """Mark the start of the first round."""
         self.add("begin")
 
     def round(self):
-        """A round has ended."""
+        """Count a finished round. Mark the end of the first and of the last round."""
         self.done += 1
         if self.done in (1, self.rounds):
             self.add("first" if self.done == 1 else "last", cpu=True)

@@ -1,4 +1,4 @@
-"""One measurement in a process of its own.
+"""One measurement, run in a separate process.
 
 python -m suite.measure WORKLOAD ENGINE ROUNDS MARKS STATE DEVICE [quick]
 """
@@ -17,16 +17,17 @@ from suite.marks import Marks, forget_peak
 
 
 def end_with(parent):
-    """End with all that was started here when the process that measures is gone, however it went."""
+    """End this process group when the measuring process (``parent``) has ended for any reason."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
 def main(name, engine, rounds, marks, state, device, quick=""):
-    """Make the data, then let the engine train."""
+    """Create the data, and run the engine."""
     torch.set_num_threads(1)
-    root = int(os.environ.setdefault("SUITE_ROOT", str(os.getpid())))  # ranks begin here as well
+    # Further ranks run this function too, and inherit the id of the first process.
+    root = int(os.environ.setdefault("SUITE_ROOT", str(os.getpid())))
     marks = Marks(marks, root, int(rounds))
     if root == os.getpid():
         threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()

@@ -1,4 +1,4 @@
-"""Runs one measurement and tells what it took; what the machine is."""
+"""Measurements: run an engine in a separate process, and return its time and memory."""
 
 import contextlib
 import json
@@ -20,27 +20,31 @@ from suite import workloads
 from suite.marks import memory
 
 FOLDER = Path(__file__).parent.parent
-# name -> module of `suite.engines`
+# For each engine, the module in `suite.engines`. `loop` comes first, because the states of other engines are compared
+# with its state.
 ENGINES = {
-    "loop": "loop",  # first: the others' states are compared with its
+    "loop": "loop",
     "ours": "ours",
     "ours-two-ranks": "ours_ranks",
     "loop-two": "processes",
     "pfl": "pfl_research",
     "flower": "flower",
 }
-LIMIT = 3600  # seconds that a measurement may take
-ALIKE = 5e-3  # how much states may differ, by the largest number of an entry: rounding, which training makes larger
-STATES = {}  # what the loop has learnt, for each workload
+# Maximum duration of a measurement, in seconds.
+LIMIT = 3600
+# Maximum difference from the loop's state, relative to the largest value of a tensor. Training amplifies rounding.
+ALIKE = 5e-3
+# For each workload, the final state of the hand-written loop.
+STATES = {}
 
 
 def name_of(engine):
-    """What tables call it."""
+    """Return the name of an engine in tables."""
     return import_module(f"suite.engines.{ENGINES[engine]}").NAME
 
 
 def machine(device=None):
-    """What the numbers depend on."""
+    """Return the properties of the machine on which the numbers depend."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = [
         line.partition(":")[2].strip()
@@ -67,14 +71,14 @@ def _version(name):
 
 
 def measured(workload, engine, python, device="cpu", quick=False):
-    """One measurement: seconds and MiB; or ``{"error": ...}``, what the engine said.
+    """Run one measurement, and return its values, or ``{"error": ...}`` with the reason why there are none.
 
     Args:
-        workload: Its name.
-        engine: Its name.
-        python: The Python that runs it, or why there is none.
+        workload: Name of the workload.
+        engine: Name of the engine.
+        python: Path of the Python that runs the engine, or a RuntimeError with the reason why there is none.
         device: ``"cpu"`` or ``"cuda"``.
-        quick: Whether at a size that says nothing about speed.
+        quick: Whether to use a small size, at which the numbers say nothing about speed.
     """
     if isinstance(python, RuntimeError):
         return {"error": str(python)}
@@ -86,34 +90,35 @@ def measured(workload, engine, python, device="cpu", quick=False):
         if error:
             return {"error": error}
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
-        result = told(lines, rounds)
+        result = summarize_marks(lines, rounds)
         workload_object = workloads.make(workload, quick)
         result["memory"] = _most(lines, memory_samples) - workload_object.nbytes / 2**20
         if workload_object.drawn is None:
             learnt = load_file(state)
             result["differs"] = difference(STATES[workload], learnt) if workload in STATES else None
             if (result["differs"] or 0) > ALIKE:
-                return {"error": f"not the same work: its state differs from the loop's by {result['differs']:.0e}"}
+                return {"error": f"wrong result: the state differs from the loop's state by {result['differs']:.0e}"}
             if engine == "loop":
                 STATES[workload] = learnt
         return result
 
 
 def _most(lines, memory_samples):
-    """The most MiB, once the data were there: what making them took is forgotten."""
+    """Return the peak memory in MiB after the data were created. Earlier memory samples are ignored."""
     data_time = next(line["time"] for line in lines if line["name"] == "data")
     memory_by_time = [*((line["time"], line["most"]) for line in lines), *memory_samples]
     return max(mib for when, mib in memory_by_time if when > data_time)
 
 
-def told(lines, rounds):
-    """What marks tell: seconds a round, processor seconds a round, and seconds to start, data left out."""
+def summarize_marks(lines, rounds):
+    """Return the seconds per round, the processor seconds per round, and the start-up time without the data."""
     mark_by_name = {line["name"]: line for line in lines}
     timed = rounds - 1
     result = {
         "round": (mark_by_name["last"]["time"] - mark_by_name["first"]["time"]) / timed,
         "cpu": (mark_by_name["last"]["cpu"] - mark_by_name["first"]["cpu"]) / timed,
-        "start": mark_by_name["begin"]["time"] - mark_by_name["data"]["time"],  # imports among it
+        # This includes the imports of the engine.
+        "start": mark_by_name["begin"]["time"] - mark_by_name["data"]["time"],
     }
     if "planned" in mark_by_name:
         result["setup"] = mark_by_name["planned"]["time"] - mark_by_name["planning"]["time"]
@@ -123,16 +128,20 @@ def told(lines, rounds):
 
 
 def difference(expected, actual):
-    """The largest difference of two states, entry by entry, by the largest number of the entry."""
+    """Return the largest difference of two states, each tensor relative to the largest value of the expected tensor."""
     if expected.keys() != actual.keys():
-        raise ValueError(f"Expected a state of {sorted(expected)} but got {sorted(actual)}.")
+        raise ValueError(f"Expected a state with the entries {sorted(expected)}, but got {sorted(actual)}.")
     return max(
         float((actual[n] - value).abs().max() / value.abs().max().clamp(min=1e-12)) for n, value in expected.items()
     )
 
 
 def _watched(command, workload, quick, errors):
-    """Run a command; what it said if it failed, and the MiB that it and its children took together, by time."""
+    """Run a command, and measure the memory of the process and its descendants.
+
+    Returns:
+        The last line of the output if the command failed, otherwise None; and the memory samples (time, MiB).
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
@@ -151,19 +160,21 @@ def _watched(command, workload, quick, errors):
         while not end_event.wait(pause):
             start = time.monotonic()
             memory_samples.append((start, memory(process.pid)))
-            pause = max(0.5, 50 * (time.monotonic() - start))  # of large processes looking takes long, and a core
+            # A memory sample of large processes takes long and uses a core, so the pause grows with its duration.
+            pause = max(0.5, 50 * (time.monotonic() - start))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         code = process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        return f"not done after {LIMIT} s", []
+        return f"no result after {LIMIT} s", []
     finally:
         end_event.set()
         watcher.join()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # of those that it has left behind
+            # End all processes that the command has left.
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if code:
         lines = [line.strip() for line in errors.read_text().splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Measurements as a table and plots, and into the documents."""
+"""Reports of the suite: tables and plots of the measurements, and their copies in the documentation."""
 
 import json
 import statistics
@@ -18,31 +18,32 @@ SAYS = {
     "har-uneven": "20 clients, ten of them with 60 windows, HAR-CNN",
     "esn": "100 clients x 4 sequences, reservoir of 300 units",
     "vit": "8 clients x 64 images, 6-layer ViT, 2.7 M parameters",
-    **{f"drawn-{n}": f"100 drawn of {n:,} clients x 15 digits" for n in (1000, 10000, 100000)},
+    **{f"drawn-{n}": f"{n:,} clients x 15 digits, 100 sampled per round" for n in (1000, 10000, 100000)},
     **{f"width-{n}": f"100 clients x 15 digits, MLP 64-{n:,}-10" for n in (32, 128, 512, 2048)},
 }
 
 
 def read(out):
-    """What has been measured: workload -> its file's content, in the order of the tables."""
+    """Return the measurements by workload, in the order of the tables: the content of each ``suite-*.json`` file."""
     contents_by_path = {path: json.loads(path.read_text()) for path in Path(out).glob("suite-*.json")}
     contents = {content["workload"]: content for content in contents_by_path.values()}
     return {name: contents[name] for name in SAYS if name in contents}
 
 
 def middle(values):
-    """The median, with the lowest and the highest."""
+    """Return the median, the lowest and the highest value."""
     return statistics.median(values), min(values), max(values)
 
 
 def ratios(engines, engine):
-    """An engine's seconds by the loop's, measurement by measurement as they were taken in turns."""
+    """Return an engine's time per round divided by the loop's, for each pair of measurements of the same repeat."""
     pairs = zip(engines.get(engine, []), engines.get("loop", []), strict=False)
     return [a["round"] / b["round"] for a, b in pairs if "round" in a and "round" in b]
 
 
 def _row(workload, engine, runs, engines):
     cells = [SAYS[workload], name_of(engine)]
+    """Return the cells of one row of `table`."""
     completed_runs = [run for run in runs if "round" in run]
     if not completed_runs:
         return [*cells, runs[0]["error"].removeprefix("refused: ").replace("|", "/"), *[""] * 5]
@@ -62,8 +63,11 @@ def _row(workload, engine, runs, engines):
 
 
 def table(contents):
-    """The Markdown table of all engines."""
-    head = ["workload", "engine", "a round", "by the loop's", "processor", "peak memory", "start", "differs"]
+    """Return the Markdown table of all engines. It leaves out the workloads with client sampling."""
+    head = [
+        "workload", "engine", "time per round", "ratio to loop", "processor time per round", "peak memory", "start-up",
+        "difference from loop",
+    ]  # fmt: skip
     rows = [
         _row(workload, engine, content["engines"][engine], content["engines"])
         for workload, content in contents.items()
@@ -75,7 +79,7 @@ def table(contents):
 
 
 def scale(contents):
-    """The Markdown table of a hundred clients drawn of many, through our Trainer."""
+    """Return the Markdown table of rounds with 100 sampled clients, trained by this library."""
     rows, base = [], None
     for workload, content in contents.items():
         completed_runs = [run for run in content["engines"].get("ours", []) if "round" in run]
@@ -89,36 +93,43 @@ def scale(contents):
         clients = int(workload.removeprefix("drawn-"))
         cells = [f"{clients:,}", f"{setup:.2f} s", f"{first:.2f} s", f"{1000 * seconds:.1f} ms"]
         rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}", f"{memory_growth:,.0f} MiB"])
-    head = ["clients", "set-up", "start to the first round", "a round", "peak memory beside the data"]
-    return _markdown([*head, "by the first", "more than before the set-up"], "rrrrrrr", rows)
+    head = ["clients", "set-up", "from set-up to first round", "time per round", "peak memory without data"]
+    return _markdown([*head, "ratio to first row", "growth since set-up"], "rrrrrrr", rows)
 
 
 def _markdown(head, sides, rows):
+    """Return a Markdown table. ``sides`` has one letter per column: l (left) or r (right)."""
     line = [{"l": "---", "r": "---:"}[side] for side in sides]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, line, *rows)) + "\n"
 
 
 def about(contents):
-    """One sentence on the machine."""
+    """Return the sentences on the machine and the values."""
     machine = next(iter(contents.values()))["machine"]
     device = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
     sizes = (
-        " Sizes are those of a trial: the numbers say nothing." if any(c["quick"] for c in contents.values()) else ""
+        " The sizes are those of `--quick`, so the numbers say nothing about speed."
+        if any(c["quick"] for c in contents.values())
+        else ""
     )
-    return f"Measured on {device}, torch {machine['torch']}, one thread a process; median (lowest to highest).{sizes}\n"
+    return (
+        f"Measured on {device} with torch {machine['torch']}, one thread per process. "
+        f"Values are the median (lowest to highest).{sizes}\n"
+    )
 
 
 def plot(contents, path):
-    """Curves with the number of clients, the engines' processes, and the size of the model."""
+    """Draw the curves over the number of clients and the size of the model, and the speedup by a second process."""
     curves = [
-        ("digits-", "clients, all in each round", "round", "seconds a round"),
-        ("drawn-", "clients, 100 drawn", "memory", "peak MiB"),
-        ("width-", "hidden units", "round", "seconds a round"),
+        ("digits-", "number of clients, all train in each round", "round", "seconds per round"),
+        ("drawn-", "number of clients, 100 sampled per round", "memory", "peak memory, MiB"),
+        ("width-", "hidden units", "round", "seconds per round"),
     ]
     data, parts = {}, []
     for begin, label, key, unit in curves:
         names = [name for name in contents if name.startswith(begin)]
-        if len(names) > 1:  # of a single size there is no curve
+        # A curve needs at least two sizes.
+        if len(names) > 1:
             data[label] = _points(contents, names, key)
             scale = alt.Scale(type="log") if key == "round" else alt.Scale(zero=True)
             base = charts.get_chart(label).encode(x=alt.X("size:Q", title=label, scale=alt.Scale(type="log")))
@@ -131,7 +142,7 @@ def plot(contents, path):
         .encode(
             x=alt.X("workload:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
             xOffset="line:N",
-            y=alt.Y("value:Q", title="one process by two: times faster", scale=alt.Scale(domain=[0, 2.3])),
+            y=alt.Y("value:Q", title="speedup of two processes over one", scale=alt.Scale(domain=[0, 2.3])),
             color=charts.color_scale("line", ["Trainer", "by hand"]),
         )
     )
@@ -143,7 +154,7 @@ def plot(contents, path):
 
 
 def _points(contents, names, key):
-    """The median of each engine at each size."""
+    """Return the median of each engine at each size."""
     return [
         {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(values)}
         for engine in ENGINES
@@ -153,7 +164,7 @@ def _points(contents, names, key):
 
 
 def _gains(contents):
-    """How much faster two processes are than one, ours and by hand."""
+    """Return the speedup of two processes over one, for this library's Trainer and for the hand-written loop."""
     points = []
     for label, (single_engine, double_engine) in {
         "Trainer": ("ours", "ours-two-ranks"),
@@ -168,26 +179,32 @@ def _gains(contents):
 
 
 def write(out, documents=False):
-    """The table and the plots below ``out``; into the documents, too, if asked."""
+    """Write the table and the plots to ``out``. With ``documents``, also update the pages of the documentation."""
     contents = read(out)
     if not contents:
-        raise SystemExit(f"Expected measurements below {out} but there are none. Run it without `--report`.")
+        raise SystemExit(f"Expected measurements in {out}, but found none. Run the command without `--report`.")
     text = f"{about(contents)}\n{table(contents)}"
     (Path(out) / "suite.md").write_text(f"{text}\n{scale(contents)}")
     plot(contents, Path(out) / "suite.png")
     print(text)
     if documents:
         if any(content["quick"] for content in contents.values()):
-            raise SystemExit("Expected measurements at full size for the documents but got some of `--quick`.")
+            raise SystemExit(
+                "Expected measurements at full size for `--write`, but got measurements of `--quick`. "
+                "Run the command without `--quick`."
+            )
         fill(ROOT / "benchmarks" / "README.md", "suite", f"{text}\n![Curves](suite.png)\n")
         plot(contents, ROOT / "benchmarks" / "suite.png")
         fill(ROOT / "docs" / "scale.md", "drawn", f"{about(contents)}\n{scale(contents)}")
 
 
 def fill(path, name, text):
-    """Put a text between a document's marks."""
+    """Replace the text between the two markers of a page."""
     text_before, mark, rest = path.read_text().partition(f"<!-- {name}: begin -->\n")
     _, end, text_after = rest.partition(f"<!-- {name}: end -->")
     if not mark or not end:
-        raise ValueError(f"Expected the marks of `{name}` in {path} but they are not there.")
+        raise ValueError(
+            f"Expected the markers `<!-- {name}: begin -->` and `<!-- {name}: end -->` in {path}, but at least one is "
+            "missing. Add both markers."
+        )
     path.write_text(f"{text_before}{mark}\n{text}\n{end}{text_after}")

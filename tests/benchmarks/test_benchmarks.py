@@ -1,4 +1,4 @@
-"""Benchmarks run, and measure the same thing on both sides: at sizes that say nothing about speed."""
+"""Tests that each benchmark runs at a small size. The benchmarks check that compared implementations are equal."""
 
 import logging
 import runpy
@@ -12,7 +12,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUNS = {
     "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
     "any_module": (["--quick"], ["plain", "batch norm", "dropout", "dict batches", "4 to 26 digits"]),
-    "run": (["--help"], ["--repeats"]),  # tests/benchmarks/test_suite.py measures with it
+    # tests/benchmarks/test_suite.py runs measurements with this script.
+    "run": (["--help"], ["--repeats"]),
     "round_memory": (["--clients", "2"], ["mean of 2 clients"]),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
@@ -24,13 +25,14 @@ RUNS = {
     ),
     "durable_files": ([str(FOLDER.parent), "--pairs", "1", "--rounds", "1"], ["median"]),
     "what_lasts": (["--help"], ["--seeds"]),
-    "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
+    # Even the smallest run takes almost a minute.
+    "reservoir": (["--help"], ["--quick"]),
 }
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs a script here: a process of its own would first import for longer than most of them measure."""
+    """Return a function that runs a script in this process, because a new process would spend most time on imports."""
     levels = {name: logging.getLogger(name).level for name in ("lightning", "lightning.pytorch", "lightning.fabric")}
     threads = torch.get_num_threads()
     monkeypatch.chdir(tmp_path)
@@ -51,18 +53,19 @@ LONG = ("round_overhead", "level_with_avalanche", "attention_step", "fedvit_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in RUNS])
-def test_a_benchmark_runs(name, run, capsys):
+def test_benchmark_script_prints_expected_text(name, run, capsys):
     if name == "reservoir":
         pytest.importorskip("reservoirpy")
     options, expected = RUNS[name]
     try:
         run(name, options)
-    except SystemExit as end:  # of help
+    # `--help` raises SystemExit.
+    except SystemExit as end:
         assert not end.code
     printed = capsys.readouterr().out
     for text in expected:
         assert text in printed
 
 
-def test_every_benchmark_is_tried():
+def test_runs_contains_every_benchmark_script():
     assert {path.stem for path in FOLDER.glob("*.py")} == set(RUNS)

@@ -1,5 +1,8 @@
-"""Who trains.
+"""Engines: the implementations of federated training that the suite compares.
 
-Each module has a `NAME`, `refuses(workload)`, which tells why it cannot, and `run(workload, rounds, marks, out,
-device)`, which leaves the server's last state in the file `out`.
+Each module defines:
+
+- `NAME`: the name of the engine in tables,
+- `refuses(workload)`: returns why the engine does not support the workload, or None,
+- `run(workload, rounds, marks, out, device)`: trains, and writes the server's last state to the file `out`.
 """

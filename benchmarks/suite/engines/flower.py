@@ -1,6 +1,6 @@
-"""Flower's simulation: a Message-API app with `FedAvg`, its clients in Ray's actors, one for each processor.
+"""Flower's simulation: an app with `FedAvg`, and clients in Ray actors with one processor each.
 
-What a client does is the work of the hand-written loop; the arrays travel as Flower sends them.
+A client does the same work as in the hand-written loop. Flower transmits the arrays.
 """
 
 import os
@@ -16,20 +16,20 @@ REQUIREMENTS = ["flwr[simulation]==1.41.*"]
 
 
 def refuses(workload):
-    """Why not."""
-    return "clients are drawn" if workload.drawn else None
+    """Return why the engine does not support the workload, or None."""
+    return "does not support client sampling" if workload.drawn else None
 
 
 @cache
 def _workload(name, quick, device):
-    """The data of an actor, made once."""
+    """Return the workload of an actor. It is created once per actor."""
     torch.set_num_threads(1)
     workload = workloads.make(name, quick)
     return workload.to(device) if device != "cpu" else workload
 
 
 def _client(name, quick, device):
-    """The app of the clients."""
+    """Return the app of the clients."""
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
@@ -49,7 +49,7 @@ def _client(name, quick, device):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """One simulation."""
+    """Run one simulation."""
     os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from flwr.app import ArrayRecord
     from flwr.serverapp import ServerApp
@@ -57,7 +57,7 @@ def run(workload, rounds, marks, out, device="cpu"):
     from flwr.simulation import run_simulation
 
     class Server(FedAvg):
-        """FedAvg, and what a workload's server makes of the mean."""
+        """FedAvg that applies the workload's server update to the mean."""
 
         state = workload.initial()
 
@@ -68,7 +68,7 @@ def run(workload, rounds, marks, out, device="cpu"):
             self.state = workload.end(self.state, arrays.to_torch_state_dict(), total)
             return ArrayRecord(self.state), metrics
 
-    # Else the first round takes those nodes that happen to be there already.
+    # Without these settings, the first round would use only the nodes that are already connected.
     node_counts = {"min_train_nodes": workload.clients, "min_available_nodes": workload.clients}
     strategy = Server(fraction_evaluate=0.0, **node_counts)
     server = ServerApp()

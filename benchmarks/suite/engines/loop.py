@@ -1,4 +1,4 @@
-"""The loop that everyone writes first."""
+"""Hand-written loop: one process trains the clients sequentially."""
 
 import torch
 from safetensors.torch import save_file
@@ -7,17 +7,17 @@ NAME = "loop"
 
 
 def refuses(workload):
-    """It trains everything."""
+    """Return None, because the engine supports every workload."""
     return None
 
 
 def zeros(state):
-    """Nothing added up yet."""
+    """Return zeros in the shapes of a state."""
     return {name: torch.zeros_like(value) for name, value in state.items()}
 
 
 def add(sums, workload, server, clients):
-    """Add what some clients send, in place; the sum of their weights."""
+    """Train some clients, add their weighted states to ``sums`` in place, and return the sum of their weights."""
     total = 0
     for client in clients:
         state, weight = workload.local(server, client)
@@ -28,7 +28,7 @@ def add(sums, workload, server, clients):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Client after client."""
+    """Run the loop."""
     if device != "cpu":
         workload.to(device)
     server, generator = workload.initial(), torch.Generator().manual_seed(0)

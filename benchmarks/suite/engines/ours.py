@@ -1,4 +1,4 @@
-"""`Trainer(strategy="federated")`."""
+"""This library: one `Trainer.fit` with a `FederatedStrategy`."""
 
 import logging
 import os
@@ -12,40 +12,41 @@ DEVICES = 1
 
 
 def refuses(workload):
-    """It trains everything."""
+    """Return None, because the engine supports every workload."""
     return None
 
 
 class Clock(Callback):
-    """Tells the rounds, and keeps the server's last state."""
+    """A callback that marks the rounds and saves the server's last state."""
 
     def __init__(self, workload, marks, out):
         self.workload, self.marks, self.out = workload, marks, out
 
     def on_train_start(self, trainer, pl_module):
-        """The first round begins."""
+        """Mark the start of the first round."""
         if trainer.is_global_zero:
             self.marks.begin()
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """A round has ended."""
+        """Mark the end of a round."""
         if trainer.is_global_zero:
             self.marks.round()
 
     def on_train_end(self, trainer, pl_module):
-        """Keep the state."""
+        """Save the server's last state."""
         if trainer.is_global_zero:
             save_file({n: v.contiguous() for n, v in self.workload.state_of(pl_module).items()}, self.out)
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """One `Trainer.fit`."""
+    """Run one `Trainer.fit`."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": DEVICES}
     trainer = workload.trainer(rounds, Clock(workload, marks, out), **options)
     stream = workload.stream(rounds)
-    if marks.root != os.getpid():  # another rank, whose stream is planned in the fit
+    # Only the first rank measures the set-up. Other ranks set up their stream in the fit.
+    if marks.root != os.getpid():
         trainer.fit(workload.task(), datamodule=stream)
         return
     marks.add("planning")

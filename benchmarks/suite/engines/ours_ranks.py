@@ -1,4 +1,4 @@
-"""`Trainer(strategy="federated", devices=2)`: two ranks."""
+"""This library with two processes (ranks): `Trainer(strategy=FederatedStrategy(...), devices=2)`."""
 
 from suite.engines import ours
 
@@ -6,11 +6,11 @@ NAME = "ours, two ranks"
 
 
 def refuses(workload):
-    """It trains everything."""
+    """Return None, because the engine supports every workload."""
     return None
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """One `Trainer.fit`."""
+    """Run one `Trainer.fit` with two ranks."""
     ours.DEVICES = 2
     ours.run(workload, rounds, marks, out, device)

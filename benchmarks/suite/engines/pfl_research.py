@@ -1,4 +1,4 @@
-"""pfl's simulation: `FederatedAveraging` of a `PyTorchModel`, users weighted by their data points."""
+"""pfl's simulation: `FederatedAveraging` of a `PyTorchModel`, with users weighted by their number of samples."""
 
 import copy
 import functools
@@ -12,14 +12,14 @@ REQUIREMENTS = ["pfl[pytorch]==0.6.*"]
 
 
 def refuses(workload):
-    """Why not."""
+    """Return why the engine does not support the workload, or None."""
     if not workload.by_gradients:
-        return "its algorithms train by gradients"
-    return "clients are drawn" if workload.drawn else None
+        return "supports only gradient-based training"
+    return "does not support client sampling" if workload.drawn else None
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """One run of the algorithm."""
+    """Run the algorithm once."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
@@ -32,7 +32,8 @@ def run(workload, rounds, marks, out, device="cpu"):
     from pfl.model.pytorch import PyTorchModel
 
     if device != "cpu":
-        workload.to(device)  # pfl takes a GPU by itself
+        # pfl selects the GPU itself. Only the samples and the model must be moved.
+        workload.to(device)
 
     class Clock(TrainingProcessCallback):
         def on_train_begin(self, *, model):
@@ -49,7 +50,8 @@ def run(workload, rounds, marks, out, device="cpu"):
     users = iter(range(workload.clients * rounds))
     data = FederatedDataset(
         lambda user: Dataset(raw_data=list(workload.samples(user)), user_id=str(user)),
-        functools.partial(lambda n: next(users) % n, workload.clients),  # every user, in order
+        # The sampler returns every user, in order.
+        functools.partial(lambda n: next(users) % n, workload.clients),
     )
     wrapped = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))
     FederatedAveraging().run(

@@ -1,4 +1,4 @@
-"""The same loop in two processes, forked by hand: each trains half of the clients, sums lie in shared memory."""
+"""The hand-written loop in two forked processes. Each trains half of the clients. The sums are in shared memory."""
 
 import multiprocessing
 
@@ -9,16 +9,17 @@ from suite.engines.loop import add, zeros
 
 NAME = "loop, two processes"
 PROCESSES = 2
-PATIENCE = 600  # seconds that one waits for the other
+# Maximum time that a process waits for the other processes, in seconds.
+PATIENCE = 600
 
 
 def refuses(workload):
-    """Why not."""
-    return "clients are drawn" if workload.drawn else None
+    """Return why the engine does not support the workload, or None."""
+    return "does not support client sampling" if workload.drawn else None
 
 
 def _work(workload, server, sums, totals, number, barrier, rounds):
-    """A process: its share of the clients, by samples, in each round."""
+    """Train the clients of one process in each round. Clients are distributed by their number of samples."""
     torch.set_num_threads(1)
     share, loads = [[] for _ in range(PROCESSES)], [0] * PROCESSES
     for client in sorted(range(workload.clients), key=lambda c: -workload.sizes[c]):
@@ -26,7 +27,8 @@ def _work(workload, server, sums, totals, number, barrier, rounds):
         share[process_idx].append(client)
         loads[process_idx] += workload.sizes[client]
     for _ in range(rounds):
-        barrier.wait(PATIENCE)  # the server's state is there
+        # Wait until the server has written its state.
+        barrier.wait(PATIENCE)
         for value in sums.values():
             value.zero_()
         totals[number] = add(sums, workload, server, share[number])
@@ -34,9 +36,11 @@ def _work(workload, server, sums, totals, number, barrier, rounds):
 
 
 def run(workload, rounds, marks, out, device="cpu"):
-    """Fork, and bring the sums together."""
+    """Fork the processes, and aggregate their sums in each round."""
     if device != "cpu":
-        raise ValueError("Expected the CPU for two forked processes: a GPU's state cannot be forked.")
+        raise ValueError(
+            f'Expected `device` to be "cpu", but got "{device}". A forked process cannot use a GPU. Use `--device cpu`.'
+        )
     server = {name: value.share_memory_() for name, value in workload.initial().items()}
     sums = [{name: value.share_memory_() for name, value in zeros(server).items()} for _ in range(PROCESSES)]
     totals = torch.zeros(PROCESSES, dtype=torch.long).share_memory_()

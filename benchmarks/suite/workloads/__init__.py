@@ -1,8 +1,8 @@
-"""What is trained: by name, at full size or at one that only shows that all engines do the same."""
+"""Workloads by name, at full size, or at a small size that only tests that all engines give the same result."""
 
 from suite.workloads import digits, esn, har, vit
 
-# name -> what makes it, and how many rounds are timed after the first
+# For each workload: the function that creates it, its arguments, and the number of timed rounds after the first round.
 WORKLOADS = {
     "digits-100": (digits.make, {"clients": 100}, 200),
     "digits-1000": (digits.make, {"clients": 1000}, 20),
@@ -11,20 +11,21 @@ WORKLOADS = {
     "har-uneven": (har.make, {"uneven": True}, 2),
     "esn": (esn.make, {}, 10),
     "vit": (vit.make, {}, 2),
-    # Curves: with the number of clients of whom 100 are drawn, and with the size of the model.
+    # Curves over the number of clients (100 are sampled per round), and over the size of the model.
     **{f"drawn-{n}": (digits.make, {"clients": n, "clients_per_round": 100}, 20) for n in (1000, 10000, 100000)},
     **{f"width-{n}": (digits.make, {"clients": 100, "width": n}, 10) for n in (32, 128, 512, 2048)},
 }
 
-CURVES = ("drawn-", "width-")  # how their names begin
+# Prefixes of the names of workloads that are points of a curve.
+CURVES = ("drawn-", "width-")
 
 
 def make(name, quick=False):
-    """A workload."""
+    """Create a workload."""
     maker, options, _ = WORKLOADS[name]
     return maker(quick=quick, **options)
 
 
 def rounds_of(name, quick=False):
-    """How many rounds are timed after the first, which warms up."""
+    """Return the number of timed rounds. The first round is a warm-up and is not timed."""
     return min(2, WORKLOADS[name][2]) if quick else WORKLOADS[name][2]

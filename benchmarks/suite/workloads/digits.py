@@ -1,4 +1,4 @@
-"""15 of scikit-learn's digits for each client, one full batch; an MLP 64-32-10, or as wide as asked."""
+"""Digits workload: each client has 15 of scikit-learn's digits in one full batch. The model is an MLP 64-width-10."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from suite.workloads.gradient import Gradient
 
 
 def make(clients, width=32, clients_per_round=None, quick=False):
-    """So many clients; of more than 119 some have digits that others have, too."""
+    """Create the workload. With more than 119 clients, some clients have the same digits."""
     clients, clients_per_round = (12, clients_per_round and 4) if quick else (clients, clients_per_round)
     x, y = load_digits(return_X_y=True)
     sample_indices = np.resize(np.random.default_rng(0).permutation(len(y)), 15 * clients)

@@ -1,4 +1,7 @@
-"""A reservoir of 300 units on 100 clients with 4 random sequences of 200 steps; sums for a ridge regression go up."""
+"""Reservoir workload: 100 clients with 4 random sequences of 200 steps, and a reservoir of 300 units.
+
+Clients upload the sums for a ridge regression.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ CLASSES, BETA = 4, 1.0
 
 
 def make(quick=False):
-    """Time does not depend on values."""
+    """Create the workload with random sequences, because the time does not depend on the values."""
     clients, steps, units = (4, 20, 16) if quick else (100, 200, 300)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4 * clients, steps, 6, generator=generator)
@@ -20,18 +23,18 @@ def make(quick=False):
 
 
 class Sums(Gradient):
-    """Each round adds A = Y S^T and B = S S^T of all clients to the server's, which solves W (B + beta I) = A."""
+    """Ridge regression: adds all clients' A = Y S^T and B = S S^T to the server's, and solves W (B + beta I) = A."""
 
     by_gradients = False
 
     def initial(self):
-        """Nothing is known."""
+        """Return sums and weights of 0."""
         units = self.model.features
         shapes = {"A": (self.classes, units), "B": (units, units), "weight": (self.classes, units)}
         return {name: torch.zeros(shape, dtype=torch.float64, device=self.x.device) for name, shape in shapes.items()}
 
     def local(self, server, client):
-        """A client's sums; each counts as one."""
+        """Return the sums of a client, and 1 as its weight."""
         x, y = self.samples(client)
         states = self.model(x)
         targets = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
@@ -39,17 +42,17 @@ class Sums(Gradient):
         return {"A": targets.T @ states, "B": states.T @ states, "weight": torch.zeros_like(server["weight"])}, 1
 
     def end(self, server, mean, total):
-        """All that has been added up, and its readout."""
+        """Return the new sums of the server, and the readout for them."""
         a, b = (server[name] + mean[name] * total for name in ("A", "B"))
         regularised = b + BETA * torch.eye(len(b), dtype=b.dtype, device=b.device)
         return {"A": a, "B": b, "weight": torch.linalg.solve(regularised, a, left=False)}
 
     def task(self):
-        """The LightningModule."""
+        """Return the LightningModule."""
         from lightning_fcl import ReservoirClassifier
 
         return ReservoirClassifier(self.model, self.classes, BETA, min_samples=0)
 
     def state_of(self, task):
-        """The server's state in it."""
+        """Return the server's state in a LightningModule."""
         return {name: getattr(task.readout, name).detach().cpu() for name in ("A", "B", "weight")}

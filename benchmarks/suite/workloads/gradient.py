@@ -1,6 +1,7 @@
-"""Local epochs of SGD and their weighted mean, by hand and through our Trainer.
+"""Federated averaging of local SGD, for the hand-written engines and for this library's Trainer.
 
-What only the Trainer needs is imported where it is used: other engines pay for their own imports.
+Packages that only the Trainer needs are imported in the functions that use them, so that other engines do not spend
+time on these imports.
 """
 
 import copy
@@ -11,16 +12,18 @@ import torch.nn.functional as F
 
 
 class Gradient:
-    """Each client takes one epoch of SGD over its samples, in their order; the mean weighs clients by their samples.
+    """A workload in which each client trains one epoch of SGD on its samples, in their order.
+
+    The server computes the mean of the client models, weighted by the number of samples.
 
     Args:
-        x: All samples, client after client.
-        y: Their labels.
-        sizes: Number of each client's samples.
-        model: The network, as it begins.
+        x: All samples, sorted by client.
+        y: Labels of the samples.
+        sizes: Number of samples of each client.
+        model: Network with its initial weights.
         classes: Number of classes.
-        batch_size: Samples per batch.
-        clients_per_round: Clients per round; None: all.
+        batch_size: Number of samples per batch.
+        clients_per_round: Number of sampled clients per round. None: all clients.
     """
 
     rate = 0.01
@@ -42,22 +45,22 @@ class Gradient:
 
     @property
     def nbytes(self):
-        """Bytes of the samples, their labels and owners."""
+        """Bytes of all samples, of their labels, and of one client id (8 bytes) per sample."""
         return self.x.nbytes + self.y.nbytes + 8 * len(self.y)
 
     def samples(self, client):
-        """A client's samples and labels."""
+        """Return the samples and labels of a client."""
         rows = slice(self.ends[client] - self.sizes[client], self.ends[client])
         return self.x[rows], self.y[rows]
 
-    # By hand.
+    # Used by the hand-written engines.
 
     def initial(self):
-        """The server's state before the first round."""
+        """Return the server's state before the first round."""
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def local(self, server, client):
-        """What a client makes of the server's state, and its weight."""
+        """Return a client's state after local training from the server's state, and the weight of the client."""
         self._local = self._local or copy.deepcopy(self.model).train()
         self._local.load_state_dict(server)
         optimizer = torch.optim.SGD(self._local.parameters(), lr=self.rate)
@@ -69,28 +72,28 @@ class Gradient:
         return self._local.state_dict(), len(y)
 
     def end(self, server, mean, total):
-        """The server's state after a round."""
+        """Return the server's state after a round."""
         return mean
 
     def to(self, device):
-        """On a device."""
+        """Move the samples and the model to a device."""
         self.x, self.y, self.model = self.x.to(device), self.y.to(device), self.model.to(device)
         return self
 
-    # Through our Trainer.
+    # Used by this library's Trainer.
 
     def task(self):
-        """The LightningModule."""
+        """Return the LightningModule."""
         from lightning_fcl import Classifier
 
         return Classifier(copy.deepcopy(self.model), self.classes, lambda params: torch.optim.SGD(params, lr=self.rate))
 
     def state_of(self, task):
-        """The server's state in it."""
+        """Return the server's state in a LightningModule."""
         return {name: value.detach().cpu() for name, value in task.model.state_dict().items()}
 
     def stream(self, rounds):
-        """The clients' data."""
+        """Return the federated stream."""
         from lightning_fcl import FederatedStream
         from lightning_fcl.data.scenarios import ClassIncremental
         from lightning_fcl.data.split import Split
@@ -99,7 +102,8 @@ class Gradient:
             self.x.cpu(),
             self.y.cpu(),
             np.arange(self.clients).repeat(self.sizes),
-            classes=[str(label) for label in range(self.classes)],  # else those that are there would be renumbered
+            # Without names for all classes, the classes in `y` would be renumbered.
+            classes=[str(label) for label in range(self.classes)],
             scenario=ClassIncremental(num_experiences=1, rounds_per_experience=rounds),
             split=Split(test=0.0),
             batch_size=self.batch_size,
@@ -108,14 +112,15 @@ class Gradient:
         )
 
     def trainer(self, rounds, callback, devices=1, **options):
-        """A Trainer without all that costs time beside the rounds."""
+        """Return a Trainer that writes no logs or checkpoints and shows nothing."""
         import lightning.pytorch as L
 
         from lightning_fcl import FederatedStrategy
         from lightning_fcl.simulation.trainer_choice import choose_group_size
 
         max_vectorized_clients = "auto"
-        if devices > 1:  # two cohorts for each rank, at least
+        # Each rank gets at least two client groups.
+        if devices > 1:
             max_vectorized_clients = min(choose_group_size(self.task()), (self.drawn or self.clients) // (2 * devices))
         return L.Trainer(
             strategy=FederatedStrategy(self.drawn or 1.0, max_vectorized_clients=max_vectorized_clients, seed=0),

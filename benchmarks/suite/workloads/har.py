@@ -1,4 +1,7 @@
-"""The HAR-CNN 196-16C_4M_1024D of 5.6 M parameters on 20 clients with 600 random windows shaped as those of UCI HAR."""
+"""HAR workload: the HAR-CNN 196-16C_4M_1024D with 5.6 M parameters, on 20 clients.
+
+Each client has 600 random windows in the shape of UCI HAR's windows.
+"""
 
 import torch
 
@@ -7,7 +10,10 @@ from suite.workloads.gradient import Gradient
 
 
 def make(uneven=False, quick=False):
-    """Time does not depend on values. Uneven: every other client has a tenth of the windows."""
+    """Create the workload with random windows, because the time does not depend on the values.
+
+    With ``uneven``, every other client has a tenth of the windows.
+    """
     clients, windows = (4, 40) if quick else (20, 600)
     sizes = [windows // 10 if uneven and client % 2 else windows for client in range(clients)]
     generator = torch.Generator().manual_seed(0)
