@@ -63,7 +63,7 @@ def seconds(function, *args):
 
 
 class Table:
-    """A table with the columns metric, ours, alternative, ratio and aim."""
+    """A table with the columns metric, ours, alternative, ratio and target (stored as `aim`)."""
 
     def __init__(self, repeats):
         self.repeats = repeats
@@ -319,7 +319,7 @@ def main():
     machine = {"machine": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     machine |= {"repeats": table.repeats, **versions}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    print("\n| metric | ours | alternative | ratio | aim |\n| --- | ---: | ---: | ---: | --- |")
+    print("\n| metric | ours | alternative | ratio | target |\n| --- | ---: | ---: | ---: | --- |")
     forward(table)
     against_reservoirpy(table)
     cohorts(table, 20 if options.quick else 100)
