@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/attention_step.py
 
-The precisions are single precision, bf16 autocast of torch, and bf16 autocast with `fast_attention`. The last one is
-what `precision="bf16-mixed"` gives in this library. A step is forward, backward and AdamW on a batch of 32 random
+The precisions are single precision, torch's bf16 autocast, and bf16 autocast with `fast_attention`. The models of this
+library use the last one with `precision="bf16-mixed"`. A step is forward, backward and AdamW on a batch of 32 random
 images of 32 x 32. The precisions alternate in one process. The time is processor time.
 """
 

@@ -201,7 +201,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--cpu", action="store_true", help="measure processor time instead of wall time")
     parser.add_argument("--quick", action="store_true", help="use a tiny ViT to test the script")
-    parser.add_argument("--out", type=Path, help="also write memory_with_tasks.png to this folder")
+    parser.add_argument("--out", type=Path, help="write memory_with_tasks.png to this folder too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")

@@ -28,12 +28,14 @@ def main():
     """Measure, and report the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), help="select engines (curves: three by default)")
+    parser.add_argument(
+        "--engines", nargs="*", choices=list(ENGINES), help="select engines (default: all; for curves ours and loop)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="set the device (default: a GPU if there is one)")
     parser.add_argument("--quick", action="store_true", help="use small sizes to test the script")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument("--report", action="store_true", help="only report existing measurements in --out")
+    parser.add_argument("--report", action="store_true", help="report existing measurements, without measuring")
     parser.add_argument("--write", action="store_true", help="update the tables of the documentation")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

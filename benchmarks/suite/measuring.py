@@ -20,8 +20,7 @@ from suite import workloads
 from suite.marks import memory
 
 FOLDER = Path(__file__).parent.parent
-# For each engine, the module in `suite.engines`. `loop` comes first, because the states of other engines are compared
-# with its state.
+# For each engine, the module in `suite.engines`. `loop` comes first, because its state is the reference for the others.
 ENGINES = {
     "loop": "loop",
     "ours": "ours",
@@ -140,7 +139,7 @@ def _watched(command, workload, quick, errors):
     """Run a command, and measure the memory of the process and its descendants.
 
     Returns:
-        The last line of the output if the command failed, otherwise None; and the memory samples (time, MiB).
+        The reason of a failure or None, and the memory samples: pairs of time and MiB.
     """
     environment = {
         **os.environ,
