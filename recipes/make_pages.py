@@ -1,11 +1,18 @@
-"""Bring finished tables, and the pages of recipes, up to date: python recipes/make_pages.py [RUN ...].
+"""Update the pages and tables of the recipes: ``python recipes/make_pages.py [RUN ...]``.
 
-Each RUN is what ``lightning-fcl reproduce`` wrote, as runs/flwf-paper: its table and figures go into the folder of its
-recipes, with a picture of the table against the paper. Then what stands between ``<!-- NAME -->`` and ``<!-- end -->``
-in each page is made anew from the tables; a page's own text stays. ``<!-- verdict -->`` says how near a table is to the
-paper, ``<!-- written -->`` what wrote it, ``<!-- papers -->`` lists the papers that have a verdict, ``<!-- boards -->``
-has a table for each protocol of the leaderboard; other names are those of layouts in ``rows.yaml``, and parts of no
-such name are left as they are. ``<!-- written: small -->`` is of the table in the folder ``small``.
+Each RUN is an output folder of ``lightning-fcl reproduce``, such as ``runs/flwf-paper``. The script copies its table
+and figures to the folder of the recipes. It draws a figure that compares the table with the paper.
+
+The script then rewrites the text between ``<!-- NAME -->`` and ``<!-- end -->`` in each page. NAME can be:
+
+- ``verdict``: how near the table is to the paper.
+- ``written``: the command, versions and machine that wrote the table.
+- ``papers``: the list of the papers with a verdict.
+- ``boards``: a table for each protocol of the leaderboard.
+- The name of a layout under ``tables`` in ``rows.yaml``.
+
+Blocks with other names and all text outside of blocks stay unchanged. ``<!-- written: small -->`` describes the table
+in the subfolder ``small``.
 """
 
 from __future__ import annotations
@@ -44,12 +51,28 @@ _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DO
 _KINDS = ("mean", "percentile")
 _WIDTH = 128
 _NAMED = 8
-_PERCENTILES = """The paper's number, and how much of what our seeds gave lies below it; bold: outside their range."""
+_PERCENTILES = (
+    "The paper's value, and the percentage of our seeds with a lower value. Equal values count half. Bold: the paper's "
+    "value is outside the range of our seeds."
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a table of a page shows, as ``rows.yaml`` says it under ``tables``."""
+    """The layout of a table in a page, from ``tables`` in ``rows.yaml``.
+
+    Args:
+        columns: The value of each column by its heading. ``row`` and ``metric`` can contain the value as ``{column}``.
+        of: Folder of the ``table.json``, relative to the folder of the page.
+        lines: The leading columns by their headings. Each one maps its texts to values. ``row`` and ``metric`` can
+            contain the value as ``{HEADING}``. The table has a line for each combination of texts. By default, the
+            table has one leading column with all rows of the paper.
+        row: Template of the name of a cell's row. By default, the value of the first leading column.
+        metric: Template of the name of a cell's metric.
+        sort: Heading of the column by which lines are sorted, highest mean first.
+        bold: Whether to print a mean in bold if it is more than 0.05 from the paper's value.
+        kind: ``mean`` for means and standard deviations, or ``percentile`` for the percentile of the paper's value.
+    """
 
     columns: Mapping[str, str]
     of: str = ""
@@ -62,26 +85,37 @@ class Layout:
 
     @classmethod
     def read(cls, name: str, content: Mapping[str, Any]) -> Layout:
-        """A layout, of which ``rows.yaml`` says this."""
+        """Return the layout with this name and content in ``rows.yaml``.
+
+        Raises:
+            ValueError: If a key or value is invalid.
+        """
         field_names = [field.name for field in fields(cls)]
         if unknown := [key for key in content if key not in field_names]:
             raise ValueError(
-                f"Expected table {name} to have {', '.join(field_names)} but got {unknown[0]}."
+                f"Expected table {name} to have only the keys {', '.join(field_names)}, but got {unknown[0]}."
                 f"{did_you_mean(unknown[0], field_names)}"
             )
         if "columns" not in content:
-            raise ValueError(f"Expected table {name} to have `columns` but got {', '.join(content) or 'nothing'}.")
+            raise ValueError(f"Expected table {name} to have `columns`, but got {', '.join(content) or 'nothing'}.")
         lines = {str(heading): _labelled(of) for heading, of in content.get("lines", {}).items()}
         layout = cls(**{**content, "columns": _labelled(content["columns"]), "lines": lines or None})
         if layout.kind not in _KINDS:
-            raise ValueError(f"Expected `kind` of table {name} to be {' or '.join(_KINDS)} but got {layout.kind}.")
+            raise ValueError(f"Expected `kind` of table {name} to be {' or '.join(_KINDS)}, but got {layout.kind}.")
         if layout.sort and layout.sort not in layout.columns:
             columns = ", ".join(layout.columns)
-            raise ValueError(f"Expected `sort` of table {name} to be one of {columns} but got {layout.sort}.")
+            raise ValueError(f"Expected `sort` of table {name} to be one of {columns}, but got {layout.sort}.")
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """For each line what its first columns say, and for each other column the row and the metric."""
+        """Return the texts of the leading columns of each line, and ``{heading: (row, metric)}`` of its other columns.
+
+        Args:
+            rows: All rows of the paper.
+
+        Raises:
+            ValueError: If a row does not exist.
+        """
         lines = self.lines or {"row": {row: row for row in rows}}
         template = self.row or f"{{{next(iter(lines))}}}"
         result = []
@@ -92,17 +126,17 @@ class Layout:
                 words = {**line, "column": column}
                 row = template.format_map(words)
                 if row not in rows:
-                    raise ValueError(f"Expected rows among {', '.join(rows)} but got {row}.{did_you_mean(row, rows)}")
+                    raise ValueError(f"Expected rows among {', '.join(rows)}, but got {row}.{did_you_mean(row, rows)}")
                 cells[label] = (row, self.metric.format_map(words))
             result.append(([label for label, _ in entries], cells))
         return result
 
     def markdown(self, table: Table, rows: Sequence[str]) -> str:
-        """The table as a page shows it; rows that were not run are left out."""
+        """Return the table in Markdown, without the lines whose cells are all missing from ``table``."""
         lines = []
         for labels, places in self.places(rows):
             if unknown := [metric for _, metric in places.values() if metric not in table.metrics]:
-                raise ValueError(f"Expected metrics among {', '.join(table.metrics)} but got {unknown[0]}.")
+                raise ValueError(f"Expected metrics among {', '.join(table.metrics)}, but got {unknown[0]}.")
             cells = {label: table.rows.get(row, {}).get(metric) for label, (row, metric) in places.items()}
             if any(cells.values()):
                 names = {label: metric for label, (_, metric) in places.items()}
@@ -123,7 +157,12 @@ class Layout:
 
 
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
-    r"""A page with its parts made anew."""
+    r"""Return the text of a page with its blocks replaced.
+
+    Args:
+        text: The page.
+        parts: Returns the new text of the block with a name and a subfolder, or None to keep the block.
+    """
 
     def anew(match: re.Match[str]) -> str:
         block_text = parts(match[2], match[3] or "")
@@ -133,33 +172,33 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 
 def verdict_block(table: Table | None, reason: str) -> str:
-    """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
+    """Return the verdict of a table and its reason, with the figure that compares the table with the paper."""
     verdict_counts = table.verdict_counts if table else None
     if table is None or not verdict_counts or not sum(verdict_counts):
-        return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {reason}")
+        return _wrapped(f"**Not compared**: no value that the paper reports has been measured at its scale. {reason}")
     scale_note = (
-        "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
+        "" if table.scale == "paper" else f" at the scale `{table.scale}`, compared with values at the paper's scale"
     )
     text = (
-        f"**{verdict_counts.verdict.capitalize()}**{scale_note}: of the {sum(verdict_counts)} numbers that the paper "
-        "tells, ours are within "
+        f"**{verdict_counts.verdict.capitalize()}**{scale_note}. We compare {sum(verdict_counts)} values with the "
+        "paper. Our mean is within "
     )
-    text += f"{NEAR_TOLERANCE} of {verdict_counts.num_near}, within two standard deviations over the seeds of "
+    text += f"{NEAR_TOLERANCE} of {verdict_counts.num_near} values, within two standard deviations over the seeds of "
     text += f"{verdict_counts.num_within_spread} more, and "
-    text += f"further from {verdict_counts.num_outside}. {reason}"
-    return f"{_wrapped(text)}\n\n![Ours against the paper's numbers, cell by cell](against-paper.png)"
+    text += f"further away from {verdict_counts.num_outside}. {reason}"
+    return f"{_wrapped(text)}\n\n![Our values against the paper's values](against-paper.png)"
 
 
 def written_block(table: Table, folder: str = "") -> str:
-    """What wrote a table, where and how long."""
+    """Return the command that wrote a table, its versions, machine, run time and seeds, and a link to the values."""
     versions, path = table.versions, f"{folder}/table.json" if folder else "table.json"
-    text = f"Written by `{table.command}` by version {versions.get('lightning-fcl')} on {table.machine}, torch "
-    text += f"{versions.get('torch')}, in {max(round(table.seconds / 60), 1)} minutes, one run after the other; "
-    return _wrapped(f"{text}{_seeds(table)}. The same numbers, seed by seed: [table.json]({path}).")
+    text = f"Written by `{table.command}` with lightning-fcl {versions.get('lightning-fcl')} on {table.machine}, torch "
+    text += f"{versions.get('torch')}. The run times add up to {max(round(table.seconds / 60), 1)} minutes, with "
+    return _wrapped(f"{text}{_seeds(table)}. The values of each seed: [table.json]({path}).")
 
 
 def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """Of each protocol of the leaderboard that was run its table, which a browser sorts, and its picture."""
+    """Return a sortable table and a picture for each protocol of the leaderboard that has finished rows."""
     parts = []
     for protocol, notes in protocols.items():
         if lines := leaderboard_table(table, protocol, notes):
@@ -169,7 +208,11 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
 
 
 def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
-    """A line for each paper: how near its table is, if there is one of its scale, and why."""
+    """Return a table with a line for each paper: its verdict, counts and reason.
+
+    Args:
+        papers: The table at the paper's scale, if there is one, and the reason of the verdict, by the paper's name.
+    """
     lines = []
     for paper, (table, reason) in papers.items():
         verdict_counts = table.verdict_counts if table else None
@@ -181,7 +224,7 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
 
 
 def _percentile(name: str, cell: Cell) -> str:
-    """Where the paper's number lies among what the seeds gave, all as printed, to three digits."""
+    """Return the paper's value and its percentile among the seeds. Values are rounded to three digits, as printed."""
     if cell.paper is None or not cell.values:
         return "-"
     paper, seed_values = round(cell.paper, 3), np.round(list(cell.values.values()), 3)
@@ -191,7 +234,7 @@ def _percentile(name: str, cell: Cell) -> str:
 
 
 def _seeds(table: Table) -> str:
-    """The seeds, and the rows that have others."""
+    """Return the seeds of most rows, and in brackets the rows with other seeds."""
     rows: dict[tuple[int, ...], list[str]] = {}
     for row, cells in table.rows.items():
         rows.setdefault(tuple(sorted({seed for cell in cells.values() for seed in cell.values})), []).append(row)
@@ -218,19 +261,23 @@ def _wrapped(text: str) -> str:
 
 
 def against_figure(table: Table) -> charts.Spec | None:
-    """Each mean against the paper's number: numbers beside the points tell which lie furthest out, with their names."""
+    """Return a figure of each mean against the paper's value.
+
+    Numbers mark the points with the largest deviations, and a list gives their rows and metrics. Return None if no
+    value can be compared.
+    """
     if not (rows := comparison_points(table)):
         return None
     far = sorted((row for row in rows if row["agreement"] != "within 0.05"), key=lambda row: -row["deviation"])[:_NAMED]
     places: dict[tuple[float, float], list[str]] = {}
-    names = ["furthest out:"] if far else []
+    names = ["largest deviations:"] if far else []
     for number, row in enumerate(far, start=1):
         point = row["paper"], row["ours"]
         close = next((place for place in places if np.hypot(*np.subtract(place, point)) < NEAR_TOLERANCE / 2), point)
         places.setdefault(close, []).append(str(number))
         names.append(f"{number} {row['row']}\n· {row['metric']}: {row['ours']:.3f}, paper {row['paper']:.3f}")
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    scale = "at its scale" if table.scale == "paper" else f"of its own scale, ours at the scale `{table.scale}`"
+    scale = "at its scale" if table.scale == "paper" else f"at the paper's scale, ours at the scale `{table.scale}`"
     points = scatter(rows, f", {scale}", charts.color_scale("metric", metrics), charts.shape("metric", metrics))
     numbers = charts.get_chart("far").mark_text(align="left", dx=6, dy=-6, fontWeight="bold")
     numbers = numbers.encode(x="paper:Q", y="ours:Q", text="numbers:N")
@@ -245,7 +292,7 @@ def against_figure(table: Table) -> charts.Spec | None:
     )
     figure = figure.resolve_scale(color="independent", shape="independent")
     return charts.spec(
-        figure.properties(title=f"{table.paper}: ours against the paper"),
+        figure.properties(title=f"{table.paper}: our values against the paper's values"),
         rows=rows,
         far=[{"paper": x, "ours": y, "numbers": ", ".join(of)} for (x, y), of in places.items()],
         names=[{"names": "\n".join(names)}],
@@ -253,17 +300,27 @@ def against_figure(table: Table) -> charts.Spec | None:
 
 
 def take_in(folder: Path) -> list[Path]:
-    """Copy a finished table and its figures into the folder of its recipes, and draw it; the paths there."""
+    """Copy the table and figures of an output folder to the folder of its recipes, and draw the comparison figure.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        ValueError: If the table has the scale ``smoke``, or rows are missing.
+    """
     table = read_table(folder / "table.json")
     home = paper_folder(table.paper)
     if table.scale == "smoke":
-        raise ValueError(f"Expected a table of runs that tell something but {folder} is of the scale smoke.")
+        raise ValueError(
+            f"Expected a table of another scale than smoke, but the table in {folder} has the scale smoke."
+        )
     content = read_rows(home)
-    row_names = content.get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
+    # `whole` lists the rows that are required at the paper's own scale. Other rows are optional there.
+    row_names = content.get("whole") if table.scale == "paper" else None
     if missing := [row for row in row_names or paper_rows(home, None, table.scale) if row not in table.rows]:
         raise ValueError(
-            f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
-            "without --rows."
+            f"Expected all rows of {table.paper} in {folder}, but {', '.join(missing)} are missing. Run `reproduce` "
+            "without `--rows`."
         )
     figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]
     boards = [f"{slug(protocol)}.png" for protocol in list_protocols(content)]
@@ -281,7 +338,7 @@ def take_in(folder: Path) -> list[Path]:
 
 
 def pages(recipes: Path) -> dict[Path, str]:
-    """Every page of the recipes as its tables make it, by its path."""
+    """Return the new text of each page of the recipes, by its path."""
     text_by_page = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
     compared_ones = [path.parent for path, text in text_by_page.items() if "<!-- verdict" in text]
     papers = {folder.name: (_table(folder), _why(folder)) for folder in compared_ones}
@@ -293,7 +350,11 @@ def pages(recipes: Path) -> dict[Path, str]:
 
 
 def layouts(folder: Path) -> dict[str, Layout]:
-    """The layouts of a paper's tables, each of whose rows there is."""
+    """Return the layouts of a paper's tables by name.
+
+    Raises:
+        ValueError: If a layout is invalid, or contains a row that does not exist.
+    """
     layouts_by_name = {
         name: Layout.read(name, content) for name, content in read_rows(folder).get("tables", {}).items()
     }
@@ -301,7 +362,7 @@ def layouts(folder: Path) -> dict[str, Layout]:
         try:
             layout.places(_rows(folder / layout.of))
         except (KeyError, ValueError) as error:
-            raise ValueError(f"Expected table {name} of {folder.name} to be one that can be made. {error}") from error
+            raise ValueError(f"Expected table {name} of {folder.name} to have a valid layout. {error}") from error
     return layouts_by_name
 
 
@@ -328,7 +389,7 @@ def _table(folder: Path) -> Table | None:
 
 
 def _rows(folder: Path) -> list[str]:
-    """All rows of the paper that a folder belongs to: its own, or that of one of its scales."""
+    """Return all rows of the paper to which a folder belongs. It is the paper's folder, or the subfolder of a scale."""
     home = folder if (folder / "rows.yaml").is_file() else folder.parent
     return list(expand_grids(read_rows(home)))
 
@@ -338,13 +399,13 @@ def _why(folder: Path) -> str:
 
 
 def main(runs: Sequence[str]) -> None:
-    """Take finished tables in, then write the pages that are others by now."""
+    """Copy the tables of the runs, then write the pages that have changed."""
     for run in runs:
         for path in take_in(Path(run)):
-            print(f"Written: {path}")
+            print(f"Wrote {path}")
     for path, text in pages(recipes_folder()).items():
         if path.read_text(encoding="utf-8") != text:
-            print(f"Written: {write_atomic(path, text)}")
+            print(f"Wrote {write_atomic(path, text)}")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
     assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
-    assert "max_epochs: 8 # communication rounds" in (tmp_path / "mine.yaml").read_text()
+    assert "  # Number of communication rounds.\n  max_epochs: 8" in (tmp_path / "mine.yaml").read_text()
 
 
 def test_a_scale_is_a_part_of_a_name():

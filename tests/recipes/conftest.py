@@ -1,4 +1,4 @@
-"""The tool that makes the pages of recipes, which is no part of the package."""
+"""Fixture for ``recipes/make_pages.py``, which is not part of the package."""
 
 import importlib
 

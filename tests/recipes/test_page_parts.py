@@ -1,4 +1,4 @@
-"""The parts of pages that are made of tables, against what they should say."""
+"""The generated blocks of the recipes' pages."""
 
 import re
 
@@ -40,7 +40,7 @@ def shown(make_pages):
     return shown
 
 
-def test_a_table_of_all_rows(shown):
+def test_layout_without_lines_has_one_line_per_row(shown):
     text = shown(columns={"test": "final/server"}, bold=True)
     assert text[0] == "| row | test |"
     assert text[2:] == [
@@ -51,7 +51,7 @@ def test_a_table_of_all_rows(shown):
     ]
 
 
-def test_a_table_of_two_ways_and_kinds(shown):
+def test_layout_two_leading_columns_has_each_combination(shown):
     kinds = {"test": "final/server", "training": "training/server"}
     text = shown(lines={"share": [0.25], "on": kinds}, columns=["RR", "IP"], row="{share} {column}", metric="{on}")
     assert text[0] == "| share | on | RR | IP |"
@@ -61,23 +61,25 @@ def test_a_table_of_two_ways_and_kinds(shown):
     ]
 
 
-def test_lines_are_sorted_named_and_left_out_where_not_run(shown):
+def test_layout_sort_orders_lines_and_omits_missing_rows(shown):
     names = {"first": "0.25 RR", "second": "0.5 RR", "third": "0.5 IP"}
     rows = {row: of for row, of in ROWS.items() if row != "0.5 IP"}
     text = shown(rows, lines={"method": names}, columns={"test": "final/server"}, sort="test")
     assert [line.split(" | ")[0] for line in text[2:]] == ["| second", "| first"]
 
 
-def test_percentiles_of_the_papers_numbers(shown):
+def test_layout_percentile_shows_percentile_of_paper_value(shown):
     values = {seed: 0.1 * seed for seed in range(10)}
     rows = {
-        "0.25 RR": {"final/server": Cell(values, 0.45)},  # half of them are below
-        "0.25 IP": {"final/server": Cell(values, 0.0)},  # the least of them: half of one
+        "0.25 RR": {"final/server": Cell(values, 0.45)},
+        # The paper's value equals the lowest of ten values, which counts half.
+        "0.25 IP": {"final/server": Cell(values, 0.0)},
         "0.5 RR": {"final/server": Cell(values, 0.95)},
-        "0.5 IP": {"final/server": Cell({0: 0.5000001}, 0.5)},  # the same, as printed
+        # Both values are equal after rounding to three digits.
+        "0.5 IP": {"final/server": Cell({0: 0.5000001}, 0.5)},
     }
     text = shown(rows, columns={"test": "final/server"}, kind="percentile")
-    assert "bold: outside their range" in text[0]
+    assert "Bold: the paper's value is outside the range of our seeds." in text[0]
     cells = [line.split(" | ")[1].strip(" |") for line in text[4:]]
     assert cells == ["0.450, 50 %", "0.000, 5 %", "0.950, **100 %**", "0.500, 50 %"]
 
@@ -86,55 +88,57 @@ def test_percentiles_of_the_papers_numbers(shown):
     ("content", "message"),
     [
         ({"columns": ["a"], "line": {}}, "but got line. Did you mean lines?"),
-        ({"lines": {}}, "Expected table main to have `columns` but got lines"),
-        ({"columns": ["a"], "kind": "median"}, "`kind` of table main to be mean or percentile but got median"),
-        ({"columns": ["a"], "sort": "b"}, "`sort` of table main to be one of a but got b"),
+        ({"lines": {}}, "Expected table main to have `columns`, but got lines"),
+        ({"columns": ["a"], "kind": "median"}, "`kind` of table main to be mean or percentile, but got median"),
+        ({"columns": ["a"], "sort": "b"}, "`sort` of table main to be one of a, but got b"),
         ({"columns": ["final/server"], "lines": {"row": ["0.25 RRR"]}}, "but got 0.25 RRR. Did you mean 0.25 RR?"),
-        ({"columns": ["finl/server"]}, "Expected metrics among final/server, training/server but got finl/server"),
+        ({"columns": ["finl/server"]}, "Expected metrics among final/server, training/server, but got finl/server"),
     ],
 )
-def test_a_layout_that_cannot_be_made_is_named(shown, content, message):
+def test_layout_invalid_raises_with_reason(shown, content, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         shown(**content)
 
 
-def test_the_verdict_counts_and_tells_why(make_pages):
-    text = make_pages.verdict_block(table(), "The data is another.")
-    assert text.startswith("**Partly reproduced**: of the 4 numbers that the paper tells, ours are within 0.05 of 2,")
-    assert text.replace("\n", " ").split(" ![")[0].strip().endswith("further from 2. The data is another.")
+def test_verdict_block_contains_counts_and_reason(make_pages):
+    text = make_pages.verdict_block(table(), "The data differs.")
+    assert text.startswith(
+        "**Partly reproduced**. We compare 4 values with the paper. Our mean is within 0.05 of 2 values,"
+    )
+    assert text.replace("\n", " ").split(" ![")[0].strip().endswith("further away from 2. The data differs.")
     assert "(against-paper.png)" in text
-    assert "at the scale `small`, beside numbers of the paper's own" in make_pages.verdict_block(
+    assert "at the scale `small`, compared with values at the paper's" in make_pages.verdict_block(
         table(scale="small"), ""
     )
     for nothing in (None, table({"0.5 RR": {"training/server": Cell({0: 0.9})}})):
-        assert make_pages.verdict_block(nothing, "It is large.").startswith("**Not compared**")
-        assert "png" not in make_pages.verdict_block(nothing, "It is large.")
+        assert make_pages.verdict_block(nothing, "It is too large.").startswith("**Not compared**")
+        assert "png" not in make_pages.verdict_block(nothing, "It is too large.")
 
 
-def test_what_wrote_a_table(make_pages):
+def test_written_block_contains_command_time_and_seeds(make_pages):
     one, two = Cell({0: 0.5}), Cell({0: 0.5, 1: 0.6})
     made = table({"a": {"m": one}, "b": {"m": two}, "c": {"m": two}})
     assert " ".join(make_pages.written_block(made, "small").split()) == (
-        "Written by `lightning-fcl reproduce toy` by version 0.2.0 on a box, torch 2.15.0, in 10 minutes, one run "
-        "after the other; seeds 0 to 1 (a: seed 0). The same numbers, seed by seed: [table.json](small/table.json)."
+        "Written by `lightning-fcl reproduce toy` with lightning-fcl 0.2.0 on a box, torch 2.15.0. The run times add "
+        "up to 10 minutes, with seeds 0 to 1 (a: seed 0). The values of each seed: [table.json](small/table.json)."
     )
 
 
-def test_the_papers(make_pages):
-    text = lines(make_pages.papers_block({"toy": (table(), "Small."), "large": (None, "Wants a GPU.")}))
+def test_papers_block_has_one_line_per_paper(make_pages):
+    text = lines(make_pages.papers_block({"toy": (table(), "Small."), "large": (None, "Needs a GPU.")}))
     assert text[2:] == [
         "| [toy](toy/README.md) | partly reproduced | 4 | 2 | 0 | 2 | Small. |",
-        "| [large](large/README.md) | not compared | - | - | - | - | Wants a GPU. |",
+        "| [large](large/README.md) | not compared | - | - | - | - | Needs a GPU. |",
     ]
 
 
-def test_parts_of_other_names_stay(make_pages):
+def test_render_block_without_new_text_is_unchanged(make_pages):
     page = "a\n<!-- main: small -->\nold\n<!-- end -->\nb\n<!-- mine -->\nstays\n<!-- end -->"
     made = make_pages.render(page, lambda name, of: f"{name} of {of}" if name == "main" else None)
     assert made == page.replace("old", "main of small")
 
 
-def test_the_picture_has_each_number_and_names_those_furthest_out(make_pages):
+def test_against_figure_numbers_the_largest_deviations(make_pages):
     rows = {
         "one": {"accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56), "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65)},
         "two": {"accuracy/server": Cell({0: 0.50}, 0.8), "loss/server": Cell({0: 0.1, 1: 0.102}, 0.5)},
@@ -151,6 +155,6 @@ def test_the_picture_has_each_number_and_names_those_furthest_out(make_pages):
     assert make_pages.against_figure(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None
 
 
-def test_points_close_by_share_their_numbers(make_pages):
+def test_against_figure_close_points_share_a_label(make_pages):
     rows = {row: {"accuracy/server": Cell({0: y}, 0.6)} for row, y in {"a": 0.9, "b": 0.901, "c": 0.1}.items()}
     assert [point["numbers"] for point in make_pages.against_figure(table(rows))["datasets"]["far"]] == ["1", "2, 3"]

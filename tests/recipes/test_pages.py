@@ -1,4 +1,4 @@
-"""The committed pages of recipes are those that their tables make; finished tables are taken in."""
+"""Tests that the committed pages match their tables, and that ``make_pages.py`` copies finished tables."""
 
 import re
 
@@ -17,7 +17,7 @@ PAPERS = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
 
 
 @pytest.mark.seconds
-def test_each_page_is_what_its_tables_make(make_pages):
+def test_pages_committed_equal_generated_pages(make_pages):
     made = make_pages.pages(RECIPES)
     assert len(made) == len(PAPERS) + 1
     for path, text in made.items():
@@ -25,7 +25,7 @@ def test_each_page_is_what_its_tables_make(make_pages):
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_each_layout_has_its_place_in_the_page(make_pages, paper):
+def test_pages_contain_each_layout_once(make_pages, paper):
     text = (RECIPES / paper / "README.md").read_text()
     for name in ["boards" if paper == "leaderboard" else "verdict", *make_pages.layouts(RECIPES / paper)]:
         assert text.count(f"<!-- {name} -->\n") == 1
@@ -34,7 +34,7 @@ def test_each_layout_has_its_place_in_the_page(make_pages, paper):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("**/table.json")), ids=lambda path: path.parent.name)
-def test_each_table_is_whole(path):
+def test_committed_table_has_required_rows(path):
     table = read_table(path)
     assert (path.parent / "rows.yaml").is_file() == (table.scale == "paper")
     home = path.parent if table.scale == "paper" else path.parent.parent
@@ -45,7 +45,7 @@ def test_each_table_is_whole(path):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/rows.yaml")), ids=lambda path: path.parent.name)
-def test_each_figure_can_be_drawn(path):
+def test_rows_figures_have_known_kinds_and_rows(path):
     content = yaml.safe_load(path.read_text())
     rows = expand_grids(content)
     for figure in content.get("figures", []):
@@ -59,7 +59,7 @@ def test_each_figure_can_be_drawn(path):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch, make_pages):
-    """A paper of two rows, with a page; its folder."""
+    """Return the folder of a paper with two rows and a page."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
     rows = {"base": "base.yaml", "rows": {"one": "one.yaml", "two": "two.yaml"}, "why": "It is\n  a toy."}
@@ -81,7 +81,7 @@ def write(folder, scale="small", rows=("one", "two")):
         (folder / name).write_bytes(b"a picture")
 
 
-def test_finished_tables_are_taken_in(make_pages, toy, tmp_path, capsys):
+def test_main_finished_tables_copies_files_and_updates_pages(make_pages, toy, tmp_path, capsys):
     write(tmp_path / "small")
     write(tmp_path / "paper", "paper")
     make_pages.main([tmp_path / "small", tmp_path / "paper"])
@@ -90,7 +90,7 @@ def test_finished_tables_are_taken_in(make_pages, toy, tmp_path, capsys):
     assert {path.name for path in toy.iterdir() if path.is_file()} == {"rows.yaml", "README.md", *names}
     text = (toy / "README.md").read_text()
     assert "old" in text.split("<!-- mine -->")[1].split("<!-- end -->")[0] and text.count("old") == 1
-    assert "**Reproduced**: of the 2 numbers" in text and "It is a toy." in text
+    assert "**Reproduced**. We compare 2 values with the paper." in text and "It is a toy." in text
     assert "| one | 0.550 ± 0.071 (0.560) |" in text and "(small/table.json)" in text
     assert "| [toy](toy/README.md) | reproduced" in (toy.parent / "README.md").read_text()
     capsys.readouterr()
@@ -98,7 +98,7 @@ def test_finished_tables_are_taken_in(make_pages, toy, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_tables_that_are_not_finished_are_refused(make_pages, toy, tmp_path):
+def test_main_unfinished_or_smoke_table_raises(make_pages, toy, tmp_path):
     def refused(message):
         with pytest.raises((OSError, ValueError), match=re.escape(message)):
             make_pages.main([tmp_path / "out"])
@@ -107,17 +107,17 @@ def test_tables_that_are_not_finished_are_refused(make_pages, toy, tmp_path):
     write(tmp_path / "out", rows=["one"])
     refused("Expected all rows of toy in")
     write(tmp_path / "out", scale="smoke")
-    refused("is of the scale smoke")
+    refused("has the scale smoke")
     rows = yaml.safe_load((toy / "rows.yaml").read_text())
     rows["tables"]["main"]["lines"] = {"row": ["three"]}
     (toy / "rows.yaml").write_text(yaml.safe_dump(rows))
     write(tmp_path / "out")
-    refused("Expected table main of toy to be one that can be made. Expected rows among one, two but got three.")
+    refused("Expected table main of toy to have a valid layout. Expected rows among one, two, but got three.")
     assert set(expand_grids(rows)) == {"one", "two"}
 
 
 @pytest.mark.parametrize("scale", ["..", "../../victim", "/victim", "a/../..", "x\\y", "", " "])
-def test_a_table_of_a_scale_that_leads_elsewhere_is_refused(make_pages, toy, tmp_path, scale):
+def test_main_scale_with_unsafe_path_raises_and_writes_nothing(make_pages, toy, tmp_path, scale):
     write(tmp_path / "out", scale)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     with raises(InvalidValueError, "name"):
