@@ -48,18 +48,17 @@ class StartAnew(L.Callback):
         if isinstance(server, BufferedServer):
             brought_up = server._brought_up
 
-            def without_stale(name: str, values: Tensor, clients: list[str]) -> Tensor:
-                rows, current_round = brought_up(name, values, clients), server._round()
-                for row, client in zip(rows, clients, strict=True):
-                    if (current_round - server._staleness.get(client, 0)) // ROUNDS < current_round // ROUNDS:
-                        row.copy_(server.state[name])
-                return rows
+            def without_stale(name: str, value: Tensor, client: str, is_update: bool) -> Tensor:
+                current_round = server._round()
+                if (current_round - server._staleness.get(client, 0)) // ROUNDS < current_round // ROUNDS:
+                    return torch.zeros_like(value) if is_update else server.state[name].clone()
+                return brought_up(name, value, client, is_update)
 
             server._brought_up = without_stale
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         server = trainer.strategy.server
-        if (trainer.strategy.federation.current_round.number + 1) % ROUNDS:
+        if (trainer.current_epoch + 1) % ROUNDS:
             return
         server._server_optimizer, server._restored = None, {}
         for client in server.client_store:
