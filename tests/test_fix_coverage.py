@@ -21,52 +21,52 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "Resume from the newest checkpoint. The number of `devices` may differ.": [
         "tests/cli/test_ranks.py::test_a_process_is_killed",
     ],
-    "Run `pip install": ["tests/test_errors.py::test_a_missing_package_is_named_as_pip_names_it"],
+    "Run `pip install": ["tests/test_errors.py::test_require_package_missing_names_the_pip_package"],
     'Put the training code below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_script_without_main_guard_trains_without_workers",
     ],
     "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.": [
-        "tests/edge/test_export.py::test_what_8_bits_change_too_much_is_not_written",
+        "tests/edge/test_export.py::test_export_int8_onnx_low_agreement_raises_and_keeps_old_file",
     ],
     "Delete the file. The next fit trains the session again.": [
-        "tests/callbacks/test_base_session.py::test_base_session_cache_cut_off_is_trained_again_once_deleted",
-        "tests/callbacks/test_base_session.py::test_base_session_cache_without_a_bias_is_trained_again_once_deleted",
+        "tests/callbacks/test_base_session.py::test_base_session_cache_truncated_raises_until_deleted",
+        "tests/callbacks/test_base_session.py::test_base_session_cache_missing_bias_raises_until_deleted",
     ],
     "Set `max-samples` of the run": [
-        "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
+        "tests/deployment/test_answers.py::test_upload_above_max_samples_is_read_with_larger_limit",
     ],
     "Start their nodes, or decrease `min-clients` in the run configuration.": [
-        "tests/deployment/test_restart.py::test_a_server_that_finds_too_few_clients_says_who_is_missing",
+        "tests/deployment/test_restart.py::test_serve_too_few_clients_raises_with_missing_clients",
     ],
     "Start the server again when these clients run.": [
-        "tests/deployment/test_restart.py::test_serve_round_of_too_few_uploads_continues_when_all_clients_answer",
+        "tests/deployment/test_restart.py::test_serve_after_too_few_uploads_resumes_identically",
     ],
     "Restore the newest checkpoint of the run, or choose another `out` to start a new run.": [
-        "tests/deployment/test_restart.py::test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends",
+        "tests/deployment/test_restart.py::test_serve_excludes_and_names_client_of_later_round",
     ],
     "Check the name, or try again.": [
-        "tests/zoo/test_hub.py::test_load_of_a_repository_that_is_missing_says_to_check_the_name",
+        "tests/zoo/test_hub.py::test_load_from_hub_missing_repository_raises_with_hint",
     ],
     ". The client then starts without the state that it kept.": [
-        "tests/deployment/test_node_files.py::test_damaged_state_that_is_needed_is_one_message_whose_advice_works",
+        "tests/deployment/test_node_files.py::test_damaged_needed_state_raises_with_working_fix",
     ],
     "Name them beside `data`, as in data=": [
-        "tests/deployment/test_node_data.py::test_recipe_with_tables_names_columns_classes_and_scale",
+        "tests/deployment/test_node_data.py::test_recipe_table_sets_columns_classes_and_scale",
     ],
-    "Name the file of this client.": ["tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part"],
+    "Name the file of this client.": ["tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix"],
     "Remove the samples that the server does not use.": [
-        "tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part",
+        "tests/deployment/test_node_data.py::test_read_data_invalid_part_raises_with_fix",
     ],
     "from a backup, or choose another `out` to start a new run.": [
-        "tests/deployment/test_restart.py::test_serve_checkpoint_that_lacks_rounds_of_the_record_stops",
+        "tests/deployment/test_restart.py::test_serve_checkpoint_older_than_record_raises",
     ],
     "file with `group`, or use `ClassIncremental` in the recipe.": [
-        "tests/deployment/test_node_data.py::test_domain_incremental_needs_the_domain_of_each_sample",
+        "tests/deployment/test_node_data.py::test_domain_incremental_without_group_raises",
     ],
     "Set both in the run configuration: clients=": [
-        "tests/deployment/test_node_data.py::test_stationary_with_the_data_of_nodes_is_deployed",
+        "tests/deployment/test_node_data.py::test_serve_stationary_with_node_files_equals_simulation",
     ],
-    ", or use another repository.": ["tests/zoo/test_hub.py::test_a_push_is_refused_whole"],
+    ", or use another repository.": ["tests/zoo/test_hub.py::test_push_rejected_changes_nothing"],
     "Set `max_vectorized_clients=1`.": [
         "tests/local_training/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
