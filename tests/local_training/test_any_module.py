@@ -1,4 +1,4 @@
-"""Modules with a training step of their own: side by side as one at a time, and as in a loop written by hand."""
+"""Modules with their own `training_step`: vectorized training equals sequential training and a hand-written loop."""
 
 import copy
 
@@ -34,7 +34,7 @@ def inputs(*shape):
 
 
 def stream_of(x=None, y=None, batch_size=10, rounds=2, scenario=None, **options):
-    """Clients with 4 to 26 samples."""
+    """Return a stream of 23 clients with 4 to 26 samples each."""
     x, y = inputs(6) if x is None else x, np.arange(len(OWNER)) % 4 if y is None else y
     options = {"split": Split(test=0.0), "batch_size": batch_size, "seed": 0, **options}
     return FederatedStream.from_arrays(x, y, OWNER, scenario=scenario or ClassIncremental(1, rounds), **options)
@@ -45,7 +45,7 @@ def difference(left, right):
 
 
 class Own(L.LightningModule):
-    """A network with a step that others change."""
+    """A small network. Subclasses override its loss or its training step."""
 
     def __init__(self, *between):
         super().__init__()
@@ -54,7 +54,7 @@ class Own(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Make what a step keeps."""
+        """Add layers or state. Subclasses override this hook."""
 
     def forward(self, x):
         return self.net(x)
@@ -84,7 +84,7 @@ class Tied(Own):
 
 
 class Counts(Own):
-    """Goes by the epoch and the batch, returns a dict, and counts in a buffer."""
+    """Scales the loss by the epoch and the batch index, returns a dict, and counts labels in a buffer."""
 
     def prepare(self):
         self.register_buffer("seen", torch.zeros(4))
@@ -93,11 +93,11 @@ class Counts(Own):
         x, y = batch
         self.seen += F.one_hot(y, 4).sum(dim=0)
         loss = self.loss(x, y) * (1 + self.current_epoch) / (1 + batch_idx)
-        return {"loss": loss + 0.001 * self.seen.sum() * self.net[0].bias.sum(), "extra": "what hooks see"}
+        return {"loss": loss + 0.001 * self.seen.sum() * self.net[0].bias.sum(), "extra": "a value for hooks"}
 
 
 class Teaches(Own):
-    """Has a frozen teacher that follows it, and is part of its state."""
+    """Has a frozen teacher that is a moving average of the network and is part of the module's state."""
 
     def prepare(self):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
@@ -110,7 +110,7 @@ class Teaches(Own):
 
 
 class Remembers(Own):
-    """Momentum, weight decay, a step without a number, and no loss for its later batches."""
+    """Has a training step without `batch_idx`, and an optimizer with momentum and weight decay."""
 
     def training_step(self, batch):
         return self.loss(*batch)
@@ -131,16 +131,16 @@ MODULES = {
     "dropout": lambda: Own(nn.Dropout(0.3), nn.AlphaDropout(0.2)),
     "frozen": Frozen,
     "tied": Tied,
-    "counts": Counts,
-    "teaches": Teaches,
-    "remembers": Remembers,
-    "ends": Ends,
+    "counting buffer": Counts,
+    "moving-average teacher": Teaches,
+    "momentum": Remembers,
+    "no loss for later batches": Ends,
 }
 
 
 @pytest.fixture
 def both(fit):
-    """The states of a module trained one client at a time and side by side, and what it has logged."""
+    """Return a function that fits a module sequentially and vectorized, and returns the states and logged values."""
 
     def run(make, stream=stream_of, methods=tuple, sizes=(1, "auto"), expected=True, **options):
         states, logs = [], []
@@ -163,8 +163,8 @@ def both(fit):
     "[Clients train vectorized](#vectorized-training) if a trial gives the same result.",
 )
 @pytest.mark.parametrize("kind", MODULES)
-def test_side_by_side_is_one_at_a_time(both, kind):
-    # Without a single sample left over, which batch normalisation cannot learn from.
+def test_custom_module_vectorized_equals_sequential(both, kind):
+    # Drop the last batch, because batch normalization cannot train on a batch of one sample.
     options = {"drop_last": kind == "batch norm"}
     (one, many, some), _ = both(MODULES[kind], lambda: stream_of(**options), sizes=(1, "auto", 5), local_epochs=2)
     assert difference(one, many) < 1e-5 and difference(one, some) < 1e-5
@@ -172,7 +172,7 @@ def test_side_by_side_is_one_at_a_time(both, kind):
 
 
 class Measures(Own):
-    """Has metrics of its own, the last of which measures later batches alone."""
+    """Updates and logs torchmetrics objects. The confusion matrix skips the first batch."""
 
     def prepare(self):
         self.accuracy, self.losses = MulticlassAccuracy(4), MeanMetric()
@@ -198,7 +198,7 @@ class Measures(Own):
     "torchmetrics objects that the step updates and logs",
     "The batches of all clients update the metrics, in vectorized training as in sequential training.",
 )
-def test_metrics_of_a_step_are_those_of_one_at_a_time(both):
+def test_metrics_updated_in_step_vectorized_equal_sequential(both):
     modules = []
 
     def make():
@@ -215,14 +215,14 @@ def test_metrics_of_a_step_are_those_of_one_at_a_time(both):
 
 
 @pytest.mark.parametrize("change", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
-def test_so_it_is_with_arguments_of_the_trainer(both, change):
-    (one, many), _ = both(MODULES["remembers"], trainer_args=change)
-    (plain,), _ = both(MODULES["remembers"], sizes=("auto",))
+def test_trainer_arguments_vectorized_equal_sequential(both, change):
+    (one, many), _ = both(MODULES["momentum"], trainer_args=change)
+    (plain,), _ = both(MODULES["momentum"], sizes=("auto",))
     assert difference(one, many) < 1e-5 and difference(plain, many) > 1e-4
 
 
 def by_hand(module, stream, rounds):
-    """Federated averaging of clients that take one step on all of their samples."""
+    """Return the server state after FedAvg rounds in which each client takes one step on all of its samples."""
     stream.setup("fit")
     server = {name: value.clone() for name, value in module.state_dict().items()}
     for _ in range(rounds):
@@ -240,7 +240,7 @@ def by_hand(module, stream, rounds):
 
 
 @pytest.mark.parametrize("kind", ["plain", "batch norm", "group norm", "frozen", "tied"])
-def test_two_rounds_are_those_of_a_loop(both, kind):
+def test_two_rounds_equal_hand_written_fedavg(both, kind):
     (many,), _ = both(MODULES[kind], lambda: stream_of(batch_size=30), sizes=("auto",))
     assert difference(by_hand(MODULES[kind](), stream_of(batch_size=30), 2), many) < 1e-6
 
@@ -266,10 +266,11 @@ class Logs(Own):
     "Numbers logged in `training_step`",
     "The value logged for a round is the same in vectorized and in sequential training.",
 )
-def test_what_is_logged_for_a_round_is_that_of_one_at_a_time(both):
+def test_values_logged_for_a_round_vectorized_equal_sequential(both):
     _, (one, many, some) = both(Logs, sizes=(1, "auto", 5))
     assert one.keys() == many.keys() == some.keys()
-    for name in one.keys() - {"step", "loss_step"}:  # of the last client, or clients
+    # "step" and "loss_step" have the value of the clients that train last, so they may differ.
+    for name in one.keys() - {"step", "loss_step"}:
         assert one[name] == pytest.approx(many[name], rel=1e-5) and one[name] == pytest.approx(some[name], rel=1e-5)
     assert one["samples"] == len(OWNER) and one["loss"] == one["loss_epoch"]
 
@@ -288,7 +289,7 @@ METHODS = {
 
 
 class Stated(Own):
-    """States its loss apart, for methods that ask for it, but steps in a way of its own."""
+    """Defines `sample_loss`, which some methods need, and a separate training step."""
 
     lightning_fcl_protocols = True
 
@@ -299,7 +300,7 @@ class Stated(Own):
 @pytest.mark.seconds
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("methods", METHODS)
-def test_methods_run_as_one_at_a_time(both, make_stream, methods, drops):
+def test_methods_vectorized_equal_sequential(both, make_stream, methods, drops):
     def stream():
         return make_stream(partition="dirichlet", num_clients=7, rounds_per_experience=2)
 
@@ -311,7 +312,7 @@ def test_methods_run_as_one_at_a_time(both, make_stream, methods, drops):
     assert difference(one, many) < 1e-5 and difference(without, many) > 1e-4
 
 
-def test_a_method_that_asks_for_outputs_says_that_the_step_has_none(fit, make_stream):
+def test_method_needing_outputs_without_forward_in_step_raises(fit, make_stream):
     class Passes(Stated):
         def loss(self, x, y):
             return F.cross_entropy(self.net(x), y)
@@ -321,7 +322,7 @@ def test_a_method_that_asks_for_outputs_says_that_the_step_has_none(fit, make_st
             fit(Passes(), make_stream(), [LwF(2.0)], max_vectorized_clients=size)
 
 
-# Modules that nobody here wrote.
+# Modules from Lightning, PyTorch and timm.
 
 
 class Boring(BoringModel):
@@ -330,7 +331,7 @@ class Boring(BoringModel):
 
 
 class Inputs(torch.utils.data.Dataset):
-    """Inputs alone."""
+    """Inputs without labels."""
 
     def __init__(self):
         self.x = torch.from_numpy(inputs(32))
@@ -343,7 +344,7 @@ class Inputs(torch.utils.data.Dataset):
 
 
 class Tokens(Inputs):
-    """Sentences of 3 to 8 words, as dicts."""
+    """Sentences of 3 to 8 words. Each sample is a dict."""
 
     def __getitem__(self, index):
         words = torch.arange(index % 6 + 3) * (index + 1) % 20
@@ -351,20 +352,21 @@ class Tokens(Inputs):
 
 
 def padded(items):
-    """A batch of sentences, as long as the longest of them."""
+    """Collate sentences to a batch, padded to the longest sentence."""
     words = nn.utils.rnn.pad_sequence([item["input"]["words"] for item in items], batch_first=True)
     return {"input": {"words": words, "mask": words == 0}, "labels": torch.tensor([item["label"] for item in items])}
 
 
 class Reads(L.LightningModule):
-    """Torch's own encoder of sentences."""
+    """A classifier of sentences with the transformer encoder of PyTorch."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(22, 8, padding_idx=0)
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        layer.self_attn.dropout = 0.0  # the one that draws by no key
+        # Attention dropout does not draw its random numbers by keys, so vectorized training would differ.
+        layer.self_attn.dropout = 0.0
         self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(8, 4)
 
     def training_step(self, batch, batch_idx):
@@ -375,7 +377,8 @@ class Reads(L.LightningModule):
         return {"loss": loss}
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # Adam would turn rounding into steps
+        # Adam would amplify rounding differences to whole steps.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Regresses(Own):
@@ -420,7 +423,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_strangers_train_side_by_side(both, name):
+def test_third_party_modules_vectorized_equal_sequential(both, name):
     make, stream = STRANGERS[name]
     (one, many), (logs, others) = both(lambda: seeded(make), stream)
     assert difference(one, many) < 1e-5 and difference(one, seeded(make).state_dict()) > 1e-4
@@ -428,18 +431,18 @@ def test_strangers_train_side_by_side(both, name):
 
 
 @pytest.mark.seconds
-def test_a_network_of_timm_trains_side_by_side(both):
+def test_timm_network_vectorized_equals_sequential(both):
     (one, many), _ = both(
         lambda: seeded(Timm), lambda: stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True, rounds=1),
         sizes=(1, 3), max_epochs=1,
     )  # fmt: skip
-    # Batch normalisation of four samples makes much of rounding.
+    # Batch normalization over four samples amplifies rounding differences.
     start = dict(seeded(Timm).named_parameters())
     assert 10 * difference(one, many) < difference(start, one)
     assert int(many["net.bn1.num_batches_tracked"]) > 0
 
 
-def test_large_modules_train_one_at_a_time(fit):
+def test_large_module_trains_sequentially(fit):
     trainer = fit(seeded(Timm), stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True), max_epochs=0)
     assert trainer.strategy.num_vectorized_clients == 1
     assert trainer.strategy.sequential_reason.reason is Reason.PARAMETERS
@@ -448,7 +451,7 @@ def test_large_modules_train_one_at_a_time(fit):
         assert strategy.sequential_reason == reason and (strategy.num_vectorized_clients > 1) == (size == "auto")
 
 
-def test_a_fit_that_is_continued_has_equal_bits(fit, tmp_path):
+def test_resumed_vectorized_fit_is_bitwise_identical(fit, tmp_path):
     def make():
         return Own(nn.BatchNorm1d(8), nn.Dropout(0.3))
 

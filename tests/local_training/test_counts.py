@@ -1,4 +1,4 @@
-"""What a client's steps are counted by: in its step, in hooks, and where schedules are made."""
+"""Counts of a client's batches and steps, as read by training steps, hooks and learning rate schedules."""
 
 import random
 import re
@@ -21,7 +21,7 @@ from lightning_fcl.federation.obstacles import Obstacle, Reason
 
 
 def stream_of(**samples):
-    """Clients with so many samples each, in batches of eight, two rounds of them."""
+    """Return a stream of two rounds in batches of 8. Keyword arguments give the number of samples of each client."""
     owners = np.repeat([*samples], [*samples.values()])
     x = np.random.default_rng(0).normal(size=(len(owners), 6)).astype(np.float32)
     scenario = ClassIncremental(1, rounds_per_experience=2)
@@ -31,7 +31,7 @@ def stream_of(**samples):
 
 
 class Scaled(Classifier):
-    """Its loss has a term that is divided by the number of batches, as that of a Bayesian layer is."""
+    """Has a loss with a term divided by the number of batches, as Bayesian layers have."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Scaled(Classifier):
 
 
 class Counts(L.LightningModule):
-    """Notes what it is told."""
+    """Records the client, batch index, batch counts and learning rate of each training step."""
 
     def __init__(self, make=None):
         super().__init__()
@@ -69,7 +69,7 @@ class Counts(L.LightningModule):
 
 
 @pytest.mark.may("`trainer.num_training_batches`", "The number of batches of the client in the round.")
-def test_a_step_is_told_its_client_s_batches(fit):
+def test_num_training_batches_counts_batches_of_the_client(fit):
     module, outside = Counts(), []
 
     class Watch(L.Callback):
@@ -81,8 +81,8 @@ def test_a_step_is_told_its_client_s_batches(fit):
     assert outside == [(6, 6)] * 6 + [(4, 4)] * 4
 
 
-def test_a_loss_that_reads_the_number_trains_one_client_at_a_time(fit, assert_same):
-    """Else clients side by side would be given that of the one that has most."""
+def test_loss_reading_num_training_batches_trains_sequentially(fit, assert_same):
+    """In vectorized training, all clients would read the number of batches of the largest client."""
     auto, alone = Scaled(), Scaled()
     trainer = fit(auto, stream_of(a=24, b=9))
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1
@@ -90,7 +90,7 @@ def test_a_loss_that_reads_the_number_trains_one_client_at_a_time(fit, assert_sa
     assert_same(auto, alone)
 
 
-def test_there_are_none_between_rounds_and_a_plain_trainer_has_its_own(fit, quiet):
+def test_count_client_batches_between_rounds_raises_in_plain_trainer_counts(fit, quiet):
     trainer = fit(Counts(), stream_of(a=8, b=8))
     with raises(InvalidValueError, "count_client_batches"):
         count_client_batches(trainer)
@@ -127,7 +127,7 @@ ASKED = {
 )
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_cycle_is_as_long_as_a_client_s_round(fit, asked, accumulate):
+def test_one_cycle_schedule_spans_round_of_a_client(fit, asked, accumulate):
     module = Counts(one_cycle(ASKED[asked]))
     fit(module, stream_of(a=24, b=24), local_epochs=2, trainer_args={"accumulate_grad_batches": accumulate})
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -137,27 +137,27 @@ def test_a_cycle_is_as_long_as_a_client_s_round(fit, asked, accumulate):
         expected.append(optimizer.param_groups[0]["lr"])
         if batch % accumulate == accumulate - 1 and len(expected) < 6:
             optimizer.step(), schedule.step()
-    assert module.rates == pytest.approx(expected * 4)  # two clients, two rounds
+    assert module.rates == pytest.approx(expected * 4)  # 2 clients and 2 rounds
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_where_clients_differ_it_is_refused_with_the_reason(fit, asked):
+def test_estimated_stepping_batches_unequal_clients_raises(fit, asked):
     with raises(InvalidValueError, "estimated_stepping_batches"):
         fit(Counts(one_cycle(ASKED[asked])), stream_of(a=24, b=9))
 
 
-def test_methods_that_make_them_differ_are_named(fit):
+def test_estimated_stepping_batches_with_replay_raises(fit):
     with raises(InvalidValueError, "estimated_stepping_batches"):
         fit(Counts(one_cycle(ASKED["len(train_dataloader)"])), stream_of(a=24, b=24), [Replay(8)])
 
 
-def test_outside_of_a_fit_there_is_no_length():
+def test_train_dataloader_length_outside_fit_raises():
     with raises(InvalidTypeError, "strategy"):
         len(stream_of(a=24, b=24).train_dataloader())
 
 
 @pytest.mark.may("A `training_step(self, batch)` without `batch_idx`", "The step is called without `batch_idx`.")
-def test_a_step_without_a_number(fit, assert_same):
+def test_training_step_without_batch_idx_is_supported(fit, assert_same):
     class Plain(Counts):
         def training_step(self, batch):
             return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -178,7 +178,7 @@ def test_a_step_without_a_number(fit, assert_same):
     "A `training_step(self, dataloader_iter)`",
     "Not supported. The iterator would continue with the batches of the next client.",
 )
-def test_a_step_of_an_iterator_is_refused(fit):
+def test_training_step_with_dataloader_iter_raises(fit):
     class Iterates(Counts):
         def training_step(self, dataloader_iter):
             return self.model(next(dataloader_iter)[0][0]).sum()
@@ -187,7 +187,7 @@ def test_a_step_of_an_iterator_is_refused(fit):
         fit(Iterates(), stream_of(a=24, b=9))
 
 
-def test_a_step_is_told_its_schedules(fit):
+def test_lr_schedulers_in_step_restarts_for_each_client(fit):
     class Reads(Counts):
         def training_step(self, batch, batch_idx):
             self.seen.append(self.lr_schedulers().get_last_lr()[0])
@@ -199,7 +199,7 @@ def test_a_step_is_told_its_schedules(fit):
     assert trainer.lr_scheduler_configs == []
 
 
-def test_so_it_is_of_several(fit):
+def test_lr_schedulers_in_step_returns_step_and_epoch_schedules(fit):
     class Reads(Counts):
         def training_step(self, batch, batch_idx):
             by_step, by_round = self.lr_schedulers()
@@ -216,7 +216,7 @@ def test_so_it_is_of_several(fit):
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_step_without_a_number_accumulates_or_optimises_by_hand(fit, automatic):
+def test_training_step_without_batch_idx_accumulation_or_manual_optimization(fit, automatic):
     class Plain(Counts):
         def __init__(self):
             super().__init__()
@@ -237,7 +237,7 @@ def test_a_step_without_a_number_accumulates_or_optimises_by_hand(fit, automatic
 
 
 class Watched(Classifier):
-    """Its loss or its forward does more than to compute."""
+    """A classifier with state that its loss or its forward can change."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -301,13 +301,13 @@ class WritesBuffer(Watched):
     "kind",
     [Logs, DrawsByNumPy, DrawsByItsOwn, DrawsByPython, DrawsInItsLoss, AssignsBuffer, WritesBuffer],
 )
-def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
+def test_loss_or_forward_with_side_effects_trains_sequentially(fit, kind):
     assert fit(kind(), stream_of(a=24, b=9)).strategy.num_vectorized_clients == 1
     with raises(InvalidValueError, "max_vectorized_clients", value=2):
         fit(kind(), stream_of(a=24, b=9), max_vectorized_clients=2)
 
 
-def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
+def test_metric_updated_in_loss_vectorized_equals_sequential(fit):
     tasks = [Measures(), Measures()]
     for task, size in zip(tasks, (1, "auto"), strict=True):
         assert (fit(task, stream_of(a=24, b=9), max_vectorized_clients=size).strategy.num_vectorized_clients > 1) == (
@@ -316,7 +316,7 @@ def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
     assert torch.equal(tasks[0].accuracy.tp, tasks[1].accuracy.tp) and tasks[0].accuracy.tp.any()
 
 
-def test_a_loss_that_logs_by_what_it_is_given_is_named_where_clients_should_train_side_by_side(fit):
+def test_loss_that_logs_with_max_vectorized_clients_raises_reason(fit):
     with pytest.raises(ValueError, match=f"but got 2: {re.escape(str(Obstacle(Reason.STEP_LOGS)))}"):
         fit(Logs(), stream_of(a=24, b=9), max_vectorized_clients=2)
 
@@ -324,7 +324,7 @@ def test_a_loss_that_logs_by_what_it_is_given_is_named_where_clients_should_trai
 @pytest.mark.may(
     "Per-sample gradients (`grad_sample`) with `accumulate_grad_batches`", "Not supported. Use a larger batch size."
 )
-def test_gradients_of_samples_are_refused_beside_accumulation(fit):
+def test_grad_sample_with_accumulate_grad_batches_raises(fit):
     class Samples(Counts):
         def on_after_backward(self):
             for parameter in self.parameters():

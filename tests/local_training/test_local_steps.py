@@ -1,4 +1,4 @@
-"""Steps within a client: accumulated gradients and schedules, against loops written by hand."""
+"""Local optimizer steps: gradient accumulation and step schedules, compared with hand-written loops."""
 
 import copy
 
@@ -27,12 +27,16 @@ OPTIMIZERS = {
 SCHEDULES = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=12),
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.8),
-    "one cycle, of momentum too": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=60),
+    "one cycle of learning rate and momentum": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=60),
 }
 
 
 def by_hand(task, stream, make, every=1, epochs=2, schedule=None, frequency=1, by_round=None, clip=None):
-    """FedAvg whose clients step after ``every`` batches and after their last one, and then step a schedule."""
+    """Return the state after FedAvg with local gradient accumulation and step schedules.
+
+    Each client steps its optimizer after ``every`` batches and after its last batch. The schedule steps after
+    ``frequency`` optimizer steps. ``by_round`` is the factor of the learning rate between rounds.
+    """
     server, factor = copy.deepcopy(task.state_dict()), 1.0
     for round_idx in range(stream.plan.num_rounds):
         sums, total = {}, 0
@@ -82,10 +86,10 @@ def differ(left, right):
     ("optimizer", "every", "clip"),
     [("sgd", 3, None), ("sgd", 3, 0.2), ("momentum", 2, None), ("adam", 3, None), ("adam", 1000, None)],
 )
-def test_gradients_accumulate_within_a_client(
+def test_accumulate_grad_batches_equals_hand_written_loop(
     fit, make_stream, make_task, optimizer, every, clip, max_vectorized_clients
 ):
-    """They are clipped once, all of a step together."""
+    """The gradient is clipped once per optimizer step, after accumulation."""
     stream, task = make_stream(**STREAM), make_task(OPTIMIZERS[optimizer])
     start = copy.deepcopy(task)
     trainer_args = {"accumulate_grad_batches": every, "gradient_clip_val": clip}
@@ -95,13 +99,14 @@ def test_gradients_accumulate_within_a_client(
     expected = by_hand(start, stream, OPTIMIZERS[optimizer], every, clip=clip)
     near(task.state_dict(), expected)
     assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer], every if clip else 1))
-    assert trainer.accumulate_grad_batches == every  # as it was given
+    assert trainer.accumulate_grad_batches == every  # The fit restores the user's value.
     lengths = {-(-len(rows) // 8) % 2 for current in stream.plan.train for rows in current.values()}
-    assert lengths == {0, 1}  # groups of batches are whole for some clients, incomplete for others
+    # Some clients have an even number of batches, and some an odd number, so that the last group is incomplete.
+    assert lengths == {0, 1}
 
 
 @pytest.mark.seconds
-def test_penalties_accumulate_too_one_by_one_as_side_by_side(fit, make_stream, make_task):
+def test_accumulation_with_penalties_vectorized_equals_sequential(fit, make_stream, make_task):
     states = []
     for size in (1, "auto"):
         task = make_task(OPTIMIZERS["momentum"])
@@ -120,8 +125,8 @@ def test_penalties_accumulate_too_one_by_one_as_side_by_side(fit, make_stream, m
     near(*states)
 
 
-def test_a_penalty_of_a_whole_batch_is_that_of_its_parts(fit, make_stream, make_task):
-    # Batches of 4 in pairs are batches of 8, as the mean over a batch is that over its halves.
+def test_accumulated_penalty_equals_penalty_of_full_batch(fit, make_stream, make_task):
+    # The mean loss over a batch of 8 equals the mean of the losses of its two halves.
     states = []
     for size, every in ((4, 2), (8, 1)):
         task, stream = make_task(), make_stream(num_clients=1, samples=80, batch_size=size)
@@ -151,7 +156,7 @@ def scheduled(make_task, optimizer, *schedules):
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, 2, "auto"])
 @pytest.mark.parametrize(("schedule", "optimizer"), list(zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True)))
-def test_schedules_by_step_begin_anew_with_each_client(
+def test_step_schedules_restart_for_each_client(
     fit, make_stream, make_task, schedule, optimizer, max_vectorized_clients, recwarn
 ):
     stream = make_stream(**STREAM)
@@ -166,7 +171,7 @@ def test_schedules_by_step_begin_anew_with_each_client(
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("max_vectorized_clients", [1, "auto"])
-def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_stream, make_task, max_vectorized_clients):
+def test_step_schedule_counts_optimizer_steps_with_epoch_schedule(fit, make_stream, make_task, max_vectorized_clients):
     stream, inner = make_stream(**STREAM), SCHEDULES["exponential"]
     by_step = (inner, {"interval": "step", "frequency": 2})
     by_round = (lambda optimizer: StepLR(optimizer, 1, gamma=0.5), {"interval": "epoch"})
@@ -185,7 +190,7 @@ def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_str
 
 
 @pytest.mark.seconds
-def test_they_are_resumed_and_a_round_cut_short_leaves_them_at_their_start(fit, make_stream, make_task, tmp_path):
+def test_accumulation_and_schedule_resumed_or_interrupted(fit, make_stream, make_task, tmp_path):
     class Stop(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.current_epoch == 1 and batch_idx == 3:
@@ -211,7 +216,7 @@ def test_they_are_resumed_and_a_round_cut_short_leaves_them_at_their_start(fit, 
         fit(task(), make_stream(**STREAM), ckpt_path=tmp_path / "epoch=0.ckpt", **options)
 
 
-def test_what_cannot_be_stepped_within_a_client_is_named(fit, make_stream, make_task):
+def test_unsupported_step_schedules_and_accumulation_raise(fit, make_stream, make_task):
     plateau = (ReduceLROnPlateau, {"interval": "step", "monitor": "train/loss"})
     with raises(InvalidValueError, "interval"):
         fit(scheduled(make_task, "sgd", plateau), make_stream())
@@ -224,7 +229,7 @@ def test_what_cannot_be_stepped_within_a_client_is_named(fit, make_stream, make_
 
 
 class Gradients(Callback):
-    """The gradient's norm whenever it is about to be zeroed; None where there is none."""
+    """Records the gradient norm at each `on_before_zero_grad`, or None without a gradient."""
 
     def __init__(self):
         self.norms = []
@@ -235,7 +240,7 @@ class Gradients(Callback):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_task, every, monkeypatch):
+def test_zero_grad_hook_called_as_often_as_in_plain_trainer(fit, train, make_task, every, monkeypatch):
     class Own(Classifier):
         def on_before_zero_grad(self, optimizer):
             zeroed.append(optimizer)
@@ -250,16 +255,15 @@ def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_ta
     fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, max_vectorized_clients=1)
     assert federated.norms == pytest.approx(plain.norms) and len(zeroed) == len(plain.norms) == -(-5 // every)
     fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
-    assert len(zeroed) == 3 * len(plain.norms)  # another client's, twice
+    assert len(zeroed) == 3 * len(plain.norms)  # The second fit has two clients.
     look = classmethod(lambda _, trainer, *__: together.append(trainer.accumulate_grad_batches))
-    monkeypatch.setattr(
-        FitHooks, "on_before_zero_grad", look
-    )  # a user's callback would let clients train one at a time
+    # Patch the library's hook, because a user callback on this hook would make training sequential.
+    monkeypatch.setattr(FitHooks, "on_before_zero_grad", look)
     trainer = fit(make_task(), two, trainer_args=arguments, max_vectorized_clients=2)
     assert together == [every] * len(plain.norms) and trainer.accumulate_grad_batches == every
 
 
-def test_an_optimizer_that_asks_again_does_not_accumulate(fit, make_stream, make_task):
+def test_lbfgs_with_accumulate_grad_batches_raises(fit, make_stream, make_task):
     def lbfgs(params):
         return torch.optim.LBFGS(params, lr=0.1, max_iter=2)
 

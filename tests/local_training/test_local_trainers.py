@@ -1,4 +1,4 @@
-"""Local trainers and methods that a user brings: neither needs a change in the package."""
+"""Custom local trainers and methods that users write without changes in the package."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from lightning_fcl.simulation.federation import Federation
 
 
 class LeastSquares(L.LightningModule):
-    """A line through labels, in closed form: clients send sums, or each its own solution."""
+    """Linear regression on the labels in closed form. Clients upload sums, or each client its own solution."""
 
     lightning_fcl_protocols = True
 
@@ -40,14 +40,14 @@ class LeastSquares(L.LightningModule):
         return with_one(x) @ self.weight
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        raise AssertionError("a step of the module's own")
+        raise AssertionError("Called `training_step`, although the custom local trainer replaces it.")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([self.weight], lr=0.0)
 
     def configure_local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
         if shaping:
-            raise ValueError(f"Expected no method that adds to a loss but got {shaping}.")
+            raise ValueError(f"Expected no methods that change the loss, but got {shaping}.")
         size = federation.settings.max_vectorized_clients
         return NormalEquations(self, 2 if size == "auto" else size)
 
@@ -57,7 +57,7 @@ class LeastSquares(L.LightningModule):
 
 
 class NormalEquations:
-    """Adds up the products of several clients' samples."""
+    """Accumulates the normal equations of the samples of several clients."""
 
     is_stacked = True
     optimizer = None
@@ -97,14 +97,14 @@ def with_one(x: Tensor) -> Tensor:
 
 
 def solution(stream, rows) -> np.ndarray:
-    """NumPy's least squares on some of a stream's samples."""
+    """Return NumPy's least-squares solution for the given samples of a stream."""
     x, y = stream.get_samples(rows)
     return np.linalg.lstsq(with_one(x).numpy(), y.double().numpy(), rcond=None)[0]
 
 
 @pytest.mark.parametrize("max_vectorized_clients", ["auto", 1, 7])
 @pytest.mark.parametrize("experiences", [1, 2])
-def test_sums_of_closed_form_clients_are_the_pooled_solution(fit, make_stream, experiences, max_vectorized_clients):
+def test_closed_form_sums_equal_pooled_solution(fit, make_stream, experiences, max_vectorized_clients):
     task, stream = LeastSquares("sums"), make_stream(partition="dirichlet", num_experiences=experiences)
     assert isinstance(task, HasLocalTrainer) and isinstance(task, HasAggregationHook)
     trainer = fit(task, stream, max_vectorized_clients=max_vectorized_clients)
@@ -118,7 +118,7 @@ def test_sums_of_closed_form_clients_are_the_pooled_solution(fit, make_stream, e
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_own_solutions_are_averaged_and_one_client_s_is_the_pooled_one(fit, make_stream, clients):
+def test_closed_form_solutions_are_averaged_by_samples(fit, make_stream, clients):
     task, stream = LeastSquares("weights"), make_stream(num_clients=clients, num_experiences=1, partition="iid")
     fit(task, stream)
     (current,) = stream.plan.train
@@ -130,7 +130,10 @@ def test_own_solutions_are_averaged_and_one_client_s_is_the_pooled_one(fit, make
 
 
 class Anchored(Method):
-    """A method of a user's own: stays near a mix of its earlier models, and forgets a little of it by lot."""
+    """A user-defined method that penalizes the distance to an average of the client's earlier models.
+
+    Random entries of the average are set to 0 after each round.
+    """
 
     def prepare_client_state(self, client):
         anchor = client.method_state.get("anchor", client.received_state["model.1.weight"])
@@ -148,14 +151,14 @@ class Anchored(Method):
 
 
 class Listening(Method):
-    """One whose hook sees one client at a time."""
+    """A user-defined method that overrides a batch hook, so clients must train sequentially."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         pass
 
 
 @pytest.mark.seconds
-def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_task):
+def test_custom_method_vectorized_equals_sequential(fit, make_stream, make_task):
     states, memories, sizes = [], [], []
     for max_vectorized_clients in (1, "auto"):
         stream = make_stream(num_clients=5, partition="dirichlet", rounds_per_experience=2)
@@ -181,6 +184,6 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
     assert (plain.state_dict()["model.1.weight"] - states[0]["model.1.weight"]).abs().max() > 1e-3
 
 
-def test_a_user_s_own_method_that_listens_to_batches_trains_one_by_one(fit, make_stream, make_task):
+def test_custom_method_with_batch_hook_trains_sequentially(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(), [Listening()], max_epochs=1)
     assert trainer.strategy.federation.local_trainer.num_vectorized_clients == 1

@@ -1,4 +1,4 @@
-"""Steps that cannot run for several clients at once train one client at a time, with the reason, or end with it."""
+"""Training steps that cannot be vectorized: clients train sequentially, or the fit raises an error, with the reason."""
 
 import logging
 import random
@@ -24,11 +24,11 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.federation.obstacles import Reason
 
-GATHERED = []  # by a step, beside its module
+GATHERED = []  # A training step appends to this list, which is outside the module.
 
 
 def stream_of(clients=3):
-    """Clients with 40 samples, five batches of eight."""
+    """Return a stream of clients with 40 samples each, in 5 batches of 8."""
     rng, number = np.random.default_rng(0), 40 * clients
     x, y = rng.normal(size=(number, 6)).astype(np.float32), np.arange(number) // clients % 4
     return FederatedStream.from_arrays(
@@ -37,7 +37,7 @@ def stream_of(clients=3):
 
 
 class Step(L.LightningModule):
-    """A network whose subclasses do something in their step, before the loss is there or with it."""
+    """A network whose subclasses change the loss or do something else in their training step."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Step(L.LightningModule):
         self.prepare()
 
     def prepare(self):
-        """Make what a step keeps."""
+        """Add layers or state. Subclasses override this hook."""
 
     def forward(self, x):
         return self.net(x)
@@ -265,7 +265,7 @@ NAMES = {
     Freezes: "`net.1.training`",
     Lbfgs: "LBFGS",
 }
-"""Details of the reason, of those that name something."""
+"""Part of the expected reason's details, for steps whose reason names something."""
 
 
 @pytest.mark.may(
@@ -273,7 +273,7 @@ NAMES = {
     "Clients train sequentially. `trainer.strategy.sequential_reason` gives the reason.",
 )
 @pytest.mark.parametrize("make", REASONS)
-def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
+def test_unsupported_step_trains_sequentially_with_reason(fit, caplog, make):
     with caplog.at_level(logging.INFO, "lightning_fcl"):
         auto = make()
         strategy = fit(auto, stream_of(), seed=0).strategy
@@ -285,12 +285,13 @@ def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
     one = make()
     fit(one, stream_of(), max_vectorized_clients=1, seed=0)
     torch.testing.assert_close(auto.state_dict(), one.state_dict(), rtol=0, atol=0)
-    if make is not DrawsNoise:  # The library warns of random numbers.
+    # For DrawsNoise, an explicit number of clients logs a warning instead of an error.
+    if make is not DrawsNoise:
         with pytest.raises(ValueError, match=re.escape(str(obstacle))):
             fit(make(), stream_of(), max_vectorized_clients=2)
 
 
-def test_what_the_trial_has_seen_is_forgotten(fit):
+def test_trial_of_step_leaves_no_recorded_values(fit):
     GATHERED.clear()
     task, appends = AppendsElsewhere(), Appends()
     fit(task, stream_of(), seed=0)
@@ -299,7 +300,7 @@ def test_what_the_trial_has_seen_is_forgotten(fit):
     assert len(appends.losses) == 15
 
 
-def test_a_step_that_speaks_to_its_logger_does_so_for_each_client(fit):
+def test_step_calling_logger_logs_for_each_client(fit):
     class Keeps(DummyLogger):
         def log_metrics(self, metrics, step=None):
             kept.append(metrics["own"])
@@ -315,7 +316,7 @@ def test_a_step_that_speaks_to_its_logger_does_so_for_each_client(fit):
     assert kept == 3 * [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_method_that_asks_for_pairs_has_the_word_where_batches_are_none(fit):
+def test_method_needing_pairs_with_dict_batches_raises(fit):
     class Named(torch.utils.data.Dataset):
         def __len__(self):
             return 24
@@ -335,11 +336,11 @@ def test_a_method_that_asks_for_pairs_has_the_word_where_batches_are_none(fit):
         fit(Dicts(), stream(), [LwF(1.0)])
 
 
-# What no trial of a few steps can see ends the fit.
+# Steps that a trial of a few batches cannot detect raise an error during the fit.
 
 
 class Late(Step):
-    """Does something in its last batch alone."""
+    """Does something special in its last batch only."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -363,13 +364,13 @@ class LateMode(Late):
     "The fit ends with an error that names the state. Set `max_vectorized_clients=1`.",
 )
 @pytest.mark.parametrize(("make", "changed"), [(LateAttribute, "last"), (LateMode, "net.1.training")])
-def test_a_step_that_leaves_something_later_on_is_told_when_it_has(fit, make, changed):
+def test_state_stored_in_later_vectorized_step_raises(fit, make, changed):
     with raises(InvalidValueError, "max_vectorized_clients", value=[changed]):
         fit(make(), stream_of())
     fit(make(), stream_of(), max_vectorized_clients=1)
 
 
-def test_a_step_that_looks_at_a_value_later_on_is_told_what_to_do(fit):
+def test_value_read_in_later_vectorized_step_raises_with_hint(fit):
     class LateItem(Late):
         def late(self, loss, batch):
             loss.item()
@@ -380,8 +381,8 @@ def test_a_step_that_looks_at_a_value_later_on_is_told_what_to_do(fit):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, None])
-def test_a_clients_later_steps_draw_by_keys_where_its_first_one_meets_a_random_layer(fit, rate):
-    """A step that calls none need not be watched for it."""
+def test_later_steps_draw_by_keys_only_with_random_layer(fit, rate):
+    """Later steps draw random numbers by client keys only if the first step ran a random layer."""
     watched = []
 
     class Looks(Step):

@@ -30,7 +30,7 @@ SEEDS = 6
 
 
 def stream_of(seed=0, shape=(6,), classes=CLASSES, partition=None):
-    """Clients of unequal sizes. Half of the classes come in each of two experiences."""
+    """Return a stream of clients with different sizes. Each of the two experiences has half of the classes."""
     rng, number = np.random.default_rng(0), 240
     y = np.arange(number) % classes
     x = rng.normal(size=(number, *shape)).astype(np.float32)
@@ -40,7 +40,7 @@ def stream_of(seed=0, shape=(6,), classes=CLASSES, partition=None):
 
 
 class Weighted(Classifier):
-    """The mean is weighted by class, within the batch."""
+    """Weights each sample by its class, normalized over the batch."""
 
     def sample_loss(self, output, y):
         weight = 1 + (y == CLASSES - 1).to(output) + 0.5 * (y == 0).to(output)
@@ -48,7 +48,7 @@ class Weighted(Classifier):
 
 
 class Hard(Classifier):
-    """Only the hardest half of the batch has a loss."""
+    """Only the half of the batch with the largest losses has a loss."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -56,7 +56,7 @@ class Hard(Classifier):
 
 
 class Share(Classifier):
-    """Weights that depend on how often a label comes in the batch."""
+    """Weights each sample by the inverse frequency of its label in the batch."""
 
     def sample_loss(self, output, y):
         counts = (y[:, None] == y).sum(dim=1)
@@ -69,14 +69,14 @@ class Contrast(Classifier):
 
 
 class Place(Classifier):
-    """Weights by the place in the batch."""
+    """Weights each sample by its position in the batch."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * torch.linspace(0.5, 1.5, len(y), device=output.device)
 
 
 class Summed(Classifier):
-    """A sum of the batch in place of a mean."""
+    """Scales the mean loss by the batch size, so that the loss is a sum."""
 
     def sample_loss(self, output, y):
         return super().sample_loss(output, y) * len(y) / 8
@@ -97,7 +97,7 @@ class Centered(nn.Linear):
 
 
 class Rare(Classifier):
-    """The last class alone is weighted."""
+    """Gives samples of the last class a larger weight, normalized over the batch."""
 
     def sample_loss(self, output, y):
         weight = 1 + 4 * (y == CLASSES - 1).to(output)
@@ -105,7 +105,7 @@ class Rare(Classifier):
 
 
 class Focal(Classifier):
-    """Weights of a sample that depend on the sample alone."""
+    """Weights each sample by its own loss and label only."""
 
     def sample_loss(self, output, y):
         losses = super().sample_loss(output, y)
@@ -131,14 +131,14 @@ def classifier(kind=Classifier, make=mlp):
 
 
 class MeanOutput(Method):
-    """A penalty of the mean output of the batch, as its rows are."""
+    """Penalizes the mean output over all rows of the batch, without weights."""
 
     def penalty(self, client, step):
         return step.output.mean(dim=0).square().sum()
 
 
 class WeightedMean(Method):
-    """The same, with the weight of each row: padding has none."""
+    """Penalizes the weighted mean output. Padding rows have weight 0."""
 
     def penalty(self, client, step):
         weight = (
@@ -155,28 +155,28 @@ class Entropy(Method):
 
 
 class Spread(Method):
-    """A batch statistic of the outputs."""
+    """Penalizes a batch statistic of the outputs."""
 
     def penalty(self, client, step):
         return 0.3 * step.mean((step.output - step.output.detach().mean(dim=0)).square().sum(dim=1))
 
 
 class FeatureMean(Method):
-    """A batch statistic of features."""
+    """Penalizes a batch statistic of the features."""
 
     def penalty(self, client, step):
         return 0.3 * step.embed_fn(step.x).mean(dim=0).square().sum()
 
 
 class Decorrelated(Method):
-    """A batch statistic of other outputs."""
+    """Penalizes a batch statistic of outputs that `forward_fn` computes."""
 
     def penalty(self, client, step):
         return 0.1 * step.forward_fn(step.x).std(dim=0).sum()
 
 
 class ClassWeights(Method):
-    """Weights by how often a label comes in the batch."""
+    """Weights each sample by the inverse frequency of its label in the batch."""
 
     def penalty(self, client, step):
         share = (step.y[:, None] == step.y).to(step.output).mean(dim=1)
@@ -184,7 +184,7 @@ class ClassWeights(Method):
 
 
 class ModulesParameters(Method):
-    """Reads the parameters of the module and not those of the step."""
+    """Reads the parameters of the module instead of the parameters of the step."""
 
     def penalty(self, client, step):
         return 0.1 * sum(value.square().sum() for value in client.module.parameters())
@@ -196,7 +196,7 @@ class Decay(Method):
 
 
 class Masked(Method):
-    """A batch statistic, of classes that only a later experience has."""
+    """Penalizes a batch statistic over the classes of earlier experiences."""
 
     def prepare_client_state(self, client):
         return {
@@ -208,7 +208,7 @@ class Masked(Method):
 
 
 class LaterMean(Method):
-    """A batch statistic from the second round on."""
+    """Penalizes a batch statistic from the second round on."""
 
     def update_client_state(self, client, trained_state, data):
         return {"trained": torch.ones(())}
@@ -218,7 +218,7 @@ class LaterMean(Method):
 
 
 class LaterSpread(Method):
-    """A batch statistic in later experiences."""
+    """Penalizes a batch statistic in later experiences only."""
 
     needs = Needs(round_samples=True)
 
@@ -237,7 +237,7 @@ class Draws(Method):
 
 
 class Counts(Method):
-    """Counts steps in an attribute, which all clients of a vectorized step share."""
+    """Counts steps in an attribute that all clients of a vectorized step share."""
 
     def start_client(self, client):
         self.steps = 0
@@ -317,7 +317,7 @@ def test_penalty_of_any_kind_vectorized_equals_sequential(fit, kind):
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", [Entropy, LaterMean, LaterSpread, MeanOutput, Masked, WeightedMean])
 def test_penalty_of_any_kind_changes_training(fit, kind):
-    """The comparisons above are of penalties that matter."""
+    """The comparisons above would prove nothing for a penalty without effect."""
     states = []
     for methods in ([], [kind()]):
         task = classifier()
@@ -327,11 +327,11 @@ def test_penalty_of_any_kind_changes_training(fit, kind):
 
 
 class ChosenError(Exception):
-    """A trainer is chosen: no client needs to train."""
+    """Raised to end a fit after the choice of the local trainer."""
 
 
 def choice(fit, monkeypatch, task, stream, methods=(), **options):
-    """Return the type of the chosen trainer, the reason, and the processor time of the choice."""
+    """Return the type of the chosen trainer, the reason, and the processor time of the choice in seconds."""
     found = []
 
     def choose(*args):
@@ -362,7 +362,7 @@ def test_choice_for_a_method_is_the_same_with_any_stream_seed(fit, monkeypatch, 
 
 
 def test_choice_takes_less_than_half_a_second_for_the_quickstart(fit, monkeypatch):
-    """The time includes a factor of two or more for slow processors."""
+    """The limit leaves a factor of two or more for slow processors."""
     methods = [FLwF2T(0.5, 0.2), Replay(50)]
     task = Classifier(MLP([64, 64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5))
     stream = FederatedStream("digits", ClassIncremental(5, 3), IID(10), batch_size=16, seed=0)
@@ -370,8 +370,8 @@ def test_choice_takes_less_than_half_a_second_for_the_quickstart(fit, monkeypatc
     assert trainer is PADDED and seconds < 0.5
 
 
-def test_rows_are_independent_by_a_loop_over_pairs():
-    """The trial agrees with a comparison of each row alone, for losses that mix samples and for others."""
+def test_has_independent_rows_agrees_with_single_rows():
+    """The trial agrees with a comparison of the losses of a whole batch and of its single rows."""
     output, y = torch.randn(16, CLASSES), torch.arange(16) % CLASSES
     for kind, independent in [(Classifier, True), (Focal, True), (Weighted, False), (Share, False), (Contrast, False)]:
         task = classifier(kind)
@@ -382,7 +382,7 @@ def test_rows_are_independent_by_a_loop_over_pairs():
 
 
 @pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Softplus()])
-def test_loss_of_a_limited_range_of_outputs_is_padded(fit, monkeypatch, activation):
+def test_loss_for_limited_output_range_is_padded(fit, monkeypatch, activation):
     class Probabilities(Classifier):
         def sample_loss(self, output, y):
             target = F.one_hot(y, CLASSES).to(output)
@@ -394,16 +394,16 @@ def test_loss_of_a_limited_range_of_outputs_is_padded(fit, monkeypatch, activati
     assert choice(fit, monkeypatch, task, stream_of())[0] is PADDED
 
 
-def test_penalty_that_cannot_be_tried_reports_its_own_error(fit):
+def test_penalty_that_fails_raises_its_own_error(fit):
     class Fails(Method):
         def penalty(self, client, step):
-            raise ValueError("an error of the method's own")
+            raise ValueError("an error raised by the method")
 
-    with pytest.raises(ValueError, match=r"^an error of the method's own"):
+    with pytest.raises(ValueError, match=r"^an error raised by the method"):
         fit(classifier(), stream_of(), [Fails()])
 
 
-def test_trial_of_a_method_leaves_no_trace(fit, monkeypatch):
+def test_method_trial_leaves_no_changes(fit, monkeypatch):
     class Keeps(Method):
         def __init__(self):
             super().__init__()
@@ -422,16 +422,16 @@ def test_trial_of_a_method_leaves_no_trace(fit, monkeypatch):
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-# What the library ships.
+# Methods and tasks of the library.
 
 KINDS = [kind for kind in (getattr(library, name) for name in library.__all__) if isinstance(kind, type)]
 KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and kind is not Method}
 OF_OTHER_TASKS = {"DyToxMethod", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "LoRM", "TARGET", "Unlearning"}
-"""Methods that need a network of their own. Their own tests compare vectorized and sequential training."""
+"""Methods that need a special network. Their own tests compare vectorized and sequential training."""
 
 
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - OF_OTHER_TASKS))
-def test_shipped_method_is_vectorized_unless_it_says_otherwise(fit, monkeypatch, name):
+def test_shipped_method_is_vectorized_if_vectorizable(fit, monkeypatch, name):
     kind, options = KINDS[name], {"client_weights": "uniform"}
     if kind.needs.local_head:
         options["reductions"] = {"model.3.*": "local"}
@@ -452,12 +452,12 @@ def test_shipped_method_is_vectorized_unless_it_says_otherwise(fit, monkeypatch,
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_shipped_methods_with_batch_statistics_are_padded(fit, monkeypatch, methods, label):
-    """Of batch statistics with the weights of `step.sample_weight`, as GLFC has them, no part is padding."""
+    """Batch statistics weighted by `step.sample_weight` exclude padding."""
     assert choice(fit, monkeypatch, classifier(), stream_of(), methods())[0] is PADDED
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout", "layer norm", "convolution", "har", "regressor", "batch norm"])
-def test_shipped_task_and_common_layers_are_vectorized_as_before(fit, monkeypatch, name):
+def test_shipped_tasks_and_common_layers_are_vectorized(fit, monkeypatch, name):
     networks = {
         "mlp": MLP([6, 5, CLASSES]),
         "dropout": nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Linear(8, CLASSES)),

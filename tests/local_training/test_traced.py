@@ -1,4 +1,4 @@
-"""A step that is traced once and replayed gives the bits of the step itself."""
+"""Training steps that are traced once and then replayed: results are bitwise identical."""
 
 import copy
 
@@ -14,7 +14,7 @@ from lightning_fcl.local_training.vectorized import TracedStep, is_traceable
 
 
 class Own(nn.Module):
-    """A layer of a user's, which looks at a number that changes from round to round."""
+    """A user-defined layer that reads an attribute that changes each round."""
 
     def __init__(self):
         super().__init__()
@@ -31,10 +31,10 @@ class Counts(Callback):
 
 MODELS = {
     "MLP": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)),
-    "dropout and a layer norm": lambda: nn.Sequential(
+    "MLP with dropout and layer norm": lambda: nn.Sequential(
         nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 4)
     ),
-    "a frozen layer": lambda: nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.GELU(), nn.Linear(8, 4)),
+    "frozen layer": lambda: nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.GELU(), nn.Linear(8, 4)),
     "convolutions": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)
     ),
@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 
 def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callbacks=()):
-    """The state after a fit, and how many shapes were replayed in it."""
+    """Return the state after a fit, and the number of batch shapes whose step was traced."""
     monkeypatch.setattr(vectorized, "AFTER", after)
     task = Classifier(copy.deepcopy(model), 4, OPTIMIZERS[optimizer])
     stream = make_stream(partition="dirichlet", num_clients=7, rounds_per_experience=3)
@@ -64,7 +64,7 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
         *(pytest.param(kind, "sgd", marks=pytest.mark.long) for kind in MODELS if kind != "convolutions"),
     ],
 )
-def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optimizer):
+def test_traced_fit_is_bitwise_identical(fit, make_stream, monkeypatch, kind, optimizer):
     torch.manual_seed(0)
     model = MODELS[kind]()
     plain, none = train(fit, make_stream, monkeypatch, model, 10**9, optimizer)
@@ -74,7 +74,7 @@ def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optim
 
 
 @pytest.mark.seconds
-def test_what_is_not_torch_s_or_ours_runs_as_it_is(fit, make_stream, monkeypatch):
+def test_user_defined_layer_is_not_traced(fit, make_stream, monkeypatch):
     assert not is_traceable(Own()) and not is_traceable(nn.Sequential(Own()))
     torch.manual_seed(0)
     model = Own()
@@ -84,11 +84,11 @@ def test_what_is_not_torch_s_or_ours_runs_as_it_is(fit, make_stream, monkeypatch
 
 
 @pytest.mark.seconds
-def test_with_a_method_every_step_runs_as_it_is(fit, make_stream, monkeypatch):
+def test_steps_with_method_are_not_traced(fit, make_stream, monkeypatch):
     assert train(fit, make_stream, monkeypatch, MODELS["MLP"](), 1, callbacks=[FedProx(0.1)])[1] == 0
 
 
-def test_a_step_whose_replay_differs_is_not_replayed():
+def test_traced_step_with_different_replay_is_not_replayed():
     calls = []
 
     def counting(params, rest, batch):
@@ -96,11 +96,12 @@ def test_a_step_whose_replay_differs_is_not_replayed():
         return [params[0] * len(calls)]
 
     step = TracedStep(counting, warmup_steps=2)
-    assert [float(step([torch.ones(())], [], [])[0]) for _ in range(5)] == [1, 2, 4, 5, 6]  # one more to trace it
+    # The counter skips 3, because tracing runs the step once more.
+    assert [float(step([torch.ones(())], [], [])[0]) for _ in range(5)] == [1, 2, 4, 5, 6]
     assert step.traced == 0
 
 
-def test_a_step_that_cannot_be_traced_runs_as_it_is():
+def test_traced_step_untraceable_function_runs_untraced():
     step = TracedStep(lambda params, rest, batch: [params[0] if params[0].sum() > 0 else None], warmup_steps=1)
     assert step([torch.ones(2)], [], [])[0].tolist() == [1, 1]
     assert step([-torch.ones(2)], [], []) == [None] and step.traced == 0

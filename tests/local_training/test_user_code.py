@@ -22,9 +22,9 @@ factors = {"output": 2.0}
 
 
 def test_assertions_that_pytest_rewrites_do_not_lead_to_pytest():
-    """Otherwise each fit in a test inspects all collected tests."""
+    """Otherwise, each fit in a test would inspect all collected tests."""
     rewritten = [name for name in scaled.__code__.co_names if "pytest" in name]
-    assert rewritten  # pytest's module, among the global variables of this one
+    assert rewritten  # pytest's module is a global variable of this module.
     functions = functions_in(Checked)
     assert {function.__module__ for function in reached(functions.values(), functions)} == {__name__}
     outside = Outside(Classifier(Checked(6, 4), 4))

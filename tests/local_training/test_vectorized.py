@@ -1,3 +1,5 @@
+"""Vectorized training: results equal sequential training for methods, optimizers, dropout and clipping."""
+
 import copy
 import re
 from functools import partial
@@ -50,7 +52,7 @@ pytestmark = pytest.mark.rounding
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
-    # With a small eps these would turn gradients that are rounding alone into whole steps.
+    # With a smaller eps, these optimizers would amplify rounding differences to whole steps.
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.5, eps=1e-3),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, eps=1e-3),
@@ -67,18 +69,18 @@ METHODS = {
     "EWC": lambda: [EWC(5.0)],
     "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
     "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],
-    "MeanOutputLoss, on logits of all seen": lambda: [
+    "MeanOutputLoss, logits of seen classes": lambda: [
         MeanOutputLoss(2.0, "logits", "absolute", "seen", clients=["0", "3"]),
     ],
-    "MeanOutputLoss, beside remembered samples": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
+    "MeanOutputLoss, with replay": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
     "DER++": lambda: [DERpp(9, 0.5, 0.5, batch_size=4)],
-    "DER++ of some": lambda: [DERpp(9, 0.5, 0.5, batch_size=4, clients=["0", "3"])],
+    "DER++, some clients": lambda: [DERpp(9, 0.5, 0.5, batch_size=4, clients=["0", "3"])],
     "FedProto": lambda: [FedProto(0.5)],
-    "FedProto of some, beside a teacher": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
+    "FedProto, some clients, with FLwF-2T": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
     "iCaRL": lambda: [ICaRL(9)],
     "FedNTD": lambda: [FedNTD(2.0)],
-    "MOON, of some": lambda: [MOON(2.0, clients=["0", "3"])],
+    "MOON, some clients": lambda: [MOON(2.0, clients=["0", "3"])],
     "SCAFFOLD": lambda: [SCAFFOLD()],
     "FedDyn": lambda: [FedDyn(0.1)],
     "FedNova": lambda: [FedNova()],
@@ -86,10 +88,10 @@ METHODS = {
     "RegMean": lambda: [RegMean(0.5)],
     "CCVR": lambda: [CCVR(num_samples=20)],
     "FedCBDR": lambda: [FedCBDR(30)],
-    "FedCBDR, old and new apart": lambda: [FedCBDR(30, 0.9, 1.1, 1.1, 0.9)],
+    "FedCBDR, temperatures and weights": lambda: [FedCBDR(30, 0.9, 1.1, 1.1, 0.9)],
     "Re-Fed": lambda: [ReFed(9)],
-    "GLFC, beside exemplars": lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")],
-    "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
+    "GLFC, with replay": lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")],
+    "several methods": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 
 
@@ -98,11 +100,11 @@ def difference(left, right):
 
 
 def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
-    """States and records of the same fit with two cohort sizes, on clients of very different sizes."""
+    """Return the states and records of a fit for each vectorization size, on clients of very different sizes."""
     stream = {"partition": "dirichlet", "num_clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
-        # Units enough that no sample has features of zero alone, from which all means are equally far.
+        # 16 hidden units, so that no sample has only zero features, which would be equally far from all means.
         torch.manual_seed(0)
         task, metrics = make_task(OPTIMIZERS[optimizer], MLP([6, 16, 4])), ContinualMetrics()
         callbacks = [*METHODS[methods or "none"](), metrics]
@@ -116,7 +118,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", METHODS)
-def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, methods):
+def test_methods_vectorized_equal_sequential(fit, make_stream, make_task, methods):
     uniform = {"client_weights": "uniform"} if methods in ("SCAFFOLD", "FedDyn") else {}
     (one, record), (many, other) = both(fit, make_stream, make_task, methods, **uniform)
     assert difference(one, many) < 1e-5
@@ -128,19 +130,19 @@ def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, met
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_cohort_is_one_by_one_with_every_optimizer(fit, make_stream, make_task, optimizer):
+def test_optimizers_vectorized_equal_sequential(fit, make_stream, make_task, optimizer):
     (one, _), (many, _) = both(fit, make_stream, make_task, optimizer=optimizer)
     assert difference(one, many) < 1e-5
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("size", [2, 3, 100])
-def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, size):
+def test_any_max_vectorized_clients_equals_sequential(fit, make_stream, make_task, size):
     (one, _), (many, _) = both(fit, make_stream, make_task, "FLwF-2T", sizes=(1, size))
     assert difference(one, many) < 1e-5
 
 
-def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_task, monkeypatch):
+def test_vectorized_step_excludes_finished_clients(fit, make_stream, make_task, monkeypatch):
     seen = []
 
     def losses(self, x, y, weight, keys, randomness="different"):
@@ -156,18 +158,19 @@ def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_ta
     steps = sorted((-(-len(own) // stream.batch_size) for own in rows.values()), reverse=True)
     assert len({*steps}) > 1
     expected = [sum(number > step for number in steps) for step in range(steps[0])]
-    assert seen[-len(expected) :] == [(active,) * 4 + (True,) for active in expected]  # the first are of a trial
+    # The first calls are from the trial.
+    assert seen[-len(expected) :] == [(active,) * 4 + (True,) for active in expected]
 
 
 @pytest.mark.seconds
-def test_cohort_with_personal_heads_and_partial_participation(fit, make_stream, make_task):
+def test_local_heads_and_client_sampling_vectorized_equal_sequential(fit, make_stream, make_task):
     options = {"reductions": {"model.3.*": "local"}, "participation": 0.6}
     (one, record), (many, other) = both(fit, make_stream, make_task, "FLwF-2T", **options)
     assert difference(one, many) < 1e-5
     assert [r["correct"] for r in record["rounds"]] == [r["correct"] for r in other["rounds"]]
 
 
-def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make_task):
+def test_non_finite_client_in_vectorized_step_is_dropped_alone(fit, make_stream, make_task):
     stream = make_stream()
     stream.setup("fit")
     poisoned = stream.plan.train[0]["1"]
@@ -182,16 +185,17 @@ def clients_per_step(fit, stream, task, **options):
     return fit(task, stream, max_epochs=1, **options).strategy.federation.local_trainer.num_vectorized_clients
 
 
-def test_auto_chooses(fit, make_stream, make_task):
+def test_auto_vectorized_clients_depend_on_parameters(fit, make_stream, make_task):
     assert clients_per_step(fit, make_stream(), make_task()) > 1
     assert clients_per_step(fit, make_stream(), make_task(model=dropping())) > 1
     assert choose_group_size(make_task(model=nn.Linear(1000, 1000))) == 1
-    assert choose_group_size(make_task(model=nn.Linear(999, 100))) == 40  # four million parameters together
+    assert choose_group_size(make_task(model=nn.Linear(999, 100))) == 40  # 40 x 100,000 parameters = 4 million
     assert choose_group_size(make_task()) == 1024
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [(8, 20), (32, 5), (1000, 2)])  # the last: all of a client's 80
-def test_auto_bounds_the_numbers_in_batches(fit, make_stream, make_task, monkeypatch, batch_size, expected):
+# With the batch size 1000, a batch has all 80 samples of a client.
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 20), (32, 5), (1000, 2)])
+def test_auto_vectorized_clients_depend_on_batch_size(fit, make_stream, make_task, monkeypatch, batch_size, expected):
     monkeypatch.setattr("lightning_fcl.simulation.trainer_choice._NUMBERS", 1000)
     task = make_task(model=nn.Linear(6, 4))  # 28 parameters
     assert clients_per_step(fit, make_stream(batch_size=batch_size), task) == expected
@@ -229,7 +233,7 @@ class Own(Classifier):
         return 2 * super().training_step(batch, batch_idx)
 
 
-def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, make_task):
+def test_max_vectorized_clients_unsupported_raises_with_reason(fit, make_stream, make_task):
     obstacle = Obstacle(Reason.STATE, ("`model.last`",))
     with pytest.raises(
         ValueError, match=re.escape(f'Expected `max_vectorized_clients` to be 1 or "auto", but got 4: {obstacle}')
@@ -239,7 +243,7 @@ def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, ma
         fit(make_task(), make_stream(), max_vectorized_clients=4, keep_optimizer_state=True)
 
 
-def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
+def test_gradient_projection_methods_train_sequentially(fit, make_stream, make_task):
     for method in (GEM, AGEM):
         assert clients_per_step(fit, make_stream(), make_task(), callbacks=[method()]) == 1
         with raises(InvalidValueError, "max_vectorized_clients", value=3):
@@ -247,9 +251,9 @@ def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, 
 
 
 def in_two_ways(fit, make_stream, task):
-    """A task trained one client at a time, and by its own step side by side."""
+    """Return the states of a task trained sequentially, and vectorized by its own training step."""
     tasks = [copy.deepcopy(task), copy.deepcopy(task)]
-    # Without a single sample left over, which batch normalisation cannot learn from.
+    # Drop the last batch, because batch normalization cannot train on a batch of one sample.
     trainers = [
         fit(own, make_stream(drop_last=True), max_vectorized_clients=size, seed=0)
         for own, size in zip(tasks, (1, "auto"), strict=True)
@@ -260,7 +264,7 @@ def in_two_ways(fit, make_stream, task):
     return [own.state_dict() for own in tasks]
 
 
-def test_a_task_with_a_training_step_of_its_own_trains_side_by_side_by_that(fit, make_stream):
+def test_custom_training_step_is_used_in_vectorized_training(fit, make_stream):
     torch.manual_seed(0)
     own, plain = Own(nn.Linear(6, 4), 4), Classifier(nn.Linear(6, 4), 4)
     one, many = in_two_ways(fit, make_stream, own)
@@ -271,16 +275,14 @@ def test_a_task_with_a_training_step_of_its_own_trains_side_by_side_by_that(fit,
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_a_network_that_looks_at_other_samples_trains_side_by_side_without_padding(
-    fit, make_stream, make_task, running
-):
+def test_batch_dependent_network_is_vectorized_without_padding(fit, make_stream, make_task, running):
     norm = nn.BatchNorm1d(5, track_running_stats=running)
     one, many = in_two_ways(fit, make_stream, make_task(model=nn.Sequential(nn.Linear(6, 5), norm, Centred(5, 4))))
     assert difference(one, many) < 1e-5
     assert not running or int(many["model.1.num_batches_tracked"]) > 0
 
 
-def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_stream, make_task):
+def test_callback_on_after_backward_trains_sequentially(fit, make_stream, make_task):
     class Watch(Callback):
         def __init__(self):
             self.norms = []
@@ -336,7 +338,7 @@ class Counting(nn.Linear):
     [Noisy(6, 4), Recurrent(6, 4), Counting(6, 4), Caching(6, 4), Drifting(6, 4), NumPyNoise(6, 4)],
     ids=lambda model: type(model).__name__,
 )
-def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
+def test_unsupported_forward_trains_sequentially(fit, make_stream, make_task, model):
     auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
     assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
     fit(one, make_stream(), max_vectorized_clients=1, max_epochs=1, seed=0)
@@ -344,7 +346,7 @@ def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_
 
 
 class Products(nn.Module):
-    """Products of matrices in place of linear layers."""
+    """A network of matrix products instead of linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +362,7 @@ CONVOLUTIONS = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 3), nn.ReL
 @pytest.mark.seconds
 @pytest.mark.parametrize("model", [MLP([6, 16, 8, 4]), Products(), CONVOLUTIONS], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.Adam, eps=1e-3)])
-def test_fused_optimizers_which_pass_over_the_memory_are_as_others(fit, make_stream, make_task, model, kind):
+def test_fused_optimizers_vectorized_equal_sequential(fit, make_stream, make_task, model, kind):
     states = []
     for size, fused in ((1, False), (3, False), (3, True)):
         task = make_task(lambda params, fused=fused: kind(params, lr=0.05, fused=fused), copy.deepcopy(model))
@@ -369,8 +371,8 @@ def test_fused_optimizers_which_pass_over_the_memory_are_as_others(fit, make_str
     assert max(difference(states[0], other) for other in states[1:]) < 1e-5
 
 
-def test_weights_of_linear_layers_lie_by_columns(fit, make_stream, make_task, monkeypatch):
-    """As vmap leaves their gradients: a step that reads one of the two across rows takes three times as long."""
+def test_linear_weights_and_gradients_have_column_major_layout(fit, make_stream, make_task, monkeypatch):
+    """vmap returns gradients in this layout. A step on two different layouts takes three times as long."""
     strides = []
 
     def step(self, closure):
@@ -384,7 +386,7 @@ def test_weights_of_linear_layers_lie_by_columns(fit, make_stream, make_task, mo
     assert strides == [(own, own) for own in ((96, 1, 16), (16, 1), (64, 1, 4), (4, 1))]
 
 
-def test_tied_weights_are_one_entry(fit, make_stream, make_task):
+def test_tied_weights_are_uploaded_once(fit, make_stream, make_task):
     states, sent, model = [], [], Tied()
     for size in (1, 3):
         task, metrics = make_task(model=copy.deepcopy(model)), ContinualMetrics()
@@ -404,7 +406,7 @@ def dropping():
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", ["none", "FLwF-2T", "DER++", "Replay", "MAS", "FedProto"])
-def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, methods):
+def test_dropout_vectorized_equals_sequential(fit, make_stream, make_task, methods):
     states = []
     for size in (1, 3, "auto"):
         torch.manual_seed(1)
@@ -427,7 +429,7 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
 @pytest.mark.may("Gradient clipping", "The gradient of each client is clipped separately, also in vectorized training.")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("clip", [0.02, 0.3])
-def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algorithm, clip):
+def test_gradient_clipping_is_per_client(fit, make_stream, make_task, algorithm, clip):
     states = []
     for size, value in ((1, clip), (3, clip), ("auto", clip), (1, None)):
         task = make_task()
@@ -439,7 +441,7 @@ def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algori
 
 
 class WithFeatures(nn.Module):
-    """Dropout in front of the features, and behind them."""
+    """Has dropout before and after the feature layer."""
 
     features = 8
 
@@ -454,7 +456,7 @@ class WithFeatures(nn.Module):
         return self.head(self.embed(x))
 
 
-def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, make_task):
+def test_dropout_masks_differ_by_client_round_and_step(fit, make_stream, make_task):
     masks = []
 
     class Look(nn.Dropout):
@@ -469,7 +471,7 @@ def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, m
     assert len(set(masks)) == len(masks) > 10
 
 
-def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
+def test_random_layers_in_vectorized_training_log_warning(fit, make_stream, make_task, caplog):
     fit(make_task(model=Noisy(6, 4)), make_stream(), max_vectorized_clients=3, max_epochs=1)
     assert "Random layers draw different numbers in vectorized training" in caplog.text
 
@@ -479,13 +481,13 @@ class Contrasting(Classifier):
         return super().sample_loss(output, y) + 0.1 * output.mean() ** 2
 
 
-def test_a_loss_that_looks_at_other_samples_is_not_padded(fit, make_stream):
+def test_batch_dependent_loss_is_vectorized_without_padding(fit, make_stream):
     torch.manual_seed(0)
     one, many = in_two_ways(fit, make_stream, Contrasting(nn.Linear(6, 4), 4))
     assert difference(one, many) < 1e-5
 
 
-def test_the_trial_draws_nothing_and_leaves_the_module_as_it_was(fit, make_stream, make_task):
+def test_vmap_trial_leaves_module_and_generators_unchanged(fit, make_stream, make_task):
     task, stream = make_task(model=dropping()), make_stream()
     trainer = fit(task, stream, max_epochs=1)
     before, states = copy.deepcopy(task.state_dict()), [torch.get_rng_state(), np.random.get_state()[1]]
@@ -494,13 +496,13 @@ def test_the_trial_draws_nothing_and_leaves_the_module_as_it_was(fit, make_strea
     assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
 
 
-def test_what_a_forward_has_left_before_a_fit_is_no_obstacle(fit, make_stream, make_task):
+def test_tensor_cached_by_forward_before_fit_is_allowed(fit, make_stream, make_task):
     task = make_task(model=Caching(6, 4))
-    task(torch.ones(2, 6))  # which no copy can be made of
+    task(torch.ones(2, 6))  # stores a non-leaf tensor, which cannot be deep-copied
     assert clients_per_step(fit, make_stream(), task) == 1
 
 
-def test_another_fit_chooses_anew_and_finds_no_hooks_of_the_first(fit, make_stream, make_task):
+def test_second_fit_chooses_vectorization_again(fit, make_stream, make_task):
     task = make_task()
     trainer = fit(task, make_stream(), [FedProx(0.5)], max_vectorized_clients=3)
     trainer.fit_loop.max_epochs = trainer.current_epoch
