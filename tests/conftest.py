@@ -1,4 +1,4 @@
-"""What all tests share: one thread unless told otherwise, silence, and a small stream."""
+"""Shared fixtures: toy data, streams, tasks, fits, local web servers and browsers. Tests use one thread by default."""
 
 import functools
 import gc
@@ -38,38 +38,41 @@ from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
-collect_ignore = ["reliability"]  # a command of its own, `make test-fault-injection`
+collect_ignore = ["reliability"]  # `make test-fault-injection` runs this folder as a separate command.
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
-# The first backward pass starts a thread for each GPU, and after `torch.export` for eight that are only pretended; a
-# process with such threads cannot train in forks. So it comes before any test.
+# The first backward pass starts one thread for each GPU. After `torch.export`, PyTorch seems to have eight GPUs.
+# A process with such threads cannot train in forks. So run a backward pass before any test.
 torch.zeros((), requires_grad=True).backward()
-# Every Trainer asks all installed packages for callbacks of theirs, for 30 ms; none is installed while tests run.
+# Each Trainer searches all installed packages for callbacks, which takes 30 ms. Search only once.
 lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fabric.utilities.registry.entry_points)
 
 
 def pytest_collection_finish():
-    """What is imported stays to the end: the garbage collector need not look at it again and again."""
+    """Exclude imported objects from garbage collection, so that each collection is faster."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish():
-    """At the end it may go."""
+    """Include imported objects in garbage collection again."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch):
-    """No test depends on another's seed, or on that of the shell."""
+    """Set the seed before each test, independent of other tests and of the shell."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def brought():
-    """Tells all packages that pip installs for some requirements, on this platform, by name."""
+    """Return a function that finds all packages that pip installs for some requirements, by name.
+
+    Packages of other platforms are excluded.
+    """
 
     def by(requirements):
         ways = [(one.name, extra) for one in map(Requirement, requirements) for extra in ("", *one.extras)]
@@ -81,7 +84,7 @@ def brought():
             seen.add((name, extra))
             try:
                 found[name] = package = distribution(name)
-            except PackageNotFoundError:  # of another platform
+            except PackageNotFoundError:  # a package of another platform
                 continue
             for one in map(Requirement, package.requires or []):
                 if one.marker is None or one.marker.evaluate({"extra": extra}):
@@ -93,7 +96,10 @@ def brought():
 
 @pytest.fixture(scope="session")
 def install(brought):
-    """Links these into a folder, as in site-packages, and tells what else there is here."""
+    """Return a function that links the packages of some requirements into a folder, as in site-packages.
+
+    The function returns the names of the files in site-packages that it did not link.
+    """
 
     def into(folder, requirements):
         packages = Path(distribution("torch").locate_file(""))
@@ -108,15 +114,15 @@ def install(brought):
 
 @pytest.fixture
 def data_folder():
-    """The folder of the real data sets."""
+    """The folder of the real data sets, from `LIGHTNING_FCL_DATA`. Without it, the test is skipped."""
     if not os.environ.get("LIGHTNING_FCL_DATA"):
-        pytest.skip("LIGHTNING_FCL_DATA names no folder of data sets")
+        pytest.skip("LIGHTNING_FCL_DATA is not set")
     return os.environ["LIGHTNING_FCL_DATA"]
 
 
 @pytest.fixture
 def error_of(capsys):
-    """The message with which a command refuses its words, in one line."""
+    """Return a function that runs a command with invalid arguments and returns its error message as one line."""
 
     def message(words):
         with pytest.raises(SystemExit) as stop:
@@ -128,7 +134,7 @@ def error_of(capsys):
 
 
 def toy_arrays(samples=240, features=6, classes=4, seed=0):
-    """Separable Gaussian classes."""
+    """Return the samples and labels of separable Gaussian classes."""
     rng = np.random.default_rng(seed)
     y = np.arange(samples) % classes
     x = rng.normal(size=(samples, features)) + 2 * np.eye(classes, features)[y]
@@ -145,7 +151,7 @@ KINDS = {
 
 
 def stream_words(scenario="class-incremental", partition=None, num_clients=None, **kwargs):
-    """A stream's arguments, from those of its scenario, its partition and its split side by side."""
+    """Return the arguments of a stream from flat arguments of the stream, its scenario, its partition and its split."""
     if not isinstance(scenario, str):
         return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](num_clients or 10)}
     kind = KINDS[scenario]
@@ -159,7 +165,7 @@ def stream_words(scenario="class-incremental", partition=None, num_clients=None,
 
 @pytest.fixture
 def make_stream():
-    """Makes streams of toy data."""
+    """Return a function that makes streams of toy data."""
 
     def make(client_ids=None, samples=240, **kwargs):
         x, y = toy_arrays(samples)
@@ -174,7 +180,7 @@ def make_stream():
 
 @pytest.fixture
 def make_task():
-    """Makes small classifiers, all with the same initial weights."""
+    """Return a function that makes small classifiers, all with the same initial weights."""
 
     def make(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), model=None, seed=0):
         torch.manual_seed(seed)
@@ -185,7 +191,7 @@ def make_task():
 
 @pytest.fixture(scope="session")
 def small_recipe():
-    """What goes over the quickstart's recipe to make it small."""
+    """Return a function that makes overrides for the quickstart recipe, so that it is small."""
 
     def make(rounds, clients, rounds_per_experience=1, **data):
         strategy = {"init_args": {"local_epochs": 1}}
@@ -201,7 +207,7 @@ def small_recipe():
 
 @pytest.fixture(scope="session")
 def without_pages():
-    """In its block the pages of runs are empty files: they take longer than the runs do."""
+    """Return a context manager in which runs write empty reports, because reports take longer than the runs."""
     return lambda: patch(
         "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_atomic(folder / "report.html", "")
     )
@@ -209,7 +215,7 @@ def without_pages():
 
 @pytest.fixture
 def quiet():
-    """Arguments of a Trainer that shows and writes nothing."""
+    """Arguments of a Trainer that prints nothing and writes no files."""
     return {
         "logger": False,
         "enable_checkpointing": False,
@@ -221,7 +227,7 @@ def quiet():
 
 @pytest.fixture
 def fit(quiet):
-    """Fits silently and gives the Trainer back."""
+    """Return a function that fits silently and returns the Trainer."""
 
     def run(task, stream, callbacks=(), strategy=None, max_epochs=None, ckpt_path=None, trainer_args=None, **kwargs):
         options = {**quiet, **(trainer_args or {})}
@@ -241,9 +247,10 @@ def fit(quiet):
 
 
 def reservoir_by_hand(reservoir, x, gain=None, bias=None):
-    """The recurrence step by step in NumPy, without the washout: input, activation and state of every unit.
+    """Return the net input, activation and state of each reservoir unit, computed step by step in NumPy.
 
-    All three have the shape (batch, time, N_R). ``gain`` and ``bias`` may be those of each sequence, (batch, N_R).
+    The washout is not removed. All three arrays have the shape (batch, time, N_R). ``gain`` and ``bias`` have the
+    shape (N_R,), or (batch, N_R) for a different value in each sequence.
     """
     numbers = {name: value.double().numpy() for name, value in reservoir.state_dict().items()}
     gain = numbers["gain"] if gain is None else np.asarray(gain, dtype=np.float64)
@@ -265,7 +272,7 @@ def reservoir_by_hand(reservoir, x, gain=None, bias=None):
 
 
 def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias=None):
-    """A and B of the states of all steps after the washout, one sample each, in NumPy."""
+    """Return the matrices A and B in NumPy. Each step after the washout is one sample."""
     states = reservoir_by_hand(reservoir, x, gain, bias)[2][:, reservoir.washout :]
     targets = np.repeat(np.eye(classes)[np.asarray(y)], states.shape[1], axis=0)
     states = states.reshape(-1, states.shape[-1])
@@ -273,18 +280,18 @@ def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias
 
 
 def ridge_by_hand(a, b, beta):
-    """W of A and B, in NumPy."""
+    """Return the ridge solution W of A and B, in NumPy."""
     return np.linalg.solve(b + beta * np.eye(len(b)), a.T).T
 
 
 @pytest.fixture
 def by_numpy():
-    """The reservoir, its statistics and their solution, written in NumPy."""
+    """The reservoir, its statistics and the ridge solution in NumPy."""
     return SimpleNamespace(run=reservoir_by_hand, statistics=statistics_by_hand, solve=ridge_by_hand)
 
 
 def toy_series(samples=96, steps=9, features=3, classes=4, seed=0):
-    """Waves whose frequency is their class, in noise."""
+    """Return noisy sine waves and labels. The frequency depends on the class."""
     rng = np.random.default_rng(seed)
     y = np.arange(samples) % classes
     phase = rng.uniform(0, 6, (samples, 1, features)) + np.arange(steps)[:, None] * (0.3 + 0.4 * y[:, None, None])
@@ -293,15 +300,15 @@ def toy_series(samples=96, steps=9, features=3, classes=4, seed=0):
 
 @pytest.fixture
 def make_series():
-    """Makes labelled sequences."""
+    """Return a function that makes labeled sequences."""
     return toy_series
 
 
 @pytest.fixture
 def make_series_stream():
-    """Makes streams of sequences: clients of unequal size, and an experience's new data in each round.
+    """Return a function that makes streams of sequences for clients with different numbers of samples.
 
-    ``increments`` is the number of parts into which all data fall, at random; each is an experience of its own.
+    ``increments`` is the number of parts into which all data are split at random. Each part is one experience.
     """
 
     def make(clients=3, increments=1, seed=0, samples=96, steps=9, unequal=True, **kwargs):
@@ -319,7 +326,7 @@ def make_series_stream():
 
 @pytest.fixture
 def make_reservoir():
-    """Makes small reservoirs in double precision, all with the same weights."""
+    """Return a function that makes small reservoirs in double precision, all with the same weights."""
 
     def make(**kwargs):
         options = {"units": 12, "leaking_rate": 0.6, "seed": 0, **kwargs}
@@ -330,7 +337,7 @@ def make_reservoir():
 
 @pytest.fixture
 def make_reservoir_task(make_reservoir):
-    """Makes classifiers of sequences on small reservoirs in double precision."""
+    """Return a function that makes sequence classifiers on small reservoirs in double precision."""
 
     def make(reservoir=None, **kwargs):
         reservoir = make_reservoir() if reservoir is None else reservoir
@@ -340,7 +347,7 @@ def make_reservoir_task(make_reservoir):
 
 
 def packed(name: str, files: dict[str, bytes]) -> bytes:
-    """A zip or a tar file of these files."""
+    """Return the bytes of a zip or tar archive with the given files. The format depends on the name."""
     buffer = io.BytesIO()
     if name.endswith(".zip"):
         with zipfile.ZipFile(buffer, "w") as archive:
@@ -357,13 +364,16 @@ def packed(name: str, files: dict[str, bytes]) -> bytes:
 
 @pytest.fixture
 def pack():
-    """Packs files into a zip or a tar file, by its name."""
+    """Return a function that packs files into a zip or tar archive. The format depends on the name."""
     return packed
 
 
 @pytest.fixture
 def serve_folder(monkeypatch):
-    """Serves folders on this machine: makes the URL of one, and the list of what it is asked for."""
+    """Return a function that serves a folder over HTTP on this machine.
+
+    The function returns the URL and a list that collects the requested paths.
+    """
     servers = []
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -391,9 +401,9 @@ def serve_folder(monkeypatch):
 
 @pytest.fixture
 def serve(tmp_path, serve_folder):
-    """Serves a file, or files in an archive.
+    """Return a function that serves one file, or several files in an archive.
 
-    Gives a source with its URL and digest, the served file, and the paths asked for.
+    The function returns a source with the URL and digest, the served file, and the list of requested paths.
     """
 
     def start(source, name, content):
@@ -411,7 +421,7 @@ def serve(tmp_path, serve_folder):
 
 @pytest.fixture
 def samples():
-    """Makes samples and labels of some classes."""
+    """Return a function that makes samples and labels of the given classes."""
 
     def make(classes=(0, 1, 2, 3), number=20, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -423,7 +433,7 @@ def samples():
 
 @pytest.fixture
 def train(quiet):
-    """Fits in a plain Trainer, in the order of the data."""
+    """Return a function that fits in a plain Trainer, without shuffling."""
 
     def run(task, callbacks, data, epochs=2, collate=None, ckpt_path=None, **kwargs):
         trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})
@@ -435,7 +445,7 @@ def train(quiet):
 
 @pytest.fixture
 def by_hand():
-    """A training loop in plain PyTorch."""
+    """Return a training loop in plain PyTorch."""
 
     def run(task, data, loss=None, epochs=2, begin=None, accumulate=1, mix=None):
         optimizer = task.configure_optimizers()
@@ -459,13 +469,13 @@ def by_hand():
 
 @pytest.fixture
 def parameters_of():
-    """How many parameters a module has."""
+    """Return a function that counts the parameters of a module."""
     return lambda module: sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.fixture
 def assert_same():
-    """Two modules have the same state."""
+    """Return a function that asserts that two modules have the same state."""
 
     def check(left, right, tolerance=1e-6):
         torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
@@ -475,7 +485,10 @@ def assert_same():
 
 @pytest.fixture
 def assert_resumes(fit, make_stream, assert_same, tmp_path):
-    """Fits that go on from an experience's middle, and from its end, come to the same bits as one without a break."""
+    """Return a function that asserts that a resumed fit is bitwise identical to an uninterrupted fit.
+
+    It resumes from the middle of an experience and from its end.
+    """
 
     def kept(trainer):
         server = trainer.strategy.server
@@ -499,7 +512,7 @@ def assert_resumes(fit, make_stream, assert_same, tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """In its block no file may grow beyond some bytes: the system refuses the write in its midst, as a full disk's."""
+    """Return a context manager in which writes fail beyond a file size in bytes, as on a full disk."""
 
     @contextmanager
     def limited(size):
@@ -515,11 +528,11 @@ def full_disk():
 
 @pytest.fixture(scope="session")
 def browser():
-    """Chromium, which `.ci/run` installs; without it a skip, but not in CI."""
+    """Chromium, which `.ci/run` installs. Without Chromium, the test is skipped locally and fails in CI."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None and not os.environ.get("CI"):
         pytest.skip("no Chromium")
-    assert found, "Expected Chromium but found none. Run `apt-get install chromium`."
+    assert found, "Expected an installation of Chromium, but found none. Run `apt-get install chromium`."
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -530,7 +543,10 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Opens files as pages of a width, in a colour scheme; the page, what its console says, and what it asks for."""
+    """Return a function that opens a file in the browser with a given width and color scheme.
+
+    The function returns the page, a list of console messages and errors, and a list of requested URLs.
+    """
     pages = []
 
     def open_page(path, width=1280, scheme="light"):

@@ -1,4 +1,4 @@
-"""What methods keep between the fits of a plain Trainer."""
+"""State that methods keep between fits in a plain Trainer."""
 
 
 def memory_of(method):
@@ -7,5 +7,5 @@ def memory_of(method):
 
 
 def entries_of(method):
-    """Return what the server keeps for a method."""
+    """Return the server state of a method."""
     return method.local.entries(method.section_name)

@@ -1,4 +1,4 @@
-"""Names that no file or message may bring: what leads out of a folder, and what may be taken for another name."""
+"""Unsafe names in files and messages: paths outside the folder, and names that can be confused with other names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVIL = (*TEXTS, *STRANGE)
 WRITTEN = [name for name in TEXTS if not any("\ud800" <= sign <= "\udfff" for sign in name)]
 FILES = [*WRITTEN, "model.safetensors ", "Model.safetensors", "files.txt", "registry.txt", "weights.pkl", ".lock"]
 NO_DIGESTS = ["", "0" * 63, "0" * 65, "A" * 64, "g" * 64, "\uff10" * 64, "0" * 64 + "\n", "../" + "0" * 61, "0" * 64]
-NAME = "mlp.digits.flwf2t_replay"  # the entry that is changed
+NAME = "mlp.digits.flwf2t_replay"  # the entry that tests change
 
 
 def _digest_of(name: str) -> Callable[[str, str], str]:
@@ -81,7 +81,7 @@ DOORS: dict[str, tuple[str, Callable[[str, str], str], list[str]]] = {
         ["null", "[]", "3", '"x"', "{}", '{"x": "\\ud800"}', "[" * 100_000, "{"],
     ),
 }
-"""Of which file what is changed, and what to; all of it is to be refused."""
+"""For each manipulation: the changed file, the function that changes its text, and invalid values. All must raise."""
 
 
 def _digest(text: str, name: str) -> str:
@@ -89,12 +89,12 @@ def _digest(text: str, name: str) -> str:
 
 
 def hashed(data: bytes) -> str:
-    """SHA-256, 64 digits."""
+    """Return the SHA-256 digest as 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def evil_zoo(zoo: Path, door: str, value: str) -> None:
-    """Change a zoo of one entry as one would who makes all else in it agree."""
+    """Change one place in a zoo of one entry, and update all digests so that they match."""
     name, change, _ = DOORS[door]
     path = zoo / name if name == "registry.txt" else zoo / NAME / name
     path.write_text(change(path.read_text(encoding="utf-8"), value), encoding="utf-8")
