@@ -1,4 +1,4 @@
-"""What the cases of a campaign share: commands as processes, how they come out, and what they come to."""
+"""Shared parts of the fault-injection cases: command processes, their outcomes, and their results."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from lightning_fcl.runs.paper_rows import recipes_folder
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("fine", "raw traceback", "silent difference", "hang", "orphan", "left-over", "wrong ending")
-PATIENCE = 300  # seconds after which a process hangs
-CALL = 120  # and a command within this one
-MARK = "LIGHTNING_FCL_RELIABILITY"  # in the environment of every process that a case starts
+PATIENCE = 300  # seconds until a process counts as hanging
+CALL = 120  # seconds until a command within this process counts as hanging
+MARK = "LIGHTNING_FCL_RELIABILITY"  # environment variable of each process that a case starts
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case came out.
+    """The outcome of a case.
 
     Args:
         kind: One of `KINDS`.
-        what: What was done.
-        said: What the command said, where that is not fine.
+        what: The injected fault.
+        said: Output of the command, if the kind is not "fine".
     """
 
     kind: str
@@ -49,7 +49,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended; early: by a signal that came before it listened, when Python itself answers Ctrl-C."""
+    """How a command process ended.
+
+    Args:
+        code: Exit code.
+        said: Standard output and standard error.
+        seconds: Run time, in seconds.
+        hung: Whether the process did not end within `PATIENCE` seconds.
+        orphans: Process ids that were still alive 5 seconds after the command.
+        early: Whether the signal came before the command installed its handlers. Python then handles Ctrl-C.
+    """
 
     code: int
     said: str
@@ -59,7 +68,7 @@ class Ended:
     early: bool
 
     def wrong(self, what: str, codes: set[int]) -> Outcome | None:
-        """What is wrong with it; None: nothing."""
+        """Return the outcome if the process failed or its exit code is not in ``codes``, otherwise None."""
         raw = "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said
         for kind, is_so in (
             ("hang", self.hung),
@@ -73,7 +82,13 @@ class Ended:
 
 
 class Command:
-    """A command of ours in a folder, as a process of its own with a session of its own."""
+    """A command of lightning-fcl that runs in a folder, as a separate process in a new session.
+
+    Args:
+        folder: Working directory.
+        words: Arguments of the command.
+        largest_file: Maximum file size in bytes, as on a full disk. Default: no limit.
+    """
 
     def __init__(self, folder: Path, words: list[str], largest_file: int | None = None) -> None:
         temporary = folder / "tmp"
@@ -82,7 +97,8 @@ class Command:
         more = {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark}
 
         def limit() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a campaign in a shell's background ignores it
+            # A background process of a shell ignores SIGINT, and child processes inherit this setting.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 
@@ -91,10 +107,10 @@ class Command:
             [sys.executable, "-m", "lightning_fcl.cli.main", *words],
             cwd=folder,
             env={**os.environ, **more},
-            stdout=subprocess.PIPE,  # a file would be cut off where the disk is full
+            stdout=subprocess.PIPE,  # `largest_file` would also limit the size of a log file.
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=limit,  # what it calls is safe beside threads
+            preexec_fn=limit,  # `limit` makes only calls that are safe with threads.
         )
         self.said = b""
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -107,7 +123,7 @@ class Command:
                 self.said += piece
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
-        """Wait for its end; after some seconds with a signal."""
+        """Wait for the end of the process. Send it a signal after ``after`` seconds, if given."""
         early = False
         if after is not None:
             try:
@@ -115,7 +131,7 @@ class Command:
             except subprocess.TimeoutExpired:
                 early = not self.listens()
                 if number == signal.SIGINT:
-                    os.killpg(self.process.pid, number)  # as a terminal does
+                    os.killpg(self.process.pid, number)  # A terminal sends Ctrl-C to the whole process group.
                 else:
                     self.process.send_signal(number)
         hung = False
@@ -127,17 +143,17 @@ class Command:
             self.process.wait()
         seconds = time.monotonic() - self.began
         orphans = self._orphans()
-        self._listener.join(5)  # orphans that could not be killed may hold the pipe
+        self._listener.join(5)  # Orphans that cannot be killed may keep the pipe open.
         return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans, early)
 
     def listens(self) -> bool:
-        """Whether the process has a handler of its own for SIGTERM: only from `stop.listening` on."""
+        """Return whether the process has installed its handler of SIGTERM, which `stop.listening` does."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
         return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
     def _orphans(self) -> list[int]:
-        """The processes of this command that are still there five seconds after it; they are killed."""
+        """Kill and return the processes of this command that are alive 5 seconds after its end."""
         until = time.monotonic() + 5
         while (left := self._alive()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -153,19 +169,22 @@ class Command:
                 if mine and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     found.append(int(entry.name))
             except OSError:
-                continue  # it has ended, or is another user's
+                continue  # The process has ended, or belongs to another user.
         return found
 
 
 @dataclass(frozen=True)
 class Said:
-    """How a command within this process ended: its exit code, and what it wrote to standard error."""
+    """Exit code and standard error of a command that ran within this process.
+
+    The code is -1 for an exception other than `SystemExit`, and -2 for a timeout.
+    """
 
     code: int
     text: str
 
     def wrong(self, what: str) -> Outcome | None:
-        """What is wrong with an end that is neither a good one nor one message; None: nothing."""
+        """Return the outcome if the command neither succeeded nor stopped with one error message, otherwise None."""
         if self.code == 0:
             return None
         if self.code != 2:
@@ -176,7 +195,7 @@ class Said:
 
 
 def call(words: list[str], folder: Path) -> Said:
-    """Run a command within this process: most cases end before anything is trained, and a process takes seconds."""
+    """Run a command within this process. Most cases end before training, and a new process would take seconds."""
     here, text = Path.cwd(), io.StringIO()
 
     def ring(*_: object) -> None:
@@ -202,12 +221,12 @@ def call(words: list[str], folder: Path) -> Said:
 
 
 class Campaign:
-    """What cases have made once, each in a folder of its own.
+    """Folders that several cases share. Each folder is made once.
 
     Args:
-        folder: Where these folders are.
-        seed: The campaign's seed.
-        numbers: How many cases of each name it has.
+        folder: Folder that contains the shared folders.
+        seed: Seed of the campaign.
+        numbers: Number of cases for each case name.
     """
 
     def __init__(self, folder: Path, seed: int, numbers: dict[str, int]) -> None:
@@ -215,7 +234,7 @@ class Campaign:
         self._made: dict[str, Path] = {}
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """The folder that ``make`` has filled, the first time that it is asked for."""
+        """Return the folder that ``make`` fills. ``make`` is called only for the first request of this name."""
         if name not in self._made:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
             make(folder)
@@ -224,7 +243,7 @@ class Campaign:
 
 
 def small_recipe(folder: Path) -> list[str]:
-    """The words that name a quickstart of a few seconds."""
+    """Return the recipe files of a quickstart that takes a few seconds."""
     content = {
         "trainer": {"max_epochs": 4, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
         "data": {
@@ -239,7 +258,7 @@ def small_recipe(folder: Path) -> list[str]:
 
 
 def comes_to(folder: Path) -> dict[str, object]:
-    """What a command's folder holds at its end: each run's numbers, and the names of all that is there."""
+    """Return the results in the output folder of a command: numbers of each run, and names of the other files."""
     out = folder / "out"
     found: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
@@ -260,6 +279,6 @@ def comes_to(folder: Path) -> dict[str, object]:
 
 
 def same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
-    """Whether something came to what it would have come to."""
+    """Return the outcome of a comparison between the expected and the found results."""
     other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     return Outcome("silent difference", what, ", ".join(other)) if other else Outcome("fine", what)

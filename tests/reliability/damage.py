@@ -1,4 +1,4 @@
-"""Cases of damage: a byte changes in a checkpoint or a finished search; a run's folder is copied about."""
+"""Cases of damaged files: changed bytes in checkpoints and searches, copied run folders, and unusable files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fcl.runs.recipe import Recipe
 
 
 def change_byte(path: Path, rng: random.Random) -> str:
-    """Change one byte of a file, and say which."""
+    """Change one random byte of a file, and return a description of the change."""
     content = bytearray(path.read_bytes())
     place, old = rng.randrange(len(content)), 0
     old = content[place]
@@ -24,7 +24,7 @@ def change_byte(path: Path, rng: random.Random) -> str:
 
 
 def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A byte of a checkpoint changes, from which a fit goes on: to what it would have come to, or not at all."""
+    """Change one byte of a checkpoint and resume from it: the fit raises an error or has the same results."""
     words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     half = campaign.once("half", lambda place: _half_way(words, place))
     checkpoint = folder / "half.ckpt"
@@ -53,7 +53,7 @@ def _half_way(words: list[str], place: Path) -> None:
 
 
 def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A byte changes in a file of a finished search; started again, it ends as it was."""
+    """Change one byte in a file of a finished search and restart the search: it has the same results."""
     done = campaign.once("search", _search)
     shutil.copytree(done, folder, dirs_exist_ok=True)
     files = sorted(path for path in (folder / "out").rglob("*") if path.is_file() and path.stat().st_size)
@@ -68,7 +68,7 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
 
 
 def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A run's folder is copied, its files' times are others and its record has lines too many; the copy goes on."""
+    """Copy the folder of a run, change its file times, append to its record, and resume the copy."""
     words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
     begun = campaign.once(

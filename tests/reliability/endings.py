@@ -1,4 +1,4 @@
-"""Cases of endings: a command is killed, or its disk is full, at a random moment; then it is brought to its end."""
+"""Cases of interruptions: a command is killed at a random time, or its disk is full. Then it is started again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_fcl.runs.recipe import Recipe
 
 @dataclass(frozen=True)
 class Work:
-    """A command that is killed and goes on.
+    """A command that is interrupted and started again.
 
     Args:
-        name: Its family.
-        words: Its words, without ``--out``.
-        fit: Whether it goes on from its folder's newest checkpoint, where other commands find that by themselves.
+        name: Name of the command in reports.
+        words: Arguments of the command, without ``--out``.
+        fit: Whether the second start passes the newest checkpoint. Other commands find it in their folder.
     """
 
     name: str
@@ -31,17 +31,20 @@ class Work:
     fit: bool = False
 
     def first(self) -> list[str]:
-        """The words at first."""
+        """Return the arguments for the first start."""
         return [*self.words, "--out", "out"]
 
     def again(self, folder: Path) -> list[str]:
-        """The words with which it goes on: a fit from its newest checkpoint, all others as before."""
+        """Return the arguments for the second start. A fit gets ``--ckpt_path`` with the newest checkpoint."""
         found = sorted((folder / "out" / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
         return [*self.first(), *(["--ckpt_path", str(found[-1])] if self.fit and found else [])]
 
 
 def works(folder: Path) -> list[Work]:
-    """What is killed: the quickstart as a fit, with a store on disk, as a search; the papers whose data is there."""
+    """Return the commands to interrupt: the quickstart as a fit, with a client store on disk, and as a search.
+
+    Papers are included if their data sets are available.
+    """
     recipes = small_recipe(folder)
     words = tuple(Recipe(tuple(map(Path, recipes))).words)
     disk = ("--trainer.strategy.init_args.client_store", "disk")
@@ -81,7 +84,7 @@ PAPERS = {
 
 
 def whole(campaign: Campaign, work: Work) -> tuple[dict[str, object], float]:
-    """What a work comes to if nothing happens, and the seconds that it takes."""
+    """Return the results of an uninterrupted command, and its run time in seconds."""
 
     def run(folder: Path) -> None:
         ended = Command(folder, work.first()).end()
@@ -94,20 +97,20 @@ def whole(campaign: Campaign, work: Work) -> tuple[dict[str, object], float]:
 
 
 def kill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A command gets a signal at a random moment, and goes on."""
+    """Send a signal to a command at a random time, and start the command again."""
     work = rng.choice(works(campaign.folder))
     number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     _, seconds = whole(campaign, work)
     after = rng.uniform(0, 1.05 * seconds)
     what = f"{work.name}, {number.name} after {after:.2f} s"
     ended = Command(folder, work.first()).end(after, number)
-    # In its first moments, before it listens, a command ends as any process does.
+    # Before a command installs its handlers, a signal ends it with the default exit code.
     codes = {0, -number} | ({128 + number} if number != signal.SIGKILL else set())
     return ended.wrong(what, codes) or _goes_on(campaign, work, folder, what)
 
 
 def fill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """No file may grow beyond a random size: what a full disk is to whoever writes. Then there is room again."""
+    """Run a command with a random limit of file size, as on a full disk, and start it again without the limit."""
     work = rng.choice(works(campaign.folder))
     whole(campaign, work)
     largest = int(10 ** rng.uniform(1, 5.3))
@@ -127,5 +130,5 @@ def _goes_on(campaign: Campaign, work: Work, folder: Path, what: str) -> Outcome
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Temporary files and folders that should have gone."""
+    """Return the temporary files and folders that the command did not delete."""
     return [str(p) for p in folder.rglob("*") if p.name.endswith((".tmp", ".lock")) or p.parent == folder / "tmp"]

@@ -1,4 +1,4 @@
-"""Cases of recipes: some places are changed; it runs, or is refused in one message."""
+"""Cases of changed recipes: the recipe runs, or raises one error message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ VALUES = st.one_of(
     st.integers(-3, 30),
     st.floats(-2, 2),
     st.text(max_size=5),
-).map(copy.deepcopy)  # a later change may be within it
+).map(copy.deepcopy)  # A later mutation may change the value in place.
 
 
 def _places(content: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -64,7 +64,7 @@ def _places(content: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple
 
 @st.composite
 def mutations(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """A recipe with one to three places changed, and what was changed."""
+    """Return a recipe with one to three changed places, and a description of the changes."""
     recipe, said = copy.deepcopy(draw(st.sampled_from(RECIPES))), []
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(list(_places(recipe))))
@@ -105,7 +105,7 @@ def _mutated(seed: int, number: int) -> list[tuple[dict[str, Any], str]]:
 
 
 def mutated_recipe(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A recipe with a few places changed runs, or is refused in one message."""
+    """Run a recipe with one to three changed places: it runs, or raises one error message."""
     mutated = _mutated(campaign.seed, campaign.numbers["recipes"])
     recipe, what = mutated[int(folder.name.rpartition("-")[2]) % len(mutated)]
     (folder / "mutated.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))

@@ -1,10 +1,11 @@
-"""What a run survives, tried at random: kills, full disks, damaged files, recipes that are not understood.
+"""Fault injection with random faults: kills, full disks, damaged files, and invalid recipes.
 
     python tests/reliability/run.py --seed 7 --cases kills=100 disks=10 --minutes 60 --write docs/reliability.md
 
-A case is a function of the campaign, a random generator and an empty folder that gives an `Outcome`; to add one, write
-it and name it in `CASES` with its usual number. Its seed is the campaign's, the case's name and its number, so any one
-can be repeated: `--cases kills=1 --first 17`. Exit 1: some outcome is not fine.
+A case is a function of the campaign, a random generator and an empty folder. It returns an `Outcome`. To add a case,
+write the function and add it to `CASES` with its default number. The seed of a case consists of the campaign's seed,
+the case's name and its index. To repeat a case, run `--cases kills=1 --first 17`. The exit code is 1 if an outcome is
+not "fine".
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
     ),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe are changed (hypothesis)."),
 }
-"""A name's case, its usual number, and what it does."""
+"""For each name: the function of the case, the default number of cases, and a description."""
 
 
 def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> str:
-    """The campaign as a Markdown page, with the rows of an earlier one for the names that this one has not tried."""
+    """Return the results as a Markdown page. Rows of cases that were not run come from the JSON file of the page."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     rows = json.loads(page.with_suffix(".json").read_text()) if page and page.with_suffix(".json").exists() else {}
     for name, of in outcomes.items():
@@ -103,14 +104,14 @@ def run_case(scratch: str, seed: int, numbers: tuple[tuple[str, int], ...], name
 
 
 def main() -> None:
-    """Run a campaign and write its page."""
+    """Run the cases and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cases", nargs="+", default=[f"{name}={number}" for name, (_, number, _) in CASES.items()])
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--minutes", type=float, default=600, help="no case begins after so many")
-    parser.add_argument("--processes", type=int, default=1, help="cases that run side by side")
-    parser.add_argument("--write", type=Path, help="where the page is written")
+    parser.add_argument("--first", type=int, default=0, help="index of the first case")
+    parser.add_argument("--minutes", type=float, default=600, help="start no case after this number of minutes")
+    parser.add_argument("--processes", type=int, default=1, help="number of cases that run in parallel")
+    parser.add_argument("--write", type=Path, help="file of the page to write")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     numbers = tuple((name, int(number)) for name, number in (case.split("=") for case in options.cases))
