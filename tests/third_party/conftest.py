@@ -1,4 +1,4 @@
-"""What tests of other libraries' modules share: a federation, a plain Trainer, and FedAvg by hand."""
+"""Shared functions for tests of third-party modules: a federation, a plain Trainer, and hand-written FedAvg."""
 
 import copy
 import importlib.util
@@ -25,17 +25,19 @@ PACKAGES = (
 )
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
-# Without it, albumentations asks the package index for its newest version.
+# Otherwise, albumentations asks the package index for its newest version.
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 
 def pytest_collection_modifyitems(items):
-    """All tests of this folder are marked; they are skipped where a package is missing."""
+    """Mark all tests of this folder, and skip them if a package is missing."""
     for item in items:
         if "third_party" in item.path.parent.parts:
             item.add_marker(pytest.mark.third_party)
             if missing:
-                item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} missing: make test-third-party"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"Missing packages: {', '.join(missing)}. Run `make test-third-party`.")
+                )
 
 
 def trainer_of(**arguments):
@@ -44,7 +46,7 @@ def trainer_of(**arguments):
 
 
 def federated(module, stream, callbacks=(), **strategy):
-    """The Trainer of a federation that has trained a module, in place, for all rounds of a stream."""
+    """Train a module in place in a federation for all rounds of a stream, and return the Trainer."""
     stream.setup("fit")
     trainer = trainer_of(
         strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.num_rounds, callbacks=list(callbacks)
@@ -54,14 +56,17 @@ def federated(module, stream, callbacks=(), **strategy):
 
 
 def plain(module, data):
-    """The Trainer that has trained a module, in place, for one epoch of a loader or data module."""
+    """Train a module in place for one epoch of a loader or data module, and return the Trainer."""
     trainer = trainer_of(max_epochs=1)
     trainer.fit(module, data)
     return trainer
 
 
 def by_hand(module, clients, rounds):
-    """The state after some rounds of FedAvg; of each client: how many samples it has, and its loader or data module."""
+    """Return the state after some rounds of FedAvg.
+
+    ``clients`` has the number of samples and the loader or data module of each client.
+    """
     server, total = module.state_dict(), sum(samples for samples, _ in clients)
     for _ in range(rounds):
         mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in server.items()}
@@ -76,7 +81,7 @@ def by_hand(module, clients, rounds):
 
 
 def assert_alike(module, state):
-    """That a module has a state, but for rounding, and for counters."""
+    """Assert that the floating-point state of a module equals ``state`` up to rounding. Counters are not compared."""
     own = module.state_dict()
     assert own.keys() == state.keys()
     for name, value in state.items():

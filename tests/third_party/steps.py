@@ -1,4 +1,4 @@
-"""A LightningModule of a network and a loss."""
+"""A LightningModule that combines a network and a loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Steps(L.LightningModule):
-    """The loss of a network, as a LightningModule."""
+    """A LightningModule that trains a network with a given loss."""
 
     def __init__(self, network: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data and modules of other libraries train in a federation as in a plain Trainer, by independent calculations."""
+"""Data and modules of third-party libraries: training in a federation equals training in a plain Trainer."""
 
 import copy
 from collections.abc import Callable
@@ -34,10 +34,10 @@ class Library:
 
     Args:
         module: The module.
-        data: Returns the data set of a client by the client's number.
-        loader: Returns the library's own loader of a data set.
-        options: Arguments of a stream in place of those of the loader.
-        wrap: Returns a client's data set as the stream takes it.
+        data: Function that returns the data set of a client, given the client's index.
+        loader: Function that returns the library's own loader of a data set.
+        options: Arguments of the stream that replace settings of the loader.
+        wrap: Function that converts a client's data set to the object that the stream gets.
     """
 
     module: L.LightningModule
@@ -53,14 +53,14 @@ class Library:
 
 
 def digits(client: int, samples: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """Images of shape (n, 8, 8) from 0 to 1, and labels; each client has its own."""
+    """Return images of shape (n, 8, 8) with values from 0 to 1, and labels. Clients have different samples."""
     images, labels = load_digits(return_X_y=True)
     rows = slice(samples * client, samples * (client + 1))
     return images[rows].reshape(-1, 8, 8).astype(np.float32) / 16, labels[rows]
 
 
 def monai() -> Library:
-    """A U-Net that segments digits, on batches of `MetaTensor`."""
+    """A U-Net that segments digits, with batches of `MetaTensor`."""
     from monai.data import CacheDataset, DataLoader, list_data_collate
     from monai.losses import DiceCELoss
     from monai.networks.nets import UNet
@@ -88,7 +88,7 @@ def monai() -> Library:
 
 
 def hugging_face() -> Library:
-    """A network of mean word vectors, on sentences that are padded to the longest of their batch."""
+    """A classifier of mean word vectors. Sentences are padded to the longest sentence of their batch."""
     import datasets
 
     def pad(batch: dict[str, list]) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def hugging_face() -> Library:
         return datasets.Dataset.from_dict({"words": words, "label": [i % 3 for i in range(10)]}).with_transform(pad)
 
     class MeanOfWords(nn.Module):
-        """Averages over the padding, too: padding to another length changes the loss."""
+        """Averages over the padding too, so a different padding length changes the loss."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -115,7 +115,7 @@ def hugging_face() -> Library:
 
 
 class AugmentedDigits(Dataset):
-    """Digits of a client with a transform of albumentations."""
+    """Digits of a client with an albumentations transform."""
 
     def __init__(self, client: int, transform: Callable[..., dict[str, Any]]) -> None:
         self.images, self.labels = digits(client)
@@ -140,7 +140,7 @@ def albumentations() -> Library:
 
 
 def graphs(client: int, samples: int = 10) -> Any:
-    """Circles of several sizes in an `InMemoryDataset`, whose features differ between the classes."""
+    """Return an `InMemoryDataset` of cycle graphs of several sizes. The node features depend on the class."""
     from torch_geometric.data import Data, InMemoryDataset
 
     class Circles(InMemoryDataset):
@@ -158,7 +158,7 @@ def graphs(client: int, samples: int = 10) -> Any:
 
 
 class GraphClassifier(nn.Module):
-    """Two graph convolutions, and a mean over the nodes of a graph."""
+    """Two graph convolutions and a mean over the nodes of each graph."""
 
     def __init__(self) -> None:
         from torch_geometric.nn import GCNConv
@@ -187,14 +187,14 @@ def torch_geometric() -> Library:
 
 
 def torch_geometric_data_module() -> Library:
-    """A data module of the library for each client, whose loaders say how batches are made."""
+    """A `LightningDataset` of the library for each client. Its loaders define the batches."""
     from torch_geometric.data.lightning import LightningDataset
 
     return replace(torch_geometric(), options={}, wrap=lambda data: LightningDataset(data, batch_size=BATCH))
 
 
 class Images(Dataset):
-    """Digits of a client as items of anomalib; the second half of them are anomalous if ``anomalous``."""
+    """Digits of a client as anomalib items. If ``anomalous``, the second half is anomalous."""
 
     def __init__(self, client: int, anomalous: bool = False) -> None:
         self.images = torch.from_numpy(digits(client)[0])[:, None].repeat(1, 3, 1, 1)
@@ -212,7 +212,7 @@ class Images(Dataset):
 
 
 def anomalib(**arguments: Any) -> Library:
-    """GANomaly: two optimizers, batch normalization, and a callback in the module that resizes each batch."""
+    """GANomaly: two optimizers, batch normalization, and a callback of the module that resizes each batch."""
     from anomalib.data import ImageBatch
     from anomalib.metrics import AUROC, Evaluator
     from anomalib.models import Ganomaly
@@ -236,7 +236,7 @@ LIBRARIES = (monai, hugging_face, albumentations, torch_geometric, torch_geometr
 )
 @pytest.mark.parametrize("clients", [1, 2])
 @pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
-def test_federation_on_data_of_library_equals_plain_trainers(make, clients, federated, by_hand, assert_alike):
+def test_federation_on_library_data_equals_plain_trainers(make, clients, federated, by_hand, assert_alike):
     library, rounds = make(), 2
     module = copy.deepcopy(library.module)
     federated(module, library.stream(clients, rounds))
@@ -248,12 +248,12 @@ def test_federation_on_data_of_library_equals_plain_trainers(make, clients, fede
 
 
 def splits_of_images(client: int) -> dict[str, Images]:
-    """Training images without anomalies, and validation and test images with some."""
+    """Return training images without anomalies, and validation and test images of which half are anomalous."""
     return {"train": Images(client), "validation": Images(10 + client, True), "test": Images(20 + client, True)}
 
 
 def test_anomalib_thresholds_and_metrics_equal_plain_trainer(federated, by_hand, assert_alike, trainer_of):
-    """The post-processor sets the thresholds on validation samples, and the evaluator measures."""
+    """The post-processor sets thresholds on the validation samples, and the evaluator computes the test metrics."""
     library, rounds, clients = anomalib(), 2, [splits_of_images(client) for client in range(2)]
     stream = FederatedStream(clients, Stationary(rounds), batch_size=BATCH, shuffle=False, **library.options)
     module, expected = copy.deepcopy(library.module), library.module
@@ -281,8 +281,8 @@ def test_continual_metrics_of_anomalib_equal_plain_test(federated):
     assert measured == pytest.approx(tested["image_AUROC"])
 
 
-def test_replay_of_meta_tensors_resumes_as_if_never_interrupted(tmp_path, trainer_of, assert_alike):
-    """Checkpoints have plain tensors, which a process without MONAI can read."""
+def test_replay_of_meta_tensors_resumed_fit_equals_uninterrupted(tmp_path, trainer_of, assert_alike):
+    """Checkpoints contain plain tensors, which a process without MONAI can read."""
     from monai.data import MetaTensor
 
     class Scans(Dataset):
@@ -311,8 +311,8 @@ def test_replay_of_meta_tensors_resumes_as_if_never_interrupted(tmp_path, traine
     assert_alike(module, fit(rounds=4)[0].state_dict())
 
 
-def test_graphs_with_labels_in_y_are_learnt_class_by_class(federated):
-    """Graphs keep their labels in no place that other data sets have: `y=` states them."""
+def test_graphs_with_labels_in_y_class_incremental(federated):
+    """Graph data sets have no standard attribute for labels, so the test passes `y=`."""
     from torch_geometric.data import Batch
 
     data, scenario = graphs(client=0, samples=30), ClassIncremental(3, class_order=[0, 1, 2])
@@ -347,8 +347,8 @@ def random_albumentations(client: int) -> Dataset:
 
 
 @pytest.mark.parametrize("make", [random_monai, random_albumentations])
-def test_random_transforms_of_library_depend_on_client_and_round_only(make):
-    """They do not depend on the processes that read, or on the other clients."""
+def test_random_transforms_depend_on_client_and_round_only(make):
+    """The samples do not depend on the number of workers or on the other clients."""
 
     def read(clients: str, round_idx: int, num_workers: int = 0) -> torch.Tensor:
         data = {name: make(int(name)) for name in clients}

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face are data sets, their splits are splits, and their `ClassLabel` names the classes."""
+"""Hugging Face data sets: `Dataset` as data, `DatasetDict` as splits, and class names from `ClassLabel`."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def as_pairs(items):
     return [torch.tensor([item["x"] for item in items]), torch.tensor([item["label"] for item in items])]
 
 
-def test_one_is_trained_on_as_the_same_tensors_are(federated):
+def test_hugging_face_dataset_equals_tensor_dataset(federated):
     data, states, records = table(60), [], []
     columns = TensorDataset(torch.tensor(data["x"][:]), torch.tensor(data["label"][:]))
     for given, options in ((data, {"collate_fn": as_pairs}), (columns, {})):
@@ -44,7 +44,7 @@ def test_one_is_trained_on_as_the_same_tensors_are(federated):
     assert records[0] == records[1]
 
 
-def test_a_dict_of_them_has_splits():
+def test_dataset_dict_defines_splits():
     import datasets
 
     data = datasets.DatasetDict({"train": table(60), "validation": table(12, 1), "test": table(30, 2)})
@@ -57,7 +57,7 @@ def test_a_dict_of_them_has_splits():
 
 
 @pytest.mark.parametrize("form", [lambda data: data.with_format("torch"), lambda data: data.with_transform(tensors)])
-def test_formats_and_transforms_hold(form):
+def test_formats_and_transforms_are_applied(form):
     stream = FederatedStream(form(table(12)), ClassIncremental(3), IID(2), seed=0)
     stream.setup("fit")
     batch = stream.get_samples(np.arange(3))
@@ -68,12 +68,12 @@ def tensors(batch):
     return {**batch, "x": [torch.tensor(row) for row in batch["x"]]}
 
 
-def test_labels_that_are_strings_are_numbered():
+def test_string_labels_become_class_indices():
     stream = FederatedStream(table(12, labels=["yes", "no", "maybe"]), ClassIncremental(3), IID(2), collate_fn=as_pairs)
     stream.setup("fit")
     assert stream.classes == ("maybe", "no", "yes") and stream.get_samples(np.arange(3))[1].tolist() == [2, 1, 0]
 
 
-def test_what_has_no_length_is_refused():
+def test_iterable_dataset_raises_type_error():
     with pytest.raises(TypeError, match="Expected a map-style dataset for `data`, but got a IterableDataset"):
         FederatedStream(table(12).to_iterable_dataset(), Stationary()).setup("fit")

@@ -1,4 +1,4 @@
-"""LightningModules and networks of other libraries train in a federation as they are, by independent calculations."""
+"""Unchanged LightningModules and networks of third-party libraries: a federation equals plain Trainers."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ BATCH = 4
 
 
 class Items(Dataset):
-    """A list as a data set."""
+    """A list as a map-style data set."""
 
     def __init__(self, items: Sequence[Any]):
         self.items = items
@@ -38,7 +38,7 @@ class Items(Dataset):
 
 @dataclass
 class Stranger:
-    """A module of others with samples for it, the last of which are to test on where ``tests`` says how many."""
+    """A third-party module with samples. The last ``tests`` samples are test samples."""
 
     module: L.LightningModule
     samples: Dataset
@@ -46,7 +46,7 @@ class Stranger:
     tests: int = 0
 
     def stream(self, clients: int, rounds: int = 1) -> FederatedStream:
-        """Its samples, dealt out in turns."""
+        """Return a stream in which sample i belongs to client i modulo ``clients``, apart from the test samples."""
         number = len(self.samples) - self.tests
         owner = [str(i % clients) if i < number else "test" for i in range(len(self.samples))]
         return FederatedStream.from_arrays(
@@ -61,14 +61,14 @@ class Stranger:
         )
 
     def loader(self, rows: Sequence[int]) -> DataLoader:
-        """Batches of some samples, in order."""
+        """Return a loader of the given samples, in order."""
         return DataLoader(Subset(self.samples, [int(row) for row in rows]), BATCH, collate_fn=self.collate_fn)
 
     test_loader = property(lambda self: self.loader(range(len(self.samples) - self.tests, len(self.samples))))
 
 
 class Images:
-    """A stranger whose data come as a data module of torchgeo's, which normalises batches behind the transfer."""
+    """A torchgeo module whose data module normalizes batches in `on_after_batch_transfer`."""
 
     def __init__(self) -> None:
         from torchgeo.datamodules import NonGeoDataModule
@@ -88,7 +88,7 @@ class Images:
         class Module(NonGeoDataModule):
             mean, std = torch.tensor([100.0, 110, 120]), torch.tensor([50.0, 55, 60])
 
-            def train_dataloader(self):  # torchgeo's shuffles
+            def train_dataloader(self):  # torchgeo's loader would shuffle.
                 return DataLoader(self.train_dataset, self.batch_size)
 
         self._make = lambda rows=None: Module(Fields, BATCH, rows=rows)
@@ -109,7 +109,7 @@ def molecules() -> Stranger:
     from chemprop import nn as parts
 
     class Molecules(models.MPNN):
-        """As it is, but for its schedule: that of Noam wants to know the number of steps beforehand."""
+        """Replaces the Noam schedule, which needs the number of steps in advance."""
 
         configure_optimizers = Steps.configure_optimizers
 
@@ -132,7 +132,7 @@ def series() -> Stranger:
 
 
 def views() -> Stranger:
-    """SimCLR with a memory bank, buffers that are not kept; from lightly's documentation."""
+    """SimCLR with a memory bank of non-persistent buffers, from lightly's documentation."""
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
 
@@ -177,7 +177,8 @@ def sentences(dropout: float = 0.0, checkpointing: bool = True) -> Stranger:
     network = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes, **dropouts, num_labels=3))
     if checkpointing:
         network.activation_checkpointing_enable()
-    network.train()  # without it, Lightning would leave the network as it was made: in evaluation, which drops nothing
+    # The constructor returns the network in evaluation mode, and Lightning keeps this mode. Dropout would do nothing.
+    network.train()
     items = []
     for i in range(16):
         mask = (torch.arange(8) < 3 + i % 6).long()
@@ -187,7 +188,7 @@ def sentences(dropout: float = 0.0, checkpointing: bool = True) -> Stranger:
 
 def words() -> Stranger:
     class Words(LightningTransformer):
-        """Lightning's demonstration, which would download its text."""
+        """Lightning's demo module, without the download of its text."""
 
         def prepare_data(self):
             pass
@@ -218,7 +219,7 @@ STRANGERS = {
     "A round of one client equals an epoch of a plain Trainer.",
 )
 @pytest.mark.parametrize("name", STRANGERS)
-def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_alike):
+def test_one_client_round_equals_plain_trainer_epoch(name, federated, plain, assert_alike):
     stranger = STRANGERS[name]()
     module, stream = copy.deepcopy(stranger.module), stranger.stream(clients=1)
     federated(module, stream)
@@ -232,7 +233,7 @@ def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_
     "The server state is the weighted mean of the states that plain Trainers give for the clients.",
 )
 @pytest.mark.parametrize("name", STRANGERS)
-def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
+def test_two_client_rounds_equal_hand_written_fedavg(name, federated, by_hand, assert_alike):
     stranger = STRANGERS[name]()
     module, stream = copy.deepcopy(stranger.module), stranger.stream(clients=2, rounds=2)
     federated(module, stream)
@@ -245,7 +246,7 @@ def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
 
 @pytest.mark.may("Metrics logged in `test_step`", "`trainer.test` returns the same values as in a plain Trainer.")
 @pytest.mark.parametrize("name", ["torchgeo", "chemprop", "pytorch-forecasting"])
-def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federated):
+def test_test_step_logs_same_values_as_plain_trainer(name, federated):
     stranger = STRANGERS[name]()
     stream = stranger.stream(clients=2)
     trainer = federated(stranger.module, stream)
@@ -260,8 +261,8 @@ def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federate
     "Each client has its own random numbers. Recomputed activations use the same random numbers.",
 )
 @pytest.mark.parametrize("clients", [1, 3])
-def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike):
-    """What is computed once more drops what was dropped the first time."""
+def test_gradient_checkpointing_with_dropout_equals_without(clients, federated, assert_alike):
+    """The recomputed activations have the same dropout masks."""
     once, again = sentences(dropout=0.3, checkpointing=False), sentences(dropout=0.3)
     again.module.load_state_dict(once.module.state_dict())
     again.samples = once.samples
@@ -274,7 +275,7 @@ def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike
     "Frozen parameters, also if they are frozen temporarily",
     "Clients do not transmit parameters while these are frozen.",
 )
-def test_what_is_frozen_stays_and_does_not_travel(federated):
+def test_frozen_parameters_unchanged_and_not_uploaded(federated):
     stranger = lora()
     before = {name: p.detach().clone() for name, p in stranger.module.named_parameters() if not p.requires_grad}
     trainer = federated(stranger.module, stranger.stream(clients=2))
@@ -284,7 +285,7 @@ def test_what_is_frozen_stays_and_does_not_travel(federated):
     assert trainer.strategy.server.record.upload_bytes == dict.fromkeys("01", 4 * trained)
 
 
-def test_a_schedule_that_asks_for_the_number_of_steps_has_a_client_s(federated):
+def test_noam_schedule_uses_steps_of_one_client(federated):
     from chemprop import models
     from chemprop import nn as parts
 
@@ -293,8 +294,8 @@ def test_a_schedule_that_asks_for_the_number_of_steps_has_a_client_s(federated):
 
     task, stranger = make(), molecules()
     before = copy.deepcopy(task.state_dict())
-    federated(task, stranger.stream(clients=2))  # five samples each
+    federated(task, stranger.stream(clients=2))  # Each client has 5 samples.
     assert any(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
-    stranger.tests += 1  # five samples and four
+    stranger.tests += 1  # Now the clients have 5 and 4 samples.
     with pytest.raises(ValueError, match=r"^Expected the number of batches to be the same for all clients and rounds"):
         federated(make(), stranger.stream(clients=2))
