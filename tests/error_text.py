@@ -1,32 +1,38 @@
 """Static analysis that finds decisions by the text of an error.
 
-The analysis follows errors and their texts through all given files. It reports each place that compares, searches or
-splits such a text, or looks it up.
+The analysis tracks errors and their texts through all given files. It reports each place that compares, searches or
+splits such a text, or uses the text as a key.
 
-Errors are names of `except ... as name`, calls of exception classes, parameters and variables annotated with one,
-`self` in methods of one, names after `isinstance(name, SomeError)`, `sys.exc_info()`, `sys.exception()`, and
-`__cause__`, `__context__` and `exceptions` of an error. A class is an exception class if its name ends in `Error` or
-`Exception`, or if a base class of it in the given files is one.
+These values count as errors:
+- names of `except ... as name`, names after `isinstance(name, SomeError)`, and calls of exception classes,
+- parameters and variables whose annotation contains an exception class, and `self` in methods of exception classes,
+- `sys.exc_info()`, `sys.exception()`, and `__cause__`, `__context__` and `exceptions` of an error.
 
-Texts are `str`, `repr`, `format`, f-strings and `%` of an error, its `args`, `__notes__`, `hint` and similar
-attributes, and `traceback.format_*`. The analysis follows them through assignments, unpacking, containers,
-comprehensions, closures, attributes of `self`, string methods, and calls of unknown functions. A call of a function,
-method or lambda of the given files is analyzed with the labels of its arguments, at any depth. A method is found by its
-name if the class of its object is unknown.
+A class is an exception class if its name ends in `Error` or `Exception`, or if one of its base classes in the given
+files is an exception class.
 
-The analysis does not see:
+These values count as texts: `str`, `repr`, `format`, f-strings and `%` of an error, its `args`, `__notes__`, `hint` and
+similar attributes, and `traceback.format_*`. The analysis tracks texts through assignments, unpacking, containers,
+comprehensions, closures, attributes of `self`, string methods, and calls of unknown functions. Calls of functions,
+methods and lambdas of the given files are analyzed with the labels of the arguments, at any depth. If the class of an
+object is unknown, all methods with the called name are analyzed.
+
+The analysis does not find:
 - decisions by the length of a text, by its truth value, by methods such as `isdigit`, or by `sorted`, `min` and `max`,
-- texts that pass through files, queues, processes, attributes of other objects than `self` in another function, or
-  names computed at run time (`getattr(error, name)`, `globals()[name]`),
+- texts that pass through files, queues or processes,
+- texts in attributes of objects other than `self` that another function reads,
+- texts in names that are computed at run time (`getattr(error, name)`, `globals()[name]`),
 - texts in attributes of errors that `TEXT_ATTRIBUTES` does not list, and in records of `warnings`,
-- texts in an object of the given files, after a function returns the object or passes it on,
+- texts in an object of the given files, after a function returns the object or passes it to another function,
 - methods of objects of unknown class whose name a list, dict, set, string or file also has, such as `add` and `write`,
 - assignments to a name in the branch of `isinstance(name, SomeError)` that are read after the branch,
-- callbacks that are stored in an attribute or a container and called elsewhere,
-- the order of statements: a name is a text in a whole function if it is one in a part.
+- callbacks that are stored in an attribute or a container and called elsewhere.
 
-`lightning_fcl/library_errors.py` may compare texts: its table holds all patterns. The result of its `match_error` is
-not a text, so that its groups can be compared.
+The analysis ignores the order of statements: a name that is a text in one part of a function is a text in the whole
+function.
+
+`lightning_fcl/library_errors.py` may compare texts, because its table contains all patterns. The result of its
+`match_error` does not count as a text, so code may compare its groups.
 """
 
 from __future__ import annotations
@@ -42,8 +48,8 @@ from dataclasses import dataclass, field
 TABLE = "lightning_fcl/library_errors.py"
 MATCHES = "match_error"
 
-# Labels of a value: a set of bits.
-# HOLDER is an object made with a text: its attributes are texts, in the function that makes it.
+# Labels of a value, as a set of bits.
+# HOLDER marks an object that was constructed with a text. In the function that constructs it, its attributes are texts.
 ERROR, TEXT, HOLDER = 1, 2, 4
 
 TEXT_ATTRIBUTES = frozenset(
@@ -130,14 +136,17 @@ class Context:
 
 
 def find_decisions(sources: Mapping[str, str]) -> list[Finding]:
-    """Return the decisions by the text of an error in the sources, by path."""
+    """Return all decisions by the text of an error. ``sources`` maps paths to source texts."""
     analysis = Analysis(sources)
     analysis.run()
     return sorted(analysis.findings.values())
 
 
 class Analysis:
-    """A fixed point over the contexts of all functions: labels only grow, and readers of what has grown run again."""
+    """A fixed-point analysis over the contexts of all functions.
+
+    Labels are only added. Contexts that read a changed cell are evaluated again.
+    """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.findings: dict[tuple[str, int, str], Finding] = {}
@@ -181,7 +190,7 @@ class Analysis:
     def is_exception(self, name: str) -> bool:
         """Return whether a class of this name is an exception class."""
         if name not in self._is_exception:
-            self._is_exception[name] = False  # for a class that derives from one of its own name
+            self._is_exception[name] = False  # ends the recursion if a base class has the same name
             known = self.classes.get(name)
             if known:
                 bases = [_last_name(base) for one in known for base in one.node.bases]
@@ -194,7 +203,7 @@ class Analysis:
         return self._is_exception[name]
 
     def annotated(self, annotation: ast.expr | None) -> int:
-        """Return ERROR if an annotation names an exception class, also as a part of a union or container."""
+        """Return ERROR if an annotation contains an exception class, also in a union or container."""
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.annotated(ast.parse(text, mode="eval").body)
@@ -275,7 +284,7 @@ class Arguments:
 
     positional: list[int] = field(default_factory=list)
     named: dict[str, int] = field(default_factory=dict)
-    spread: int = 0  # of `*args` and `**kwargs`
+    spread: int = 0  # labels of `*args` and `**kwargs`
 
     @property
     def all(self) -> int:
@@ -287,8 +296,8 @@ class Evaluation:
 
     def __init__(self, analysis: Analysis, context: Context) -> None:
         self.analysis, self.context, self.scope = analysis, context, context.scope
-        self._inner: list[dict[str, object]] = []  # names of comprehensions and `except` clauses
-        self._applied: dict[ast.AST, list[Context]] = {}  # the functions that each call has called
+        self._inner: list[dict[str, object]] = []  # inner scopes of comprehensions and `except` clauses
+        self._applied: dict[ast.AST, list[Context]] = {}  # the contexts that each call expression has called
 
     def run(self) -> None:
         node, given = self.scope.node, dict(self.context.arguments)
@@ -306,7 +315,7 @@ class Evaluation:
     # Cells
 
     def cell(self, name: str) -> object:
-        """Return the cell of a name: of this context, or of the context that encloses it and assigns the name."""
+        """Return the cell of a name: in this context, or in the enclosing context that assigns the name."""
         for names in reversed(self._inner):
             if name in names:
                 return names[name]
@@ -326,7 +335,7 @@ class Evaluation:
         return (self.context, path) if path else None
 
     def owner(self) -> Class | None:
-        """Return the class whose method this is, or is within."""
+        """Return the class of the method that contains this scope, or None."""
         scope: Scope | None = self.scope
         while scope is not None and scope.owner is None:
             scope = scope.outer
@@ -335,7 +344,8 @@ class Evaluation:
     def read(self, name: str) -> int:
         cell = self.cell(name)
         labels = self.analysis.read(cell, self.context)
-        if isinstance(cell, tuple) and cell[0] is not self.context:  # also names of inner scopes of an outer function
+        # A closure also reads names that inner scopes of the outer function bind.
+        if isinstance(cell, tuple) and cell[0] is not self.context:
             labels |= self.analysis.read((*cell, "inner"), self.context)
         return labels
 
@@ -346,7 +356,7 @@ class Evaluation:
             self.analysis.write((self.context, name, "inner"), labels)
 
     def give(self, node: ast.expr | None) -> None:
-        """Add the labels of a returned expression to the result, and those of each part of a tuple to that part."""
+        """Add the labels of a returned expression to the result. Parts of a returned tuple have separate labels."""
         parts = node.elts if isinstance(node, ast.Tuple) and not _has_star(node) else [node]
         for place, part in enumerate(parts):
             labels = self.value(part) & ~HOLDER
@@ -450,7 +460,7 @@ class Evaluation:
                     self.visit(child)
 
     def pattern(self, node: ast.pattern, labels: int) -> None:
-        """Bind the names of a pattern, and report it if it compares a text."""
+        """Bind the names of a pattern, and report a pattern that compares a text."""
         if labels & TEXT and isinstance(node, ast.MatchValue | ast.MatchSequence | ast.MatchMapping):
             self.report(node, "`match` on the text of an error")
         kind = node.pattern.cls if isinstance(node, ast.MatchAs) and isinstance(node.pattern, ast.MatchClass) else None
@@ -551,7 +561,7 @@ class Evaluation:
         return labels
 
     def attribute(self, labels: int, name: str) -> int:
-        """Return the labels of an attribute of a value. A text with attributes is an object that holds the text."""
+        """Return the labels of an attribute of a value. Attributes of texts and of objects with a text are texts."""
         found = TEXT if labels & (TEXT | HOLDER) else 0
         if labels & ERROR:
             found |= (TEXT if name in TEXT_ATTRIBUTES else 0) | (ERROR if name in ERROR_ATTRIBUTES else 0)
@@ -600,7 +610,7 @@ class Evaluation:
     def call_found(
         self, node: ast.Call, found: list[tuple[Scope | Class, Context | None]], name: str, given: Arguments
     ) -> int:
-        """Return the labels of the result of a call of one of some functions and classes, or of an unknown function."""
+        """Return the labels of the result of a call. ``found`` lists the functions and classes that it may call."""
         labels = 0
         for one, outer in found:
             if isinstance(one, Scope):
@@ -655,7 +665,7 @@ class Evaluation:
             self.report(node, f"{what} the text of an error")
 
     def narrowed(self, test: ast.AST) -> list[str]:
-        """Return the names that are errors if a test is true: `isinstance(name, SomeError)`."""
+        """Return the names that are errors if a test is true, as in `isinstance(name, SomeError)`."""
         match test:
             case ast.BoolOp(op=ast.And(), values=values):
                 return [name for value in values for name in self.narrowed(value)]
@@ -665,16 +675,16 @@ class Evaluation:
         return []
 
     def push_errors(self, node: ast.AST, names: Iterable[str]) -> None:
-        """Begin an inner scope in which some names are errors."""
+        """Enter an inner scope in which some names are errors."""
         labels = {name: self.read(name) | ERROR for name in names}
         self._inner.append({name: (self.context, node, name) for name in labels})
         for name, one in labels.items():
             self.write(name, one)
 
     def call_unknown(self, node: ast.Call, given: Arguments) -> int:
-        """Return the labels of the result of an unknown function: those of its arguments.
+        """Return the labels of the result of an unknown function, which are the labels of its arguments.
 
-        Functions among the arguments, as those of `map` or `partial`, are applied to the others.
+        Functions among the arguments, as in `map` or `partial`, are called with the other arguments.
         """
         if not given.all:
             return 0
@@ -691,11 +701,11 @@ class Evaluation:
             for one, outer in found:
                 if isinstance(one, Scope):
                     labels |= self.apply(Context(one, outer=outer), node, Arguments(spread=given.all), receiver=0)
-        self._applied.pop(node, None)  # the result is that of the unknown function
+        self._applied.pop(node, None)  # `assign` must use the labels of the unknown function's result.
         return labels
 
     def apply(self, context: Context, node: ast.AST, given: Arguments, receiver: int | None = None) -> int:
-        """Return the labels that a function returns for some arguments."""
+        """Return the labels of the result of a function for given arguments."""
         scope, labels = context.scope, dict[str, int]()
         names = [one.arg for one in scope.parameters]
         if scope.owner is not None and receiver is not None and names:
@@ -746,11 +756,11 @@ class Evaluation:
             return ""
         whole = f"{module}.{original}" if original else module
         if original and whole not in self.analysis.modules and module.partition(".")[0] in self.analysis.roots:
-            return ""  # an object of the given files
+            return ""  # an object that one of the given files defines
         return f"{whole}.{rest}" if rest and not whole.endswith(rest) else whole
 
     def resolve(self, name: str) -> list[tuple[Scope | Class, Context | None]]:
-        """Return the functions and classes that a name can stand for, each with the context that encloses it."""
+        """Return the functions and classes that a name can refer to, each with its enclosing context."""
         context: Context | None = self.context
         while context is not None:
             for known in (context.scope.functions, context.scope.classes):
@@ -764,7 +774,7 @@ class Evaluation:
         return any(isinstance(one, Class) for one, _ in self.resolve(name))
 
     def find(self, module: str, name: str) -> list[tuple[Scope | Class, Context | None]]:
-        """Return the function or class of a module, or those of this name if the module only passes the name on."""
+        """Return the function or class of a module. If the module only re-exports the name, search all modules."""
         exact = self.analysis.modules.get(module)
         if exact is not None and (name in exact.functions or name in exact.classes):
             one = exact.functions.get(name) or exact.classes[name]
@@ -781,7 +791,7 @@ class Evaluation:
     def resolve_attribute(
         self, node: ast.Attribute, module: str, any_class: bool = True
     ) -> list[tuple[Scope | Class, Context | None]]:
-        """Return the functions and methods that an attribute can stand for."""
+        """Return the functions and methods that an attribute can refer to."""
         if module:
             return self.find(module, node.attr)
         owner = self.owner() if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else None
@@ -798,7 +808,7 @@ class Evaluation:
         return [(one, self.outer_of(one)) for one in methods]
 
     def outer_of(self, scope: Scope) -> Context:
-        """Return the context that encloses a method: this one, one around it, or that of the module."""
+        """Return the context that encloses a method: the current one, an outer one, or that of the method's module."""
         context: Context | None = self.context
         while context is not None:
             if context.scope is scope.outer:
@@ -813,7 +823,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def python_files(root: object, *folders: str) -> Iterator[tuple[str, str]]:
-    """Return the path and source of each Python file below some folders of a project."""
+    """Yield the path and source of each Python file in some folders of a project."""
     from pathlib import Path
 
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Fixes that error messages name: for each, a call that raises the error and the arguments that the fix changes."""
+"""Table of hints in error messages: for each, a call that raises the error, and the changed arguments of the fix."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,16 +90,16 @@ from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 @dataclass(frozen=True)
 class Row:
-    """A call that raises an error, and the fix that the error names.
+    """A call that raises an error, and the fix that the error's hint suggests.
 
     Args:
-        call: Function of the fixtures and of the arguments.
-        wrong: Arguments with which it raises the error.
-        fix: Arguments that the fix changes, or a function of the fixtures that corrects the files of the same call.
-            None: the fix leaves the arguments of ``wrong`` out.
-        hint: Part of the hint that names the fix.
+        call: Function that is called with the fixtures and the arguments.
+        wrong: Arguments with which the call raises the error.
+        fix: Arguments that the fix changes, or a function that is called with the fixtures and corrects the files.
+            With None, the fix is a call without the arguments of ``wrong``.
+        hint: Part of the expected hint.
         error: Class of the error.
-        argument: Argument that the error names.
+        argument: Expected `argument` of the error. Default: not checked.
     """
 
     call: Callable[..., Any]
@@ -111,7 +111,7 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
-SECONDS = {  # rows that take half a second or more
+SECONDS = {  # rows that take 0.5 s or more
     "callback GradientAccumulationScheduler",
     "image size of a vision transformer",
     "tasks of DyTox",
@@ -132,14 +132,14 @@ def has_rounds(trainer, rounds=1):
 
 
 class SumsOnly(UploadTransform):
-    """A transform with which the server may see sums only."""
+    """An upload transform with which the server receives only sums."""
 
     stage = Stage.MASK
     sums_only = True
 
 
 class Halves(UploadTransform):
-    """A transform that halves the sums of a round."""
+    """An upload transform that halves the sums of a round."""
 
     stage = Stage.NOISE
 
@@ -161,7 +161,7 @@ def small_stream(**options):
 
 
 class Average(L.Callback):
-    """Averages the server's model after each round, as the message says."""
+    """Averages the server's model after each round, as the hint suggests."""
 
     def __init__(self, **options):
         self.options = options
@@ -282,7 +282,7 @@ ROWS |= {
 
 
 class Plateau(Classifier):
-    """Lowers its learning rate when a metric stops improving."""
+    """Uses `ReduceLROnPlateau`."""
 
     monitor, interval = "val/loss", "epoch"
 
@@ -302,7 +302,7 @@ def fit_plateau(lab, validation=0.0, **options):
 
 
 class ByHand(Classifier):
-    """Optimizes by hand."""
+    """Uses manual optimization."""
 
     schedule_options: Mapping[str, Any] = {}
     steps_itself = False
@@ -333,7 +333,7 @@ def fit_by_hand(lab, **options):
             rates.append((batch_idx, pl_module.optimizers().param_groups[0]["lr"]))
 
     fit_one_round(lab, task=task, callbacks=[Rates()])
-    # Each client begins its schedule anew.
+    # The schedule restarts for each client.
     assert [rate for _, rate in rates] == [0.1 * 0.5**batch for batch, _ in rates]
 
 
@@ -347,7 +347,7 @@ def fit_lazy(lab, layer, configured=False):
 
 
 class States(Classifier):
-    """A classifier with a `state_dict` of its own."""
+    """A classifier that overrides `state_dict`."""
 
     def __init__(self, state_dict):
         super().__init__(MLP([6, 5, 4]), 4, sgd)
@@ -402,14 +402,14 @@ def fit_growing(lab, in_place):
 
 
 class Skips(Classifier):
-    """Leaves out batches."""
+    """Skips all batches except the first one of a client."""
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx else None
 
 
 class ZeroLoss(Classifier):
-    """Learns from the first batch of a client only."""
+    """Has a loss of zero for all batches except the first one of a client."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -417,7 +417,7 @@ class ZeroLoss(Classifier):
 
 
 class Counts(Classifier):
-    """Asks for the number of steps."""
+    """Has a schedule that depends on the number of steps or of rounds."""
 
     by_round = False
 
@@ -434,7 +434,7 @@ def fit_counting(lab, by_round):
 
 
 class Returns(Classifier):
-    """A classifier with other optimizers."""
+    """A classifier whose optimizers a function defines."""
 
     def __init__(self, optimizers, optimizer=sgd):
         super().__init__(MLP([6, 5, 4]), 4, optimizer)
@@ -445,7 +445,7 @@ class Returns(Classifier):
 
 
 class TwoByHand(Returns):
-    """Trains with two optimizers."""
+    """Uses two optimizers with manual optimization."""
 
     def __init__(self):
         super().__init__(lambda task: [sgd(task.model[1].parameters()), sgd(task.model[3].parameters())])
@@ -463,7 +463,7 @@ def lbfgs(parameters):
 
 
 class Iterates(Classifier):
-    """Takes the loader in place of a batch."""
+    """Has a training step that receives the loader instead of a batch."""
 
     def training_step(self, dataloader_iter):
         return super().training_step(next(dataloader_iter), 0)
@@ -781,7 +781,7 @@ def pad_batch(items):
 
 
 class Moves(L.LightningDataModule):
-    """Changes batches in a hook, or samples in the dataset."""
+    """A data module without hooks for batches. Optionally, it changes the samples in the data set."""
 
     def __init__(self, in_dataset=False):
         super().__init__()
@@ -798,7 +798,7 @@ class Moves(L.LightningDataModule):
 
 
 class MovesBatches(Moves):
-    """Changes batches in a hook."""
+    """Changes batches in `on_after_batch_transfer`."""
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return [batch[0] + 1, batch[1]]
@@ -810,7 +810,7 @@ def module_of(**options):
 
 
 class Streams(IterableDataset):
-    """Samples without numbers."""
+    """An iterable data set, without indices."""
 
     def __iter__(self):
         return iter(pairs())
@@ -1145,14 +1145,14 @@ def fit_with(lab, method, options=None, stream=None, **arguments):
 
 
 class Numbers(nn.Module):
-    """Turns whole numbers into floating-point numbers."""
+    """Converts the input to floating point."""
 
     def forward(self, x):
         return x.float()
 
 
 class Plain(L.LightningModule):
-    """A module that does not define the loss of single samples."""
+    """A module without `sample_loss`."""
 
     def __init__(self):
         super().__init__()
@@ -1169,7 +1169,7 @@ class Plain(L.LightningModule):
 
 
 class StatesLoss(Plain):
-    """A module that defines the loss of single samples."""
+    """A module with `sample_loss`."""
 
     lightning_fcl_protocols = True
 
@@ -1178,7 +1178,7 @@ class StatesLoss(Plain):
 
 
 class Embeds(StatesLoss):
-    """A module that defines its features."""
+    """A module with `embed`."""
 
     num_classes, features = 4, 5
 
@@ -1233,14 +1233,14 @@ def fit_reservoir(lab, split=None, callbacks=(), stream=None, task=None, rounds=
 
 
 class Steps(ReservoirClassifier):
-    """Overrides the training step."""
+    """Overrides `training_step`."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
 
 
 class Pairs(ReservoirClassifier):
-    """Overrides the pairs of states and targets."""
+    """Overrides `readout_pairs`."""
 
     def readout_pairs(self, x, y):
         return super().readout_pairs(x * 2, y)
@@ -1577,7 +1577,7 @@ ROWS |= {
 
 
 class Logs(L.LightningModule):
-    """Returns features, and is measured by its own step."""
+    """Returns one number per sample, and may log a metric in `test_step`."""
 
     def __init__(self, logs):
         super().__init__()
@@ -1598,13 +1598,13 @@ class Logs(L.LightningModule):
 
 
 class NoStep(Logs):
-    """Has no step to be measured by."""
+    """Has no `test_step`."""
 
     test_step = L.LightningModule.test_step
 
 
 class Branches(Classifier):
-    """Looks at values in its step."""
+    """Branches on the value of the loss in its training step."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -1854,11 +1854,11 @@ def add_readouts(first, second):
     readout(first).merge(readout(second))
 
 
-# Rows of batches and of state
+# Rows of batches and state
 
 
 class Items(Dataset):
-    """Samples of any kind."""
+    """A data set of 24 samples that a function makes."""
 
     def __init__(self, make):
         self.make = make
@@ -1879,7 +1879,7 @@ def of_pair(index):
 
 
 class TakesAny(Classifier):
-    """Takes pairs and dicts."""
+    """Accepts batches that are pairs or dicts."""
 
     def training_step(self, batch, batch_idx):
         x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
@@ -1899,7 +1899,7 @@ def batch_of_lists(items):
 
 
 class ListClassifier(Classifier):
-    """Takes lists of tensors."""
+    """Accepts batches whose inputs are lists of tensors."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step([torch.stack([*batch[0]]), batch[1]], batch_idx)
@@ -1911,7 +1911,7 @@ def fit_lists(lab, collate_fn=None, callbacks=()):
 
 
 class Late(Classifier):
-    """Makes a buffer when it trains, or before."""
+    """Registers a buffer in its training step, or in its constructor."""
 
     def __init__(self, early):
         super().__init__(MLP([6, 5, 4]), 4, sgd)
@@ -1980,7 +1980,7 @@ ROWS |= {
 }
 
 
-# Rows of swarms, single samples, images and measures
+# Rows of swarms, single samples, images and metrics
 
 
 def fit_norm(lab, norm=None, num_clients=12):

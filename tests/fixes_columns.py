@@ -1,4 +1,4 @@
-"""Fixes that the error messages of tables and targets name."""
+"""Table of hints in the error messages of tables and targets."""
 
 from datetime import date
 

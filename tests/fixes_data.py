@@ -1,4 +1,4 @@
-"""Fixes that the error messages of data name."""
+"""Table of hints in the error messages of data."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ SERIES = np.random.default_rng(0).uniform(-1, 1, (4, 3, 2))
 
 
 class Weighted(Sampler):
-    """Gives other samples in each epoch."""
+    """Draws random samples in each epoch."""
 
     def __iter__(self):
         return iter(torch.randint(24, (24,)).tolist())
@@ -61,7 +61,7 @@ class Weighted(Sampler):
 
 
 class Loaders(L.LightningDataModule):
-    """Makes loaders as told."""
+    """A data module whose training loader a function makes."""
 
     def __init__(self, make):
         super().__init__()

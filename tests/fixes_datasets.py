@@ -1,4 +1,4 @@
-"""Fixes that the error messages of datasets, scenarios and samples name."""
+"""Table of hints in the error messages of datasets, scenarios and samples."""
 
 import lightning.pytorch as L
 import numpy as np

@@ -1,4 +1,4 @@
-"""Fixes that the error messages of the federation, the simulation and the conformance suite name."""
+"""Table of hints in the error messages of the federation, the simulation and the conformance suite."""
 
 import lightning.pytorch as L
 import torch
@@ -30,7 +30,7 @@ SECONDS: set[str] = {
 
 
 class Extra(nn.Module):
-    """Keeps a number in a buffer."""
+    """Stores a number in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Extra(nn.Module):
 
 
 class ExtraState(Extra):
-    """Keeps a number as extra state."""
+    """Stores a number as extra state."""
 
     def get_extra_state(self):
         return 3
@@ -65,7 +65,7 @@ def read_speeds(lab, text, name="speeds.csv"):
 
 
 class KeepsText(torch.optim.SGD):
-    """An optimizer whose state has text."""
+    """An optimizer whose state contains text."""
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -128,13 +128,13 @@ def check_machines(lab, nodes=1, processes=1):
 
 
 class Claims(FedProx):
-    """A method that claims to be another one."""
+    """A method whose `implements` names an unknown method."""
 
     implements = ("FedProxx",)
 
 
 class ClaimsRight(FedProx):
-    """A method that claims to be FedProx."""
+    """A method whose `implements` names FedProx."""
 
     implements = ("FedProx",)
 

@@ -1,4 +1,4 @@
-"""Fixes that error messages about files, commands, recipes and deployments name, as rows of calls."""
+"""Table of hints in error messages about files, commands, recipes and deployments."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ def command(lab, words, prepare=None):
         prepare(lab)
     try:
         main(shlex.split(words))
-    except SystemExit as end:  # of an option that prints something and ends
+    except SystemExit as end:  # an option such as --help ends the program
         assert end.code == 0
 
 
@@ -149,7 +149,7 @@ def search_among(lab, file):
 
 
 def tune(lab, sizes, words=""):
-    """Search for the sizes of a network: a wrong size fails when the network is given samples."""
+    """Run a search over the layer sizes of a network. A trial with a wrong size fails in training."""
     small = {"max_epochs": 1, "enable_progress_bar": False}
     partition = {"init_args": {"num_clients": 2}}
     written(lab, "tiny.yaml", {"trainer": small, "data": {"partition": partition, "split": {"validation": 0.3}}})
@@ -161,11 +161,11 @@ def tune(lab, sizes, words=""):
         space={"model.init_args.model.init_args.sizes": sizes},
         sampler="grid",
     )
-    command(lab, f"tune search.yaml --out out --workers 1 {words}")  # the last `--out` counts
+    command(lab, f"tune search.yaml --out out --workers 1 {words}")  # `words` may override `--out`
 
 
 def changed_search(lab, units, words=""):
-    """Search for another size than that of the trials that are there."""
+    """Run a search with a different space in the folder of an earlier search."""
     if not (lab.folder / "out").exists():
         tune(lab, [[64, 8, 10]])
     tune(lab, [[64, units, 10]], words)
@@ -183,7 +183,7 @@ def work(job):
 
 
 def run_twice(lab, workers):
-    """Run two jobs, whose worker processes are killed the first time."""
+    """Run two jobs whose worker processes are killed in the first attempt."""
     written(lab, "killed_once.py", WORKER)
     lab.env.syspath_prepend(str(lab.folder))
     jobs = [Job(str(number), Recipe(), number, lab.folder / "killed") for number in range(2)]
@@ -408,7 +408,7 @@ ROWS |= {
 
 
 def recipe(lab, words="", files=()):
-    """Read a recipe over the quickstart, as a command does."""
+    """Resolve the quickstart recipe with overrides, as a command does."""
     paths = [recipes_folder() / "quickstart.yaml", *(written(lab, f"{n}.yaml", text) for n, text in enumerate(files))]
     return resolve_recipe(Recipe.of_words([*(f"--config={path}" for path in paths), *shlex.split(words)]))
 
@@ -731,7 +731,7 @@ def results_of(lab):
 
 
 def change_results(lab, **changes):
-    """Change the results of the copied run, without its checksum."""
+    """Change the results of the copied run, but not their checksum."""
     path = lab.run() / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -742,7 +742,7 @@ def fit_again(lab):
 
 
 def read_damaged(lab, damage):
-    """Read results that are damaged once."""
+    """Damage the results of a run if it was not copied before, and read them."""
     if not (lab.folder / "run").exists():
         lab.run()
         damage(lab)
@@ -750,7 +750,7 @@ def read_damaged(lab, damage):
 
 
 def table_of(lab, change=None):
-    """Read a table, which `change` damages before, if it is not None."""
+    """Write a table, damage it with ``change`` if given, and read it."""
     path = lab.folder / "table.json"
     write_table(
         lab.folder, Results.from_results([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy")
@@ -761,7 +761,7 @@ def table_of(lab, change=None):
 
 
 def fit_clients(lab, clients):
-    """Draw the tasks of a run whose metrics test some clients."""
+    """Fit with `ContinualMetrics` for some clients, and draw the accuracy by task."""
     metrics = f"{{class_path: lightning_fcl.callbacks.ContinualMetrics, init_args: {{clients: {clients}}}}}"
     file = written(lab, "metrics.yaml", f"trainer: {{callbacks+: [{metrics}]}}")
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
@@ -771,7 +771,7 @@ def fit_clients(lab, clients):
 
 
 def fit_clock(lab, clock):
-    """Fit with or without a clock, and ask for the time to an accuracy."""
+    """Fit with or without a simulated clock, and compute the time to an accuracy."""
     schedule = {"class_path": "lightning_fcl.Deadline", "init_args": {"speeds": SPEEDS}} if clock else None
     file = written(lab, "clock.yaml", {"trainer": {"strategy": {"init_args": {"synchronization": schedule}}}})
     shutil.rmtree(lab.folder / "out", ignore_errors=True)
@@ -843,7 +843,7 @@ ROWS |= {
 
 
 class Wrong(nn.Module):
-    """A module whose exported file computes something else."""
+    """A module whose exported graph computes a different output."""
 
     def forward(self, x):
         return x + 0.01 * torch.onnx.is_in_onnx_export()
@@ -893,7 +893,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 def fetch_file(lab, digest=DIGEST, path="file.bin"):
-    """Download a file of 5 kB from a server that has it unless it is missing."""
+    """Download a file from a server. The file is missing unless `offer` was called before."""
     (lab.folder / "server").mkdir(exist_ok=True)
     if not hasattr(lab, "url"):
         lab.url, lab.asked = lab.serve(lab.folder / "server")
@@ -936,7 +936,7 @@ def download_on(lab, limit):
 
 
 def archive(lab, before=lambda lab: None):
-    """Unpack an archive that a server has."""
+    """Make a data source whose archive is on a server. Its first call may run ``before``."""
     if not hasattr(lab, "source"):
         written(lab, "packed/original/train.csv", "1,0")
         (lab.folder / "server").mkdir()
@@ -981,7 +981,7 @@ def remote_checkpoint(lab, end):
 
 
 def load_checkpoint(lab, name):
-    """Read a checkpoint beside one that is cut off."""
+    """Read a checkpoint from a folder that also has a truncated checkpoint."""
     path = lab.checkpoint()
     cut = path.with_name("zcut.ckpt")
     cut.write_bytes(path.read_bytes()[:1000])
@@ -996,7 +996,7 @@ def limited(lab, limit):
 
 
 def digest_of(lab):
-    """Check a file that is damaged, unless it was copied again."""
+    """Check the digest of a file, which is damaged unless it was copied again."""
     path = lab.entry() / WEIGHTS
     if not hasattr(lab, "digest"):
         lab.digest = sha256(path)
@@ -1152,14 +1152,14 @@ ROWS |= {
 
 
 def in_zoo(lab, name=NAME, **settings):
-    """Load a model by its name from a zoo of its own."""
+    """Load a model by its name from a separate zoo."""
     lab.entry()
     lab.env.setenv("LIGHTNING_FCL_ZOO", str(lab.folder / "zoo"))
     return zoo.load(name, **settings)
 
 
 def relist(lab, **changes):
-    """Change the configuration of the copied model, and its list of files."""
+    """Change the configuration of the copied model, and update its list of files."""
     folder = lab.entry()
     config = json.loads((folder / CONFIG).read_text()) | changes
     (folder / CONFIG).write_text(json.dumps(config))
@@ -1181,7 +1181,7 @@ def predict_features(lab, head):
 
 
 def once(lab, damage, read):
-    """Damage the copied model once, and read it."""
+    """Damage the copied model in the first call, and read it."""
     if not (lab.folder / "zoo").exists():
         damage(lab.entry())
     return read(lab.entry())
@@ -1198,7 +1198,7 @@ def changed_weights(lab, **settings):
 
 
 def move_entry(lab):
-    """Name the folder of the copied model otherwise, also in the registry."""
+    """Rename the folder of the copied model, also in the registry."""
     registry = lab.entry().parent / REGISTRY
     (lab.folder / "zoo" / NAME).rename(lab.folder / "zoo" / "mlp.other")
     registry.write_text(registry.read_text().replace(NAME, "mlp.other"))
@@ -1218,7 +1218,7 @@ def move_back(lab):
 
 
 def packaged(lab, setting=None):
-    """Load a model whose weights did not come with the package."""
+    """Load a model whose weights are not in the package."""
     inner = lab.entry("package").parent
     (inner / NAME / WEIGHTS).unlink(missing_ok=True)
     lab.env.setattr("lightning_fcl.zoo.registry.package_folder", lambda: inner)
@@ -1242,7 +1242,7 @@ def registry_again(lab):
 
 
 def collect_beside(lab):
-    """Collect a model where another one lies."""
+    """Copy a model to a registry that already has a different model in this folder."""
     other = lab.folder / "to" / NAME
     if not hasattr(lab, "other"):
         lab.other = other
@@ -1421,7 +1421,7 @@ def own_data(lab, name):
 
 
 def serve_data(lab, scenario=None, data=True):
-    """Give a server data of its own, or leave the data of its stream."""
+    """Set test data of the server, or use the stream without them."""
     stream = stream_of(scenario=scenario)
     np.savez(lab.folder / "a.npz", x=np.zeros((4, 6), np.float32), y=np.array(["a", "b", "c", "d"]))
     if data:
@@ -1589,7 +1589,7 @@ def read_cells(lab, text="a,b,y\n1,2,p\n", name="t.csv", target="y", features=("
 
 
 def read_column(lab, kind):
-    """Read a parquet file with a column of a type."""
+    """Read a Parquet file that has a column of the given type."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     values = arrow.array([0, 1], arrow.int64()).cast(kind(arrow))
     parquet.write_table(arrow.table({"a": values, "y": ["p", "q"]}), lab.folder / "t.parquet")
@@ -1720,4 +1720,4 @@ def version():
 
 SECONDS = {command, export, publish_run, fit_callbacks, fit_clients, fit_clock, fit_words, recipe}
 SECONDS |= {run_twice, table_of, table_rows, tune, changed_search}
-"""Calls that take half a second or more."""
+"""Calls that take 0.5 s or more."""

@@ -1,4 +1,4 @@
-"""Fixes that the error messages of methods, callbacks and local training name."""
+"""Table of hints in the error messages of methods, callbacks and local training."""
 
 import lightning.pytorch as L
 import torch
@@ -129,7 +129,7 @@ def use_client(lab, fits):
 
 
 class AsksSteps(L.Callback):
-    """Asks for the number of steps of the current client."""
+    """Calls `count_client_batches` in a given hook."""
 
     def __init__(self, hook):
         self.counts = []
@@ -143,7 +143,7 @@ def ask_steps(lab, hook):
 
 
 class Pair(Classifier):
-    """Returns logits and features, or logits alone."""
+    """Returns logits and features, or only logits."""
 
     alone = False
 

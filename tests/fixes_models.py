@@ -1,4 +1,4 @@
-"""Fixes that the error messages of networks and tasks name."""
+"""Table of hints in the error messages of networks and tasks."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ SECONDS = {
 
 
 class Net(nn.Module):
-    """A network with the names `body` and `head`."""
+    """A network with the submodules `body` and `head`."""
 
     def __init__(self, first=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fixes that the error messages of checkpoints, stored states and several processes name."""
+"""Table of hints in the error messages of checkpoints, stored states and several processes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +32,7 @@ SECONDS: set[str] = set()
 
 
 def call_together(calls):
-    """Call functions at the same time, each with the ranks of one process."""
+    """Call functions in parallel, each with the ranks object of one process."""
     store = HashStore()
     with ThreadPoolExecutor(len(calls)) as pool:
         running = [
@@ -43,7 +43,7 @@ def call_together(calls):
 
 
 class Alone(Reduction):
-    """A reduction with an accumulator of one process."""
+    """A reduction whose accumulator does not support several processes."""
 
     name = "alone"
 
@@ -84,7 +84,7 @@ def read_client(lab, resumes):
 
 
 class Saves(L.Callback):
-    """Saves a checkpoint in a hook."""
+    """Saves a checkpoint in a given hook."""
 
     def __init__(self, hook, path):
         setattr(self, hook, lambda trainer, *args: trainer.save_checkpoint(path))
@@ -97,7 +97,7 @@ def resume_saved(lab, hook):
 
 
 def resume_server(lab, change, starts_again=False):
-    """Resume an asynchronous fit from a checkpoint with another state of the server."""
+    """Resume an asynchronous fit from a checkpoint with a changed server state."""
     folder = lab.folder / str(len([*lab.folder.iterdir()]))
     options = {"synchronization": FedBuff(ClientSpeeds(0.1, spread=0.9), 1), "max_vectorized_clients": 1}
     saving = {"trainer_args": {"enable_checkpointing": True}}
@@ -125,7 +125,7 @@ def cut_versions(kept):
 
 
 def fit_until(lab, rounds):
-    """Fit a stream whose last round has no samples."""
+    """Fit a stream whose last round has no clients."""
     stream = small_stream(scenario=Stationary(3), split=Split(test=0.0))
     stream.setup("fit")
     stream.plan = replace(stream.plan, train=(*stream.plan.train[:2], {}))
@@ -134,7 +134,7 @@ def fit_until(lab, rounds):
 
 
 class Prepared(Classifier):
-    """Cannot be tried before the first round."""
+    """Fails before the first round, so that no trial can run."""
 
     def on_train_epoch_start(self):
         self.scale = 1.0

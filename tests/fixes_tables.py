@@ -1,4 +1,4 @@
-"""All tables of fixes: the rows by name, and the names or calls of those that take half a second or more."""
+"""All tables of hints: rows by name, and the names or calls of rows that take 0.5 s or more."""
 
 import fixes
 import fixes_callbacks
@@ -29,7 +29,7 @@ TABLES = (
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 SECONDS = set().union(*(table.SECONDS for table in TABLES))
 
-# Tables of files, commands and deployments, whose rows have other fixtures.
+# Tables of files, commands and deployments. Their rows use different fixtures.
 FILE_TABLES = (fixes_files, fixes_commands, fixes_deployment)
 FILE_ROWS = {name: row for table in FILE_TABLES for name, row in table.ROWS.items()}
 FILE_SECONDS = set().union(*(table.SECONDS for table in FILE_TABLES))

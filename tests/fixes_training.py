@@ -1,4 +1,4 @@
-"""Fixes that the error messages of local training, methods and stored networks name."""
+"""Table of hints in the error messages of local training, methods and stored networks."""
 
 import lightning.pytorch as L
 import torch
@@ -28,7 +28,7 @@ SECONDS: set[str] = set()
 
 
 class Samples(Classifier):
-    """Has gradients of single samples."""
+    """Sets per-sample gradients in `grad_sample`."""
 
     def on_after_backward(self):
         for parameter in self.parameters():
@@ -41,13 +41,13 @@ def fit_samples(lab, batch_size=8, **options):
 
 
 def uneven_stream():
-    """Two clients with last batches of 4 and 8 samples."""
+    """Return a stream of two clients whose last batches have 4 and 8 samples."""
     x, y, client = torch.randn(44, 6), torch.arange(44) % 4, (torch.arange(44) >= 20).long()
     return small_stream(x=x, y=y, client_ids=client, batch_size=8, split=Split(test=0.0))
 
 
 class NoLoss(Plain):
-    """Has no loss for small batches after the first."""
+    """Returns no loss for batches of 4 samples after the first batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -55,7 +55,7 @@ class NoLoss(Plain):
 
 
 class OtherParameters(Plain):
-    """Trains its second layer alone with small batches after the first."""
+    """Trains only its second layer with batches of 4 samples after the first batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -65,7 +65,7 @@ class OtherParameters(Plain):
 
 
 class SingleSamples(Classifier):
-    """Cannot be tried before the first round."""
+    """Fails before the first round, so that no trial can run."""
 
     def training_step(self, batch, batch_idx):
         if self.trainer.strategy.current_round is None:
@@ -74,7 +74,7 @@ class SingleSamples(Classifier):
 
 
 class Remembers(Method):
-    """Keeps an entry of some clients."""
+    """Keeps a state entry for client "1" only, or for all clients."""
 
     vectorizable = True
 
@@ -93,7 +93,7 @@ class Remembers(Method):
 
 
 class AsksPart(Method):
-    """Has a penalty by the round from the second round on."""
+    """Reads the round in its penalty: from `client.client_round`, or from the method state."""
 
     vectorizable = True
 
@@ -126,7 +126,7 @@ def learn_two_tasks(lab, epochs):
 
 
 class Scales(nn.Module):
-    """Has weights but no linear layer."""
+    """Has a parameter, but no linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def flip_image(x):
 
 
 def forget(lab, requests):
-    """Client 1 has the classes of the second experience alone."""
+    """Fit with unlearning requests. Client 1 only has classes of the second experience."""
     y = torch.arange(48) % 4
     stream = FederatedStream.from_arrays(
         torch.randn(48, 9, 3), y, y // 2, scenario=ClassIncremental(2, class_order=[0, 1, 2, 3]), split=Split(test=0.0)

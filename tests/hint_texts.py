@@ -1,4 +1,4 @@
-"""Find the texts of the hints of a package in its source: each `hint=` of a call, also through names and functions."""
+"""Static analysis that finds the hint texts of a package: each `hint=` of a call, also through names and functions."""
 
 import ast
 import itertools
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-HOLE = "\0"  # stands for a value that is known only when the error is raised
-MOST = 64  # texts of one hint
-# Functions whose texts depend on the value: the part of the text that is the same.
+HOLE = "\0"  # placeholder for a value that is known only at run time
+MOST = 64  # maximum number of texts of one hint
+# For functions whose text depends on a value: the constant part of the text.
 GENERAL = {"did_you_mean": f"Did you mean {HOLE}?", "explain": HOLE}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -37,7 +37,7 @@ class Site:
 
 
 class Module:
-    """The names of a module that a hint may refer to."""
+    """A parsed module: the names, functions, imports and calls that hints may refer to."""
 
     def __init__(self, source: str, name: str) -> None:
         self.tree = ast.parse(source)
@@ -56,7 +56,7 @@ class Module:
 
 
 def assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that statements assign, with their values, but not those in functions within."""
+    """Yield the names that statements assign, with their values. Nested functions and classes are excluded."""
     for statement in body:
         for node in walk_scope(statement):
             if isinstance(node, ast.Assign):
@@ -93,7 +93,7 @@ class Package:
         self.known: dict[tuple[object, ...], set[str]] = {}
 
     def sites(self) -> Iterator[Site]:
-        """Yield the hints: one site for each text that a hint may have."""
+        """Yield one site for each possible text of each hint."""
         for file, module in self.files.items():
             for scope, call in module.calls:
                 for keyword in call.keywords:
@@ -103,7 +103,7 @@ class Package:
                             yield Site(file, where, keyword.value.lineno, text.strip())
 
     def texts(self, value: ast.expr, module: Module, scope: tuple[ast.AST, ...], seen: frozenset[ast.AST]) -> set[str]:
-        """Return the texts that an expression may have."""
+        """Return the possible texts of an expression."""
         if value in seen:
             return {HOLE}
         seen |= {value}
@@ -145,7 +145,10 @@ class Package:
         return {HOLE}
 
     def named(self, name: str, module: Module, scope: tuple[ast.AST, ...], seen: frozenset[ast.AST]) -> set[str]:
-        """Return the texts of a name: of the function's values, of its callers' arguments, or of the module's."""
+        """Return the possible texts of a name.
+
+        The name may be a local variable, an argument that callers pass, a module constant, or an imported constant.
+        """
         for depth in range(len(scope), 0, -1):
             function = scope[depth - 1]
             if not isinstance(function, Function):
@@ -164,13 +167,13 @@ class Package:
         return {HOLE}
 
     def passed(self, name: str, function: Function, seen: frozenset[ast.AST]) -> set[str]:
-        """Return the texts that callers pass as an argument of a function."""
+        """Return the possible texts that callers pass as an argument of a function."""
         if function in seen or function.name.startswith("__"):
             return {HOLE}
         positional = [one.arg for one in (*function.args.posonlyargs, *function.args.args) if one.arg != "self"]
         if (function, name) in self.known:
             return self.known[function, name]
-        found = self.known[function, name] = set()  # a function that calls itself adds no text
+        found = self.known[function, name] = set()  # ends the recursion if a function calls itself
         for module in self.files.values():
             for scope, call in module.calls:
                 called = call.func
@@ -185,7 +188,7 @@ class Package:
         return found
 
     def returned(self, name: str, index: int | None, module: Module, seen: frozenset[ast.AST]) -> set[str]:
-        """Return the texts that a function of the package returns, or an item of the tuples that it returns."""
+        """Return the possible texts that a function of the package returns, alone or as item ``index`` of a tuple."""
         if name in GENERAL:
             return {GENERAL[name]}
         found = self.imported(name, module)
@@ -212,12 +215,12 @@ class Package:
 
 
 def is_argument_of_check(call: ast.Call) -> bool:
-    """Return whether `hint` is the annotation that `check_argument` and `explain` compare a value with."""
+    """Return whether `hint` is a type annotation, as in calls of `check_argument` and `explain`, and not a text."""
     return isinstance(call.func, ast.Name) and call.func.id in ("check_argument", "explain")
 
 
 def calls(node: ast.AST, scope: tuple[ast.AST, ...]) -> Iterator[tuple[tuple[ast.AST, ...], ast.Call]]:
-    """Yield the calls in a tree, each with the classes and functions around it."""
+    """Yield the calls in a tree, each with its enclosing classes and functions."""
     if isinstance(node, ast.Call):
         yield scope, node
     within = (*scope, node) if isinstance(node, Function | ast.ClassDef) else scope
@@ -226,7 +229,7 @@ def calls(node: ast.AST, scope: tuple[ast.AST, ...]) -> Iterator[tuple[tuple[ast
 
 
 def joined(parts: list[set[str]]) -> set[str]:
-    """Return all texts of one alternative from each part."""
+    """Return the texts of all combinations of one alternative per part, at most `MOST`."""
     return set(itertools.islice(map("".join, itertools.product(*map(sorted, parts))), MOST))
 
 
@@ -235,6 +238,6 @@ def dotted(file: str) -> str:
 
 
 def read_package(folder: Path) -> Package:
-    """Return the package in a folder."""
+    """Return the parsed package in a folder."""
     files = sorted(folder.rglob("*.py"))
     return Package({file.relative_to(folder).as_posix(): file.read_text() for file in files})
