@@ -1,4 +1,4 @@
-"""The code in the documents runs."""
+"""Documentation pages: their code runs, their tables match the tests, and the index lists all pages."""
 
 import ast
 import inspect
@@ -28,11 +28,11 @@ LIGHTNING = {
 }
 ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
-# Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`;
-# one's own project is a script: tests/cli/test_own_project.py.
+# Pages without code blocks: lists, included files, and a table that a command writes. Notebooks run in `make docs`.
+# tests/cli/test_own_project.py tests the page on a custom command line.
 CODELESS = {"index", "reliability", "changelog", "security", "custom-cli"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
-# Others' commands want data, a hub, or minutes.
+# Commands run only on these pages. Commands of other pages need data, a model hub, or several minutes.
 COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "reproducibility.md"))]
 
 
@@ -49,8 +49,8 @@ COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "re
     ],
     ids=lambda path: path.stem,
 )
-def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In order, as printed; a recipe becomes a file of the name in its first line, or is resolved."""
+def test_code_blocks_of_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run the blocks in order. A YAML block is saved under the file name in its first line, or resolved as a recipe."""
     from lightning_fcl.cli.main import main
     from lightning_fcl.runs.fit import resolve_recipe
     from lightning_fcl.runs.recipe import Recipe
@@ -72,13 +72,13 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
             for line in code.splitlines():
                 try:
                     main(shlex.split(line, comments=True)[1:])
-                except SystemExit as end:  # of help
+                except SystemExit as end:  # raised by --help
                     assert not end.code, line
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "notebooks").glob("*.md")), ids=lambda path: path.stem)
-def test_a_notebook_imports_what_is_there(path: Path):
-    """The rest of it runs in `make docs`."""
+def test_imports_of_notebook_exist(path: Path):
+    """Only the imports run here. The whole notebook runs in `make docs`."""
     code = "\n".join(re.findall(r"^```\{code-cell\} python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL))
     imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
@@ -87,8 +87,8 @@ def test_a_notebook_imports_what_is_there(path: Path):
 
 
 @pytest.mark.seconds
-def test_the_front_page_s_methods_remember_what_fine_tuning_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """About 0.77 and 0.2, the page says. Over three seeds the accuracies are 0.77 to 0.79, and 0.195 to 0.198."""
+def test_readme_methods_beat_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The page says about 0.77 and 0.2. For three seeds, the accuracies are 0.77 to 0.79 and 0.195 to 0.198."""
     monkeypatch.chdir(tmp_path)
     program = next(code for language, code in BLOCK.findall(README.read_text()) if language == "python")
     accuracies = []
@@ -100,10 +100,10 @@ def test_the_front_page_s_methods_remember_what_fine_tuning_forgets(tmp_path: Pa
     assert accuracies[0] > accuracies[1] + 0.3
 
 
-def test_the_index_names_every_page():
-    """As a link, which works on GitHub, too; that the menu has each is what the build looks at."""
+def test_index_links_every_page():
+    """Links in the text work on GitHub too. The build of the site checks that the menu has each page."""
     text = (FOLDER / "index.md").read_text()
-    elsewhere = {"papers": "../recipes/README.md"}  # it has a list of its own
+    elsewhere = {"papers": "../recipes/README.md"}  # The index links to this list of papers.
     named = {"security": "../SECURITY.md", "changelog": "../CHANGELOG.md"}
     for path in DOCS:
         own = named.get(path.stem, path.relative_to(FOLDER).as_posix())
@@ -111,24 +111,24 @@ def test_the_index_names_every_page():
 
 
 @pytest.mark.parametrize("page", ["custom-modules.md", "trainer.md"])
-def test_tables_are_what_tests_show(page: str):
-    """After a change: `python tests/capability_table.py`."""
+def test_capability_tables_match_tests(page: str):
+    """To update the tables, run `python tests/capability_table.py`."""
     assert TOOL["write_tables"](page) == (FOLDER / page).read_text()
 
 
 @pytest.mark.parametrize(("mark", "name"), [(mark, name) for mark, names in LIGHTNING.items() for name in names])
-def test_an_argument_or_callback_of_lightning_has_a_test_and_a_row(mark: str, name: str):
+def test_each_lightning_argument_and_callback_has_a_row(mark: str, name: str):
     """A new argument or callback of Lightning needs a test with this mark that shows whether it is supported."""
     assert name in [what for what, _, _ in ROWS[mark]]
 
 
 @pytest.mark.parametrize("mark", LIGHTNING)
-def test_a_row_is_of_an_argument_or_callback_that_lightning_has(mark: str):
+def test_each_row_names_an_existing_argument_or_callback(mark: str):
     for what, follows, _ in ROWS[mark]:
         assert what in LIGHTNING[mark] and follows.startswith(("Supported", "Not supported"))
 
 
-def test_the_contributing_page_names_the_index():
+def test_contributing_links_the_index():
     assert "(docs/index.md)" in CONTRIBUTING.read_text()
 
 
@@ -144,7 +144,7 @@ def test_contributing_names_methods_that_exist():
     assert named <= defined
 
 
-def test_contributing_diagram_has_the_packages_in_the_order_of_the_layers():
+def test_contributing_diagram_matches_layer_order():
     diagram = re.search(r"```mermaid\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)[1]
     contracts = tomllib.loads((README.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")

@@ -1,4 +1,4 @@
-"""No decision by the text of an error outside lightning_fcl/library_errors.py (see error_text.py)."""
+"""Static check: only lightning_fcl/library_errors.py makes decisions by the text of an error (see error_text.py)."""
 
 import importlib.util
 import sys
@@ -11,12 +11,19 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightning_fcl", "zoo", "recipes", "benchmarks")
 
 SPEC = importlib.util.spec_from_file_location("error_text", Path(__file__).with_name("error_text.py"))
-error_text = sys.modules["error_text"] = importlib.util.module_from_spec(SPEC)  # its dataclasses look it up
+# Register the module, because its dataclasses look it up by name.
+error_text = sys.modules["error_text"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(error_text)
 
 
 def handler(body, before="", after=""):
-    """Source of a module with an `except` clause: `before` it, its `body`, and the rest of the function `after` it."""
+    """Return the source of a module with an `except` clause.
+
+    Args:
+        body: Body of the `except` clause.
+        before: Source before the function with the clause.
+        after: Rest of the function after the clause.
+    """
     clause = f"try:\n    work()\nexcept ValueError as error:\n{indent(body, '    ')}\n"
     return (
         f"import re\nimport sys\nimport traceback\n{before}\ndef call(log, known):\n{indent(clause + after, '    ')}\n"
@@ -185,12 +192,12 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("source", REJECTED.values(), ids=REJECTED)
-def test_a_decision_by_the_text_of_an_error_is_found(source):
+def test_decision_by_error_text_is_found(source):
     assert error_text.find_decisions({"lightning_fcl/sample.py": source})
 
 
 @pytest.mark.parametrize("source", ALLOWED.values(), ids=ALLOWED)
-def test_other_uses_of_an_error_are_allowed(source):
+def test_other_uses_of_errors_are_allowed(source):
     assert error_text.find_decisions({"lightning_fcl/sample.py": source}) == []
 
 
@@ -204,7 +211,7 @@ def test_other_uses_of_an_error_are_allowed(source):
         ("from lightning_fcl import is_full", "is_full(error)"),
     ],
 )
-def test_a_helper_of_another_module_is_found_at_its_line(line, call):
+def test_helper_in_another_module_is_found_with_its_line(line, call):
     sources = {
         "lightning_fcl/__init__.py": "from lightning_fcl.kinds import is_full\n",
         "lightning_fcl/kinds.py": "def is_full(one):\n    return 'full' in str(one)\n",
@@ -215,14 +222,14 @@ def test_a_helper_of_another_module_is_found_at_its_line(line, call):
     assert found.endswith("lightning_fcl/sample.py:9)")
 
 
-def test_the_table_of_library_errors_may_compare():
+def test_library_errors_table_may_compare_texts():
     source = "import re\ndef match_error(error: BaseException, kind):\n    return re.search(kind.value, str(error))\n"
     assert error_text.find_decisions({error_text.TABLE: source}) == []
     assert error_text.find_decisions({"lightning_fcl/other.py": source})
 
 
 @pytest.mark.seconds
-def test_no_decision_by_the_text_of_an_error():
+def test_package_makes_no_decision_by_error_text():
     sources = dict(error_text.python_files(ROOT, *FOLDERS))
     assert len(sources) > 250 and error_text.TABLE in sources
     found = error_text.find_decisions(sources)

@@ -1,4 +1,4 @@
-"""Files are opened for reading by lightning_fcl/io alone, so that no named pipe and no device can block a command."""
+"""Static check: only lightning_fcl/io opens files for reading, so that no named pipe or device can block a command."""
 
 import ast
 from pathlib import Path
@@ -11,20 +11,20 @@ METHODS = {"read_text", "read_bytes"}
 """Methods of `Path` that read a file."""
 
 BY_NAME = {"load", "loadtxt", "genfromtxt", "read_csv", "read_parquet", "read_json", "read_pickle", "ZipFile"}
-"""Functions that take a path or an open file."""
+"""Functions that take a path or an open file. An open file is allowed."""
 
 LIBRARIES = {"np", "torch", "pd", "zipfile", "json", "pickle"}
 
 BY_PATH = {"fromfile", "from_file", "memmap", "safe_open", "load_file"}
-"""Functions that take a path alone."""
+"""Functions that take only a path."""
 
 OPENED = {"file", "content", "numbers", "packed", "opened", "archive", "io", "sys", "reader"}
-"""Names of open files and texts in memory."""
+"""Names that the package uses for open files and for contents in memory."""
 
 ALLOWED = {
-    ("cli/main.py", "open"): "It writes to the null device.",
-    ("data/datasets/sensors.py", "read_bytes"): "It is the path of a member of an open zip file.",
-    ("data/datasets/readers.py", "load"): "It is a method of an unpickler of an open file.",
+    ("cli/main.py", "open"): "The call opens the null device for writing.",
+    ("data/datasets/sensors.py", "read_bytes"): "The path is a member of an open zip file.",
+    ("data/datasets/readers.py", "load"): "The call is a method of an unpickler of an open file.",
 }
 
 
@@ -33,19 +33,19 @@ def name_of(node):
 
 
 def is_opened(argument):
-    """Return whether an argument is an open file, a content in memory, or a path that was checked."""
+    """Return whether an argument is an open file, a content in memory, or a checked path."""
     made = argument.func if isinstance(argument, ast.Call) else argument
     return name_of(made) in {*OPENED, "open_file", "regular_file", "BytesIO", "StringIO", "read_text"}
 
 
 def writes(call):
-    """Return whether a call of `open` has a mode that writes a file."""
+    """Return whether a call of `open` has a write mode."""
     modes = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     return bool(modes) and modes[-1][0] in "wax" and len(modes[-1]) <= 3
 
 
 def is_unsafe(call):
-    """Return whether a call opens a file for reading on its own."""
+    """Return whether a call opens an unchecked path for reading."""
     name, first = name_of(call.func), call.args[0] if call.args else None
     owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name == "open":
@@ -62,7 +62,7 @@ def is_unsafe(call):
 
 
 def unsafe_reads(source, path):
-    """Return the calls of a module that open a file for reading on their own, and that are not allowed to."""
+    """Return the calls of a module that open an unchecked path for reading, except the calls in `ALLOWED`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and is_unsafe(node)]
     return [
         f"{path}:{call.lineno}: {ast.unparse(call)[:80]}" for call in calls if (path, name_of(call.func)) not in ALLOWED
@@ -88,7 +88,7 @@ def unsafe_reads(source, path):
         "Image.open(path)",
     ],
 )
-def test_unsafe_reads_finds_a_file_opened_by_its_path(source):
+def test_unsafe_reads_finds_unchecked_path(source):
     assert unsafe_reads(source, "a.py")
 
 
@@ -100,7 +100,7 @@ def test_unsafe_reads_accepts_checked_files(source):
     assert not unsafe_reads(source, "a.py")
 
 
-def test_package_opens_files_in_io_alone():
+def test_package_opens_files_only_in_io():
     paths = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "io"]
     assert len(paths) > 200
     found = [one for path in paths for one in unsafe_reads(path.read_text(), path.relative_to(PACKAGE).as_posix())]

@@ -1,4 +1,4 @@
-"""The first hour of a newcomer, from the wheel."""
+"""The first steps of a new user, with the package installed from its wheel."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_first_hour():
+def test_first_hour_script_passes():
     script = Path(__file__).with_name("first_hour.sh")
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=1800, env=environment)

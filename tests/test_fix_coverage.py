@@ -1,4 +1,4 @@
-"""Each hint of an error has a row in the tables of fixes, or another test that provokes it."""
+"""Coverage of hints: each hint of an error has a row in the tables of fixes, or another test that provokes it."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from hint_texts import HOLE, Package, read_package
 
 ROOT = Path(__file__).parents[1]
 
-# Tests that provoke an error and try its fix with means that a row does not have, by a part of the hint.
+# Tests that provoke an error with fixtures that a row does not have, and try its fix. Keys are parts of the hints.
 TRIED_ELSEWHERE: dict[str, list[str]] = {
     "convert it to numbers, text, tensors, or lists and dicts of them.": [
         "tests/simulation/test_tensor_subclasses.py::test_unreadable_callback_state_raises_by_the_first_round",
@@ -72,7 +72,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
 }
 
-# Hints whose whole text comes from a table or a value, by file and function: a test of them.
+# Hints whose whole text comes from a table or a value. Keys are file and function; values name a test or row.
 PASSED_ON: dict[str, str] = {
     "data/adapters.py to_dataset": "tests/fixes.py, list of samples",
     "models/serialization.py validate_arguments": "tests/fixes_models.py, arguments of a network in a file",
@@ -87,7 +87,7 @@ PASSED_ON: dict[str, str] = {
     "runs/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
 }
 
-# Hints that no test can try, each with the reason.
+# Hints that no test can provoke, each with the reason.
 UNTRIED: dict[str, str] = {
     "Install the version of lightning-fcl that the entry was made with.": "needs another version of the package",
     'Install a supported version: pip install "lightning-fcl[flower]".': "needs another version of Flower",
@@ -99,7 +99,11 @@ UNTRIED: dict[str, str] = {
 
 
 def covers(hint, parts):
-    """Return whether a row's hint is of a text: two words or more of its longest part, or all parts."""
+    """Return whether the hint of a row covers a text with these parts.
+
+    If the longest part has several words, the hint must contain this part, or be a piece of it with several words.
+    Otherwise, the hint must contain all parts.
+    """
     longest = max(parts, key=len)
     if len(longest.split()) > 1:
         return longest in hint or (len(hint.split()) > 1 and hint in longest)
@@ -107,7 +111,7 @@ def covers(hint, parts):
 
 
 def untried(package, hints, elsewhere):
-    """Return the texts of hints that fewer rows and tests try than places have them, with the places."""
+    """Return the hint texts that occur in more places of the package than rows and tests cover, with the places."""
     places = defaultdict(set)
     for site in package.sites():
         if site.parts:
@@ -129,7 +133,7 @@ def package():
 HINTS = [row.hint for row in (*ROWS.values(), *FILE_ROWS.values())]
 
 
-def test_each_hint_is_tried(package):
+def test_each_hint_has_a_row_or_test(package):
     found = untried(package, HINTS, TRIED_ELSEWHERE)
     assert {text: where for text, where in found.items() if text not in UNTRIED} == {}
     assert UNTRIED.keys() <= found.keys()
@@ -145,7 +149,7 @@ def is_text(site):
 
 
 @pytest.mark.parametrize("part", TRIED_ELSEWHERE)
-def test_tests_of_other_files_provoke_the_hint(part):
+def test_referenced_test_exists_and_names_hint(part):
     longest = max((word.strip("`.,") for word in part.split()), key=len)
     for test in TRIED_ELSEWHERE[part]:
         file, _, name = test.partition("::")
@@ -211,7 +215,7 @@ TEXTS = [
 ]
 
 
-def test_hints_of_a_sample_are_found():
+def test_untried_finds_hints_of_a_sample_package():
     sample = Package({"sample.py": SAMPLE, "words.py": WORDS})
     assert sorted(untried(sample, [], {})) == TEXTS
     assert untried(sample, [text.replace(" ... ", "1") for text in TEXTS], {}) == {}
@@ -220,12 +224,12 @@ def test_hints_of_a_sample_are_found():
     assert untried(sample, others, {"Use a constant text.": ["tests/test_x.py::test_y"]}) == {}
 
 
-def test_two_places_with_one_text_need_two_rows():
+def test_untried_same_hint_in_two_places_needs_two_rows():
     sample = Package({"a.py": 'raise Error("", hint="Leave it out.")', "b.py": 'raise Error("", hint="Leave it out.")'})
     assert untried(sample, ["Leave it out."], {}) == {"Leave it out.": ["a.py:1", "b.py:1"]}
     assert untried(sample, ["Leave it out.", "Leave it out."], {}) == {}
 
 
-def test_a_new_hint_of_the_package_is_untried(package):
+def test_untried_finds_new_hint(package):
     source = 'raise ValueError("...", hint="Use a hint without a row.")'
     assert untried(Package({"new.py": source}), HINTS, TRIED_ELSEWHERE) == {"Use a hint without a row.": ["new.py:1"]}

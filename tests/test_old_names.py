@@ -1,4 +1,4 @@
-"""Nothing has a name that `docs/renames.csv` has replaced: no member, function, argument, keyword, key or metric."""
+"""Names that `docs/renames.csv` lists as replaced: code, recipes, pages and results do not use them."""
 
 import ast
 import csv
@@ -26,7 +26,7 @@ CLASSES = {row["old"]: row["new"] for row in RENAMES if row["kind"] == "class"}
 
 
 def replaced_members(renames):
-    """Return the replaced names of each class, by its present name."""
+    """Return the replaced member names of each class. Keys are the current class names."""
     members = defaultdict(set)
     for row in renames:
         scope = row["where"].partition(":")[2]
@@ -36,7 +36,7 @@ def replaced_members(renames):
 
 
 def present_path(path):
-    """Return the path of a module after the moves of modules and packages."""
+    """Return the current path of a module. Moves of modules and packages are applied."""
     name = path.removeprefix("lightning_fcl/").removesuffix(".py")
     package, slash, module = MOVES.get(name, name).partition("/")
     return f"lightning_fcl/{MOVES.get(package, package) if slash else package}{slash}{module}.py"
@@ -60,7 +60,7 @@ def bound_members(node):
 
 
 def find_replaced(sources, replaced):
-    """Return `file: Class.member` for each member with a replaced name in the classes of some sources."""
+    """Return `file: Class.member` for each class member with a replaced name, including members of derived classes."""
     sources = list(sources)
     nodes = [(file, node) for file, tree in sources for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     file_bases, package_bases = defaultdict(lambda: defaultdict(set)), defaultdict(set)
@@ -84,18 +84,18 @@ def find_replaced(sources, replaced):
 
 @pytest.fixture(scope="module")
 def sources():
-    """The paths of all modules below the root, each with its syntax tree."""
+    """Return the path and the syntax tree of each module in `FOLDERS`."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in paths]
 
 
 @pytest.mark.seconds
-def test_no_class_has_a_member_with_a_replaced_name(sources):
+def test_classes_have_no_replaced_members(sources):
     assert find_replaced(sources, replaced_members(RENAMES)) == []
 
 
 @pytest.mark.parametrize("body", ["down = False", "def down(self): ...", "down: bool = False"])
-def test_an_override_of_a_replaced_name_in_a_derived_class_is_found(body):
+def test_find_replaced_finds_override_in_derived_class(body):
     sources = [
         ("lightning_fcl/a.py", ast.parse("class Base(Reduction): ...")),
         ("b.py", ast.parse(f"class Mine(a.Base):\n    {body}")),
@@ -111,7 +111,7 @@ def test_modules_do_not_define_replaced_functions_and_classes(sources):
         if row["kind"] in ("function", "class") and row["where"].endswith(":"):
             modules[present_path(row["where"].rstrip(":"))].add(row["old"])
     files = {str(file) for file, _ in sources}
-    assert len(modules.keys() & files) > 100  # a path that is not translated would find nothing
+    assert len(modules.keys() & files) > 100  # Without translated paths, the test would find nothing.
     found = []
     for file, tree in sources:
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -128,17 +128,17 @@ def test_modules_do_not_define_replaced_functions_and_classes(sources):
         ("lightning_fcl/errors.py", "lightning_fcl/validation.py"),
     ],
 )
-def test_path_of_a_moved_module_is_its_present_one(path, present):
+def test_present_path_of_moved_module(path, present):
     assert present_path(path) == present and (ROOT / present).exists()
 
 
-def test_each_row_is_done_or_open_or_void_with_a_reason():
+def test_status_of_rows_is_valid():
     assert {row["status"] for row in ROWS} <= {"done", "open", "void"}
     assert [row["old"] for row in ROWS if row["status"] == "void" and not row["note"]] == []
 
 
 def replaced_arguments():
-    """Return the replaced arguments of each class and function, by its present name."""
+    """Return the replaced arguments of each class and function. Keys are the current names."""
     arguments = defaultdict(dict)
     for row in RENAMES:
         scope = row["where"].partition(":")[2].removesuffix(".__init__")
@@ -155,7 +155,7 @@ ARGUMENTS = replaced_arguments()
 
 
 def old_arguments(tree):
-    """Return the replaced arguments of functions and fields of dataclasses that a module defines."""
+    """Return the replaced names among the function arguments and dataclass fields that a module defines."""
     found = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
@@ -188,7 +188,7 @@ def test_modules_do_not_define_replaced_arguments(sources):
 
 
 def old_keywords(tree):
-    """Return the replaced keywords in calls of public classes and functions."""
+    """Return the replaced keywords in calls of classes."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -198,18 +198,18 @@ def old_keywords(tree):
 
 
 @pytest.mark.seconds
-def test_no_call_has_a_replaced_keyword(sources):
+def test_calls_have_no_replaced_keywords(sources):
     found = [(str(file), *pair) for file, tree in sources for pair in old_keywords(tree)]
     assert found == []
 
 
-def test_a_replaced_keyword_of_a_call_is_found():
+def test_old_keywords_finds_replaced_keyword():
     assert old_keywords(ast.parse("x = lightning_fcl.IID(clients=3)")) == [("IID", "clients")]
     assert old_keywords(ast.parse("IID(num_clients=3)")) == []
 
 
 def mappings(content):
-    """Yield all mappings of nested lists and mappings."""
+    """Yield all dicts in nested lists and dicts."""
     if isinstance(content, dict):
         yield content
     for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
@@ -217,7 +217,7 @@ def mappings(content):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
-def test_no_recipe_has_a_replaced_argument(path):
+def test_recipes_have_no_replaced_arguments(path):
     found = []
     for mapping in mappings(yaml.safe_load(path.read_text())):
         name = str(mapping.get("class_path", "")).rpartition(".")[2]
@@ -227,7 +227,7 @@ def test_no_recipe_has_a_replaced_argument(path):
     assert found == []
 
 
-def test_no_page_calls_with_a_replaced_keyword():
+def test_pages_have_no_replaced_keywords():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     names = "|".join(name for name in ARGUMENTS if name[:1].isupper() and "." not in name)
     found = []
@@ -243,7 +243,7 @@ RECORD = {"skipped", "missed", "late", "claims", "limits", "own", "kept_bytes"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").rglob("*.json")), ids=lambda path: path.parent.name)
-def test_no_committed_result_has_a_replaced_key(path):
+def test_committed_results_have_no_replaced_keys(path):
     content = json.loads(path.read_text())
     keys = [*content.get("metrics", {}), *content.get("expected", {})]
     keys += [name for row in content.get("rows", {}).values() for name in row]
@@ -253,7 +253,7 @@ def test_no_committed_result_has_a_replaced_key(path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "zoo").glob("*/config.json")), ids=lambda path: path.parent.name)
-def test_no_published_network_has_a_replaced_key(path):
+def test_zoo_configs_have_no_replaced_keys(path):
     content = json.loads(path.read_text())
     assert not ARGUMENTS["ModelEntry"].keys() & content.keys()
     assert "rate" not in (content["measurement"] or {})

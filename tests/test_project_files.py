@@ -1,4 +1,4 @@
-"""Files for those who cite, report, change and publish."""
+"""Files for citation, issues, pull requests, CI and releases."""
 
 import re
 import shlex
@@ -20,17 +20,17 @@ def read(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_it_is_yaml(path):
+def test_file_is_valid_yaml(path):
     assert isinstance(read(path), dict)
 
 
-def test_all_are_there():
+def test_forms_and_workflows_exist():
     assert [path.name for path in FORMS] == ["bug.yml", "wanted.yml"]
     assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
     assert (ROOT / ".github/pull_request_template.md").is_file()
 
 
-def test_the_citation_is_of_this_version():
+def test_citation_has_package_version():
     cited = read(ROOT / "CITATION.cff")
     assert cited["version"] == lightning_fcl.__version__
     assert cited["license"] == "Apache-2.0"
@@ -38,7 +38,7 @@ def test_the_citation_is_of_this_version():
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_a_form_asks(path):
+def test_issue_form_has_required_fields(path):
     form = read(path)
     assert form["name"] and form["description"]
     fields = [part["id"] for part in form["body"]]
@@ -46,12 +46,12 @@ def test_a_form_asks(path):
     assert any(part.get("validations", {}).get("required") for part in form["body"])
 
 
-def test_bugs_come_with_their_version():
+def test_bug_form_asks_for_version():
     assert "lightning-fcl --version" in (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_runs_what_is_there(path):
+def test_workflow_runs_existing_scripts_and_pinned_actions(path):
     jobs = read(path)["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     named = {
@@ -70,7 +70,7 @@ def test_a_workflow_runs_what_is_there(path):
     )
 
 
-def test_only_publishing_may_ask_for_an_identity():
+def test_only_publish_job_has_id_token_permission():
     release = read(ROOT / ".github/workflows/release.yml")
     assert release["permissions"] == {"contents": "read"}
     assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}

@@ -1,4 +1,4 @@
-"""The built documentation asks no other host for anything, and its links go where they should."""
+"""The built documentation: it loads nothing from other hosts, and its internal links are valid."""
 
 import importlib.util
 import subprocess
@@ -40,7 +40,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_what_comes_from_elsewhere_is_found(name):
+def test_loaded_from_elsewhere_finds_external_resource(name):
     assert len(offline.loaded_from_elsewhere(name, LOADS[name])) == 1
 
 
@@ -55,7 +55,7 @@ def test_what_comes_from_elsewhere_is_found(name):
         ("own.svg", '<svg xmlns="http://www.w3.org/2000/svg"><style>.a { fill: red }</style></svg>'),
     ],
 )
-def test_what_a_reader_may_follow_or_lies_here_is_none(name, text):
+def test_loaded_from_elsewhere_ignores_links_and_local_files(name, text):
     assert offline.loaded_from_elsewhere(name, text) == []
 
 
@@ -71,7 +71,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """All pages: those of `make docs` if nothing has changed since, otherwise a build whose warnings are errors."""
+    """The folder of the built site. If a source is newer than `make docs`, the site is built with warnings as errors."""
     pages, sources = ROOT / "site" / "html", [ROOT / name for name in ("docs", "lightning_fcl", "recipes", "README.md")]
     files = (file for source in sources for file in ([source] if source.is_file() else source.rglob("*.*")))
     if (pages / "index.html").is_file():
@@ -86,13 +86,13 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_elsewhere(site):
+def test_site_loads_nothing_from_other_hosts(site):
     assert list(offline.in_folder(site)) == []
     assert len(list(site.rglob("*.html"))) > 25
 
 
 @pytest.mark.slow
-def test_every_link_within_the_site_goes_to_a_file_and_a_part_of_it(site):
+def test_internal_links_have_existing_files_and_anchors(site):
     pages = {path: Links() for path in site.rglob("*.html")}
     for path, page in pages.items():
         page.feed(path.read_text())
@@ -106,21 +106,21 @@ def test_every_link_within_the_site_goes_to_a_file_and_a_part_of_it(site):
 
 
 @pytest.mark.slow
-def test_links_to_files_beyond_the_pages_go_to_their_page_or_a_copy(site):
+def test_links_to_source_files_become_pages_or_copies(site):
     def links(page):
         parser = Links()
         parser.feed((site / page).read_text())
         return parser.found
 
-    assert "papers/index.html" in links("recipes.html")  # ../recipes/README.md
-    assert "incfed.html" in links("papers/fedclip.html")  # ../incfed/README.md of the included page
-    assert "../recipes.html#add-a-paper" in links("papers/index.html")  # ../docs/recipes.md of the included page
+    assert "papers/index.html" in links("recipes.html")  # from ../recipes/README.md
+    assert "incfed.html" in links("papers/fedclip.html")  # from ../incfed/README.md in the included page
+    assert "../recipes.html#add-a-paper" in links("papers/index.html")  # from ../docs/recipes.md in the included page
     copies = [link for link in links("papers/incfed.html") if link.endswith("table.json")]
     assert (site / "papers" / copies[0]).read_bytes() == (ROOT / "recipes" / "incfed" / "table.json").read_bytes()
 
 
 @pytest.mark.slow
-def test_every_public_name_has_its_place(site):
+def test_public_names_are_in_api_pages(site):
     import lightning_fcl
     from lightning_fcl import callbacks, models, zoo
 
@@ -133,9 +133,10 @@ def test_every_public_name_has_its_place(site):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", ["index", "trainer", "migration", "papers/flwf", "api/callbacks"])
-def test_a_page_opens_without_an_error_or_a_request_to_a_host(opened, site, name, width):
+def test_page_opens_without_errors_or_external_requests(opened, site, name, width):
     page, said, asked = opened(site / f"{name}.html", width)
     page.wait_for_load_state("networkidle")
     assert said == [] and all(url.startswith((site.as_uri(), "data:")) for url in asked)
     assert page.locator("h1").first.is_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width  # what is wide scrolls in a place of its own
+    # The page does not scroll sideways: wide tables and code blocks scroll separately.
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,4 +1,4 @@
-"""Names that files and messages bring, at every door: they lead into their folder, or nowhere."""
+"""Names from files and messages: a name leads to a path inside its folder, or raises an error."""
 
 import hashlib
 import re
@@ -28,7 +28,7 @@ REFUSED = "Expected the name of a file or folder inside .*Use a name of letters"
 
 
 @pytest.mark.parametrize("name", EVIL, ids=lambda name: ascii(name)[:40])
-def test_no_evil_name_is_joined(tmp_path, name):
+def test_safe_join_unsafe_name_raises(tmp_path, name):
     with raises(InvalidValueError, "name"):
         safe_join(tmp_path, name)
     with raises(InvalidValueError, "name"):
@@ -38,17 +38,17 @@ def test_no_evil_name_is_joined(tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["a", "0", "a.png", ".part", "x/y z", "Zürich", "学校/1", "a%2F..b", "val_0.JPEG", "é" * 120]
 )
-def test_a_plain_name_is_joined_as_it_is(tmp_path, name):
+def test_safe_join_plain_name_is_joined(tmp_path, name):
     assert safe_join(tmp_path, name) == tmp_path / name
     assert safe_join(tmp_path, "x", name) == tmp_path / "x" / name
 
 
-def test_no_name_is_none_of_the_folders():
+def test_safe_join_without_name_raises():
     with raises(InvalidValueError, "name", value=""):
         safe_join(Path("here"))
 
 
-def test_links_lead_nowhere_else(tmp_path):
+def test_safe_join_link_out_of_folder_raises(tmp_path):
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
@@ -62,7 +62,7 @@ def test_links_lead_nowhere_else(tmp_path):
         with raises(InvalidValueError, "name"):
             safe_join(folder, name)
     assert safe_join(folder, "deep", "in", "deep").samefile(folder / "deep")
-    (tmp_path / "link").symlink_to(folder)  # a folder that someone has named may be elsewhere itself
+    (tmp_path / "link").symlink_to(folder)  # The folder itself may be a link.
     assert safe_join(tmp_path / "link", "deep") == tmp_path / "link" / "deep"
 
 
@@ -72,7 +72,7 @@ def all_below(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder in a folder, with files where evil names lead to."""
+    """A nested folder. Files exist at the paths to which the unsafe names lead."""
     folder = tmp_path / "own" / "folder"
     for place in (tmp_path, folder.parent, folder, folder / "a", tmp_path / "x"):
         place.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_no_file_of_a_run_is_elsewhere(folder):
+def test_is_complete_rejects_unsafe_names_in_file_list(folder):
     (folder / "results.json").write_bytes(b"whole")
 
     def sealed(*names):
@@ -95,7 +95,7 @@ def test_no_file_of_a_run_is_elsewhere(folder):
             assert not sealed(name)
 
 
-def test_no_figure_is_drawn_elsewhere(folder, tmp_path, monkeypatch):
+def test_write_figures_unsafe_file_name_raises(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(paper_figures.FIGURE_KINDS, "volume_by_round", lambda *_: None)
     before = all_below(tmp_path)
     for name in (*EVIL, "../x.png", "a/../../x.png", str(tmp_path / "x.png")):
@@ -105,7 +105,7 @@ def test_no_figure_is_drawn_elsewhere(folder, tmp_path, monkeypatch):
     assert all_below(tmp_path) == before
 
 
-def test_no_memory_of_a_client_is_elsewhere(folder, tmp_path):
+def test_client_store_stays_in_folder_or_raises(folder, tmp_path):
     clients, before, store = folder / "clients", all_below(tmp_path), ClientStore("disk", folder / "clients")
     kept = {}
     for number, name in enumerate((*TEXTS, "../x", str(tmp_path / "x"))):
@@ -120,7 +120,7 @@ def test_no_memory_of_a_client_is_elsewhere(folder, tmp_path):
     assert {path.parent for path in after.keys() - before.keys()} == {clients} and len(after) - len(before) == len(kept)
 
 
-def test_no_federation_and_no_client_has_a_folder_elsewhere(folder):
+def test_client_folder_stays_in_folder_or_raises(folder):
     found = []
     for name in (*TEXTS, str(folder)):
         for names in ((name, "client"), ("federation", name)):
@@ -135,7 +135,7 @@ def test_no_federation_and_no_client_has_a_folder_elsewhere(folder):
             client_folder(folder, *names)
 
 
-def test_no_share_of_a_split_is_elsewhere(folder):
+def test_split_file_stays_in_folder_or_raises(folder):
     found = []
     for name in TEXTS:
         context = SimpleNamespace(node_config={"client": name}, run_config={"data-folder": str(folder)})
@@ -151,7 +151,7 @@ def test_no_share_of_a_split_is_elsewhere(folder):
         split_file(folder, "Server")
 
 
-def test_no_list_of_a_data_set_names_an_image_elsewhere(folder, tmp_path):
+def test_image_lists_with_unsafe_names_raise(folder, tmp_path):
     (folder / "images").mkdir()
     for name in TEXTS:
         if name and name == name.strip() and name.isprintable():

@@ -1,4 +1,4 @@
-"""Variables and arguments have names of what they hold: none is a bare pronoun, preposition, adverb or participle."""
+"""Static check: no variable or argument is named only by a pronoun, preposition, adverb or participle."""
 
 import ast
 from collections.abc import Iterator
@@ -28,15 +28,15 @@ measured merged met moved named needed opened part put reached read received rep
 told tried used waiting written of
 """
 WORDS = frozenset(f"{PRONOUNS} {PREPOSITIONS} {PARTICIPLES}".split())
-# Names that another interface gives: path, function and name.
+# Names that an external interface requires: path, function and name.
 GIVEN = {
-    ("docs/_extensions/api_pages.py", "list_names", "what"),  # Sphinx's autodoc events
-    ("lightning_fcl/simulation/multiprocess.py", "reduce_boolean_decision", "all"),  # Lightning's Strategy
+    ("docs/_extensions/api_pages.py", "list_names", "what"),  # event of Sphinx's autodoc
+    ("lightning_fcl/simulation/multiprocess.py", "reduce_boolean_decision", "all"),  # Strategy of Lightning
 }
 
 
 def bindings(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield the names of arguments and of variables that live longer than a comprehension."""
+    """Yield the names of arguments and of variables. Variables of comprehensions are excluded."""
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -62,7 +62,7 @@ def unclear_names(source: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_variables_are_named_after_what_they_hold(path):
+def test_variables_have_meaningful_names(path):
     relative = path.relative_to(ROOT).as_posix()
     assert {found for found in unclear_names(path.read_text()) if (relative, *found) not in GIVEN} == set()
 
@@ -81,9 +81,9 @@ def test_variables_are_named_after_what_they_hold(path):
         "class A:\n    def f(self):\n        a, [one, b] = x",
     ],
 )
-def test_unclear_name_is_found(body):
+def test_unclear_names_finds_each_kind_of_binding(body):
     assert len(unclear_names(body)) == 1
 
 
-def test_comprehensions_may_have_short_names():
+def test_unclear_names_allows_comprehension_variables():
     assert unclear_names("def f():\n    return [one for one in x]") == set()
