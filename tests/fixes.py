@@ -496,19 +496,19 @@ ROWS |= {
         {"every": 1, "size": 16},
         "Increase `batch_size` instead.",
     ),
-    "LBFGS that is kept": Row(
+    "LBFGS with keep_optimizer_state": Row(
         lambda lab, **options: fit_one_round(lab, task=lab.task(lbfgs), **options),
         {"keep_optimizer_state": True},
         None,
         "Remove `keep_optimizer_state`.",
     ),
-    "schedule by step of a module that optimizes by hand": Row(
+    "step schedule with manual optimization": Row(
         fit_by_hand,
         {"schedule_options": {"interval": "step"}, "steps_itself": True},
         {"schedule_options": {}},
         "`self.lr_schedulers().step()` in `training_step`",
     ),
-    "limit_train_batches beside a schedule": Row(
+    "limit_train_batches with a schedule": Row(
         fit_one_round,
         {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"trainer_args": {}},
@@ -542,7 +542,7 @@ ROWS |= {
         fit_states, {"states": without_keep_vars}, {"states": own_tensors}, "Accept `*args, **kwargs`"
     ),
     "state_dict of copies": Row(fit_states, {"states": copied}, {"states": own_tensors}, "the module's own tensors"),
-    "state_dict without parameters that learn": Row(
+    "state_dict without trainable parameters": Row(
         fit_states, {"states": only_the_head}, {"frozen": ["model.1"]}, "freeze parameters that are not returned"
     ),
     "num_classes of the task": Row(
@@ -551,7 +551,7 @@ ROWS |= {
         {"classes": 4},
         "Increase `num_classes` of the task and of the network.",
     ),
-    "optimizers of a hook": Row(
+    "optimizer that a hook replaces": Row(
         fit_growing,
         {"in_place": False},
         {"in_place": True},
@@ -584,7 +584,7 @@ ROWS |= {
     "steps that differ between clients": Row(
         fit_counting, {"by_round": False}, {"by_round": True}, "compute its length from `trainer.max_epochs` (rounds)"
     ),
-    "two optimizers beside a method": Row(
+    "two optimizers with a method": Row(
         lambda lab, callbacks: fit_one_round(lab, task=TwoByHand(), callbacks=callbacks),
         {"callbacks": [FedProx(0.1)]},
         {"callbacks": []},
@@ -596,31 +596,31 @@ ROWS |= {
         {"epochs": 2},
         "Set `max_epochs=2`, or remove it.",
     ),
-    "data that are no stream": Row(
+    "data module that is not a stream": Row(
         lambda lab, data: lab.fit(lab.task(), data(), max_epochs=1),
         {"data": lambda: L.LightningDataModule.from_datasets(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()))},
         {"data": lambda: small_stream()},
         "Create one from your data with `FederatedStream.from_arrays(x, y, client_ids=...)`.",
     ),
-    "swarm with dropout beside compression": Row(
+    "swarm with dropout and compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"swarm": Swarm(missed_sync_prob=0.5), "compression": TopK(0.1)},
         {"swarm": Swarm()},
         "Remove `missed_sync_prob` and `missed_rounds`",
     ),
-    "swarm beside a schedule": Row(
+    "swarm with a schedule": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"swarm": Swarm(), "synchronization": Deadline(ClientSpeeds(0.01))},
         {"swarm": None},
         "Remove `swarm` or `synchronization`.",
     ),
-    "FedBuff beside a mask": Row(
+    "FedBuff with a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"upload_transforms": []},
         "Remove it, or use `Deadline`",
     ),
-    "FedBuff beside a mask, with a Deadline": Row(
+    "FedBuff with a mask, replaced by Deadline": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"synchronization": FedBuff(ClientSpeeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"synchronization": Deadline(ClientSpeeds(0.01))},
@@ -638,7 +638,7 @@ ROWS |= {
         {"transforms": [TopK(0.1)]},
         "Remove all but one.",
     ),
-    "compression beside a mask": Row(
+    "compression with a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"compression": TopK(0.1), "upload_transforms": [SumsOnly()]},
         {"compression": None},
@@ -650,13 +650,13 @@ ROWS |= {
         {"reductions": {"*": "mean"}},
         "Use another reduction",
     ),
-    "compression of a reduction that cannot be compressed, without": Row(
+    "compression of a reduction that cannot be compressed, removed": Row(
         lambda lab, **options: fit_one_round(lab, **options),
         {"compression": TopK(0.1), "reductions": {"*": "sparse_mean"}},
         {"compression": None},
         "or remove `compression`.",
     ),
-    "a mask beside a method whose clients send messages": Row(
+    "mask with a method whose clients send messages": Row(
         lambda lab, senders: Pipeline([SumsOnly()]).setup(
             Setting({}, {}, [], seed=0, round_idx=0, clients=[], senders=senders)
         ),
@@ -664,13 +664,13 @@ ROWS |= {
         {"senders": []},
         "Remove the method, or",
     ),
-    "a mask beside a median": Row(
+    "mask with a median": Row(
         lambda lab, **options: fit_one_round(lab, **options),
         {"upload_transforms": [Halves()], "reductions": {"*": "median"}},
         {"reductions": {"*": "mean"}},
         "Use another reduction",
     ),
-    "limit_train_batches beside a schedule, without": Row(
+    "limit_train_batches with a schedule, removed": Row(
         fit_one_round,
         {"synchronization": Deadline(ClientSpeeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"synchronization": None},
@@ -688,7 +688,7 @@ ROWS |= {
         {"synchronization": Deadline(ClientSpeeds(0.01))},
         "Use `Deadline`",
     ),
-    "speeds are missing": Row(
+    "client without a speed": Row(
         lambda lab, speeds: fit_one_round(lab, synchronization=Deadline(speeds)),
         {"speeds": ClientSpeeds(per_client={"0": {"seconds_per_sample": 0.1}})},
         {"speeds": ClientSpeeds(0.01, per_client={"0": {"seconds_per_sample": 0.1}})},
@@ -713,7 +713,7 @@ ROWS |= {
         {"rate": 0.01},
         "Use a finite number, such as `lr=0.01`.",
     ),
-    "batches of one sample beside batch normalization": Row(
+    "batches of one sample with batch normalization": Row(
         lambda lab, size: fit_one_round(
             lab,
             lab.stream(batch_size=size),
@@ -723,7 +723,7 @@ ROWS |= {
         {"size": 2},
         "Use `batch_size=2` or more.",
     ),
-    "client_model within another": Row(
+    "nested client_model": Row(
         lambda lab, together: show_two(fit_one_round(lab), together),
         {"together": True},
         {"together": False},
@@ -837,10 +837,10 @@ def stream_of_arrays(lab, x=X, y=Y, **options):
 
 
 ROWS |= {
-    "classes that experiences do not divide": Row(
+    "number of classes not divisible by experiences": Row(
         stream_of, {"scenario": ClassIncremental(3)}, {"scenario": ClassIncremental([2, 1, 1])}, "such as [2, 1, 1]"
     ),
-    "classes that experiences do not divide, by a divisor": Row(
+    "number of classes not divisible by experiences, other number": Row(
         stream_of,
         {"scenario": ClassIncremental(3)},
         {"scenario": ClassIncremental(2)},
@@ -869,7 +869,7 @@ ROWS |= {
         "Did you mean dog?",
         UnknownNameError,
     ),
-    "order of numbers with two meanings": Row(
+    "class order of ambiguous numbers": Row(
         stream_of,
         {"classes": ["1", "0", "2", "3"], "scenario": ClassIncremental(2, class_order=[1, 0, 2, 3])},
         {"scenario": ClassIncremental(2, class_order=["1", "0", "2", "3"])},
@@ -896,7 +896,7 @@ ROWS |= {
         {"scenario": Online(ClassIncremental(2))},
         "Remove `history` from the scenario.",
     ),
-    "owners beside a scenario with its own clients": Row(
+    "client_ids with a scenario that defines clients": Row(
         lambda lab, **options: FederatedStream("digits", "fedvit", **options),
         {"partition": IID(2)},
         None,
@@ -905,19 +905,19 @@ ROWS |= {
     "ByClientId without owners": Row(
         stream_of_arrays, {"partition": ByClientId()}, {"partition": IID(2)}, "Use another `partition`, such as `IID`."
     ),
-    "Dirichlet without a division": Row(
+    "Dirichlet that finds no partition": Row(
         divide,
         {"partition": Dirichlet(8, alpha=0.01, min_partition_size=2)},
         {"partition": Dirichlet(8, alpha=100.0, min_partition_size=2)},
         "Raise `alpha`",
     ),
-    "Dirichlet without a division, by min_size": Row(
+    "Dirichlet that finds no partition, lower min_size": Row(
         divide,
         {"partition": Dirichlet(8, alpha=0.3, min_partition_size=3)},
         {"partition": Dirichlet(8, alpha=0.3, min_partition_size=1)},
         "lower `min_partition_size`",
     ),
-    "Dirichlet without a division, by clients": Row(
+    "Dirichlet that finds no partition, fewer clients": Row(
         divide,
         {"partition": Dirichlet(12, alpha=0.3, min_partition_size=2)},
         {"partition": Dirichlet(2, alpha=0.3, min_partition_size=2)},
@@ -941,7 +941,7 @@ ROWS |= {
         {"partition": ClassSubsets(12, 1, fraction=0.5)},
         "`classes_per_client`",
     ),
-    "nothing to train on": Row(
+    "no training samples": Row(
         stream_of,
         {"split": Split(test=0.9, validation=0.9)},
         {"split": Split(test=0.2)},
@@ -982,7 +982,7 @@ ROWS |= {
     "labels with a second axis": Row(
         stream_of_arrays, {"y": Y[:, None]}, {"y": Y[:, None].squeeze(-1)}, "`y.squeeze(-1)`"
     ),
-    "labels with a second axis that are no classes": Row(
+    "labels with a second axis, as targets": Row(
         stream_of_arrays, {"y": Y[:, None]}, {"classes": ()}, "pass `classes=()`"
     ),
     "targets that are NaN": Row(
@@ -998,7 +998,7 @@ ROWS |= {
         "Remove `classes`.",
         InvalidTypeError,
     ),
-    "label without a name": Row(
+    "label without a class name": Row(
         stream_of_arrays, {"classes": ["a", "b", "c"]}, {"classes": ["a", "b", "c", "d"]}, "or name every class."
     ),
     "samples that are NaN": Row(stream_of_arrays, {"x": FLAT}, {"x": np.nan_to_num(FLAT)}, "these samples first."),
@@ -1015,8 +1015,8 @@ ROWS |= {
         {"x": [[1.0] * 2 for n in range(24)]},
         "Convert the samples to one shape.",
     ),
-    "targets of other samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one target for each sample."),
-    "owners of a floating type": Row(
+    "fewer targets than samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one target for each sample."),
+    "client_ids of a floating type": Row(
         stream_of_arrays,
         {"client_ids": OWNER / 2, "partition": None},
         {"client_ids": OWNER.astype(str)},
@@ -1031,7 +1031,7 @@ ROWS |= {
         {"mean": 127.0 / 255, "std": 64.0 / 255},
         "Divide values for pixels from 0 to 255 by 255.",
     ),
-    "mean of images that are floats": Row(
+    "mean with floating-point images": Row(
         stream_of_arrays,
         {"x": images().astype(np.float32), "mean": 0.5, "std": 0.25},
         {"x": (images().astype(np.float32) / 255 - 0.5) / 0.25, "mean": None, "std": None},
@@ -1068,7 +1068,7 @@ ROWS |= {
         {"data": {"train": pairs(classes=3), "test": pairs(8, classes=3)}},
         "Remove these samples, or add training samples",
     ),
-    "y of other clients": Row(
+    "y without an entry for each client": Row(
         stream_of_data,
         {"data": {"a": pairs(), "b": pairs()}, "y": {"a": Y}},
         {"y": {"a": Y, "b": Y}},
@@ -1251,13 +1251,13 @@ def run_network(lab, make, x):
 
 
 ROWS |= {
-    "EWC with a module that does not state its loss": Row(
+    "EWC with a module without sample_loss": Row(
         fit_module,
         {"module": Plain, "method": EWC(1.0)},
         {"module": StatesLoss},
         "define `sample_loss` and `lightning_fcl_protocols = True`",
     ),
-    "EWC with a module that does not state its loss, as a Classifier": Row(
+    "EWC with a module without sample_loss, as a Classifier": Row(
         fit_module,
         {"module": Plain, "method": EWC(1.0)},
         {"module": lambda: Classifier(MLP([6, 5, 4]), 4, sgd)},
@@ -1281,7 +1281,7 @@ ROWS |= {
         {"module": Embeds},
         "define `num_classes` and `lightning_fcl_protocols = True` in the module",
     ),
-    "two methods that weigh the loss": Row(
+    "two methods that weight the loss": Row(
         fit_one_round, {"callbacks": [FLwF2T(), BCN()]}, {"callbacks": [FLwF2T()]}, "Use only one of these methods."
     ),
     "SCAFFOLD with weights by samples": Row(
@@ -1328,7 +1328,7 @@ ROWS |= {
         {"options": {"head_pattern": "model.3.*"}},
         'Use a pattern of the last layer, such as `head_pattern="model.3.*"`',
     ),
-    "FedProx of a part that matches nothing": Row(
+    "FedProx with a pattern that matches nothing": Row(
         fit_with,
         {"method": FedProx, "options": {"pattern": "body.*"}},
         {"options": {"pattern": "model.1.*"}},
@@ -1346,7 +1346,7 @@ ROWS |= {
         {"beta": 0.5},
         "Use a `beta` between 0 and 1 - alpha.",
     ),
-    "BCN with whole numbers": Row(
+    "BCN with integer inputs": Row(
         lambda lab, eps: has_rounds(
             lab.fit(
                 Classifier(nn.Sequential(Numbers(), nn.Linear(6, 4)), 4, sgd),
@@ -1365,7 +1365,7 @@ ROWS |= {
         {"policy": "reservoir"},
         'Use `policy="reservoir"`',
     ),
-    "replay with a transform that is no function": Row(
+    "replay with a transform that is not a function": Row(
         lambda lab, transform: fit_with(lab, Replay, {"memory_size": 10, "transform": transform}),
         {"transform": 0.1},
         {"transform": None},
@@ -1398,7 +1398,7 @@ ROWS |= {
         fit_fedweit, {"tasks": 1, "reductions": FEDWEIT}, {"tasks": 2}, "Pass `num_tasks=2` to `FedWEITNet`."
     ),
     "FedWEIT without reductions": Row(fit_fedweit, {}, {"reductions": FEDWEIT}, str(FEDWEIT).replace("'", '"')),
-    "FedWEIT beside EWC": Row(fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove it."),
+    "FedWEIT with EWC": Row(fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove it."),
     "FedWEIT without a FedWEITNet network": Row(
         lambda lab, wrap: fit_one_round(
             lab,
@@ -1425,7 +1425,7 @@ ROWS |= {
         {"stream": task_stream},
         "Use `scenario=FedViTScenario(...)`",
     ),
-    "tasks that do not divide the classes": Row(
+    "number of classes not divisible by tasks": Row(
         lambda lab, tasks: task_stream(scenario=FedViTScenario(tasks, classes_per_client=(2, 2))).setup("fit"),
         {"tasks": 3},
         {"tasks": 2},
@@ -1519,7 +1519,7 @@ ROWS |= {
     "reservoir with local epochs": Row(
         fit_reservoir, {"strategy": {"local_epochs": 2}}, {"strategy": {}}, "Leave `local_epochs` out."
     ),
-    "reservoir with local epochs of plasticity": Row(
+    "reservoir with local epochs, as plasticity": Row(
         fit_reservoir,
         {"strategy": {"local_epochs": 2}, "rounds": 2},
         {"strategy": {}, "callbacks": [IntrinsicPlasticity(local_epochs=2)]},
@@ -1528,7 +1528,7 @@ ROWS |= {
     "reservoir with reductions": Row(
         fit_reservoir, {"strategy": {"reductions": {"*": "median"}}}, {"strategy": {}}, "Leave `reductions` out."
     ),
-    "reservoir with a method of a loss": Row(
+    "reservoir with a method that changes the loss": Row(
         fit_reservoir, {"callbacks": [FedProx()]}, {"callbacks": []}, "Remove it."
     ),
     "reservoir with a training step": Row(
@@ -1695,7 +1695,7 @@ ROWS |= {
         {"participation": 1.0},
         "Use 1.0 for all clients.",
     ),
-    "max_vectorized_clients of a module that looks at values": Row(
+    "max_vectorized_clients with a module that reads values": Row(
         lambda lab, **options: fit_kind(lab, Branches, **options),
         {"max_vectorized_clients": 2},
         None,
@@ -1707,17 +1707,17 @@ ROWS |= {
         {"strategy": FederatedStrategy()},
         "Use `L.Trainer(strategy=FederatedStrategy())`",
     ),
-    "plain Trainer for several clients, for one": Row(
+    "plain Trainer for several clients, one client": Row(
         lambda lab, clients: fit_plain(lab, clients=clients), {"clients": 2}, {"clients": 1}, "a stream of one client"
     ),
-    "uploads that are not finite": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
-    "uploads that are not finite, continued": Row(
+    "non-finite uploads": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
+    "non-finite uploads, warning only": Row(
         fit_diverging, {}, {"on_empty_round": "warn"}, 'set `on_empty_round="warn"`'
     ),
     "checkpoint with another optimizer": Row(
         continue_fit, {"momentum": 0.9}, {"momentum": 0.0}, "Resume with the settings of the checkpoint"
     ),
-    "checkpoint with another optimizer, anew": Row(
+    "checkpoint with another optimizer, new fit": Row(
         continue_fit, {"momentum": 0.9}, {"continued": False}, "or start without `ckpt_path`"
     ),
     "checkpoint with other clients": Row(
@@ -1726,7 +1726,7 @@ ROWS |= {
     "checkpoint of weights only": Row(
         continue_fit, {"weights": True}, {"weights": False}, "Save the checkpoint with `save_weights_only=False`."
     ),
-    "images whose channels come last": Row(
+    "images with channels last": Row(
         stream_of_arrays,
         {"x": images().transpose(0, 2, 3, 1), "mean": [0.5] * 3, "std": [0.25] * 3},
         {"x": images()},
@@ -1760,13 +1760,13 @@ ROWS |= {
         {"data": Subset([*Streams()], range(24))},
         "Read its items into a list.",
     ),
-    "reservoir with labels of steps": Row(
+    "reservoir with one label per step": Row(
         reservoir_series,
         {"y": torch.arange(24)[:, None].repeat(1, 9) % 4},
         {"readout": "steps"},
         'Use `readout="steps"`.',
     ),
-    "reservoir with labels of other steps": Row(
+    "reservoir with labels for too few steps": Row(
         reservoir_series,
         {"y": torch.arange(24)[:, None].repeat(1, 5) % 4, "readout": "steps"},
         {"y": torch.arange(24) % 4},
@@ -1828,7 +1828,7 @@ ROWS |= {
         "Use `batch_size=16`.",
         InvalidTypeError,
     ),
-    "class in place of an object": Row(
+    "class instead of an object": Row(
         lambda lab, partition: FederatedStream("digits", partition=partition),
         {"partition": IID},
         {"partition": IID()},
@@ -1959,7 +1959,7 @@ ROWS |= {
         {"callbacks": []},
         "Return one logit per class from `Regressor.forward`, or remove `LwF`",
     ),
-    "buffer that a step makes": Row(
+    "buffer that a training step registers": Row(
         lambda lab, early: fit_one_round(lab, task=Late(early), max_vectorized_clients=1),
         {"early": False},
         {"early": True},
@@ -2004,7 +2004,7 @@ def fit_dytox(lab, scenario):
 
 
 ROWS |= {
-    "swarm that a client leaves too late": Row(
+    "swarm that a client leaves after the last round": Row(
         lambda lab, round_idx: fit_one_round(lab, swarm=Swarm(leaves_at={"0": round_idx})),
         {"round_idx": 9},
         {"round_idx": 1},
@@ -2016,7 +2016,7 @@ ROWS |= {
         {"strategy": {"swarm": Swarm()}},
         "Leave them out.",
     ),
-    "plasticity with clients that are late": Row(
+    "plasticity with Delayed": Row(
         fit_reservoir,
         {
             "stream": lambda: series_stream(scenario=Delayed(ClassIncremental(2, 3), max_delay=3)),
@@ -2025,10 +2025,10 @@ ROWS |= {
         {"stream": lambda: series_stream(scenario=ClassIncremental(2, 3))},
         "Use another `scenario`.",
     ),
-    "clients of one sample beside batch normalization": Row(
+    "clients of one sample with batch normalization": Row(
         fit_norm, {}, {"num_clients": 2}, "Use fewer clients", MissingValueError
     ),
-    "clients of one sample beside batch normalization, with group normalization": Row(
+    "clients of one sample with group normalization": Row(
         fit_norm, {}, {"norm": nn.GroupNorm(2, 6)}, "by group normalization", MissingValueError
     ),
     "DyTox with an order of each client": Row(

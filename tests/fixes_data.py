@@ -187,7 +187,7 @@ ROWS |= {
         {"share": (0.4, 0.5)},
         "Raise `sample_fraction`.",
     ),
-    "owners to test on": Row(
+    "test client that does not exist": Row(
         stream_of,
         {"split": Split(test=["9"])},
         {"split": Split(test=0.2)},

@@ -112,7 +112,7 @@ def fit_monitored(lab, monitor):
 SERIES = [torch.ones(2, 9, 3), torch.ones(2, 7, 3)]
 
 ROWS |= {
-    "name unlike all datasets": Row(
+    "dataset name without a similar name": Row(
         lambda lab, name: verify(name),
         {"name": "qqqqqq"},
         {"name": "digits"},
@@ -143,7 +143,7 @@ ROWS |= {
         {"labels": [3, 5]},
         "Return the same label in each read, as the second item of a pair or in a dict.",
     ),
-    "people of odfcl with few samples": Row(
+    "odfcl with few samples per person": Row(
         plan_people,
         {"train_per_class": 8},
         {"train_per_class": 7},
@@ -182,7 +182,7 @@ ROWS |= {
         {"parts": [SERIES[0], torch.nn.functional.pad(SERIES[1], (0, 0, 0, 2))]},
         "Pad the samples to one shape in `collate_fn`.",
     ),
-    "monitor with a name unlike all metrics": Row(
+    "monitor without a similar metric": Row(
         fit_monitored, {"monitor": "qqqqqq"}, {"monitor": "train/loss"}, "Use one of ", UnknownNameError
     ),
     "number of experiences that is None": Row(
@@ -195,7 +195,7 @@ ROWS |= {
     "number below its range": Row(
         lambda lab, delay: Delayed(ClassIncremental(2), delay), {"delay": -1}, {"delay": 0}, "Use 0 or more."
     ),
-    "number at an open end of its range": Row(
+    "number at an open bound of its range": Row(
         lambda lab, value: LwF(temperature=value), {"value": 0.0}, {"value": 1e-3}, "Use a number above 0."
     ),
     "number above its range": Row(

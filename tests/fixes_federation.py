@@ -170,10 +170,10 @@ ROWS |= {
         {"state": state_of(6, 5, 4)},
         "Use the state of an earlier round.",
     ),
-    "optimizer that keeps text": Row(
+    "optimizer with text in its state": Row(
         remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Remove `keep_optimizer_state`."
     ),
-    "round that moves the server far": Row(
+    "round with a large update": Row(
         move, {"most": 10.0}, {"most": 1000.0}, "or a larger `max-update-norm` in the run's configuration."
     ),
     "file of speeds without clients": Row(
@@ -188,7 +188,7 @@ ROWS |= {
         {"text": "client,seconds_per_sample\n0,0.1\n"},
         "Remove the duplicate rows.",
     ),
-    "loaders that are made again": Row(
+    "loaders that are reloaded": Row(
         fit_module_reloaded,
         {"reload_dataloaders_every_n_epochs": 1},
         None,

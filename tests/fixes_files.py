@@ -236,7 +236,7 @@ ROWS |= {
         MissingValueError,
         "--out",
     ),
-    "empty value of --out, left out": Row(
+    "empty value of --out, removed": Row(
         command,
         {"words": "fit quickstart --out= --print_config"},
         {"words": "fit quickstart --print_config"},
@@ -270,26 +270,26 @@ ROWS |= {
         {"words": "cp quickstart other.yaml"},
         "Use another file name",
     ),
-    "cp over a file, by force": Row(
+    "cp over a file, with --force": Row(
         command,
         {"words": "cp quickstart mine.yaml", "prepare": with_file("mine.yaml")},
         {"words": "cp quickstart mine.yaml --force"},
         "or pass `--force`",
     ),
-    "worker that is killed": Row(
+    "killed worker process": Row(
         run_twice, {"workers": 2}, {"workers": 1}, "with fewer `--workers`", InvalidStateError
     ),
     "search without trials": Row(
         read_search, {"trials": None}, {"trials": 3}, "Set `trials`, or pass `--trials`", argument="trials"
     ),
-    "search of nothing": Row(
+    "search with an empty space": Row(
         read_search,
         {"space": {}},
         {"space": {"data.batch_size": [16, 32]}},
         "`space: {data.batch_size: [16, 32]}`",
         argument="space",
     ),
-    "setting of the space and of a case": Row(
+    "setting in the space and in a variant": Row(
         read_search,
         {"variants": {"a": {LR: 0.3}}},
         {"variants": {"a": {"data.batch_size": 8}}},
@@ -302,13 +302,13 @@ ROWS |= {
         "Set `direction: maximize`, or `direction: minimize`.",
         argument="direction",
     ),
-    "recipe in place of a search file": Row(
+    "recipe instead of a search file": Row(
         read_search_file,
         {"text": "trainer: {max_epochs: 3}"},
         {"text": f"configs: [quickstart.yaml]\nobjective: forgetting/clients\ntrials: 1\nspace: {{{LR}: [0.1]}}"},
         "`configs: [mine.yaml]`, `objective` and `space`, as in `lightning-fcl tune --help`.",
     ),
-    "search of a recipe that is not there": Row(
+    "search with a missing recipe": Row(
         read_search,
         {"configs": ["nothing.yaml"]},
         {"configs": ["quickstart.yaml"]},
@@ -327,11 +327,11 @@ ROWS |= {
         {"sampler": "random"},
         "or use `sampler: random`",
     ),
-    "space of a number": Row(
+    "space with a number instead of a list": Row(
         read_search, {"space": {LR: 0.1}}, {"space": {LR: [16, 32]}}, "Write a list, as in [16, 32]"
     ),
     "space of equal choices": Row(read_search, {"space": {LR: [1, 1]}}, {"space": {LR: [1]}}, "List each choice once"),
-    "space upside down": Row(
+    "space with low above high": Row(
         read_search,
         {"space": {LR: {"low": 2.0, "high": 1.0}}},
         {"space": {LR: {"low": 1.0, "high": 2.0}}},
@@ -356,13 +356,15 @@ ROWS |= {
         {"sizes": [[64, 8, 10]], "words": "--restart"},
         "Correct the cause, then run the command with `--restart`",
     ),
-    "search in the folder of another": Row(
+    "search in the folder of another search": Row(
         changed_search, {"units": 9}, {"words": "--out other"}, "use another folder with `--out`"
     ),
-    "search in the folder of another, deleted": Row(
+    "search in the folder of another search, with --restart": Row(
         changed_search, {"units": 9}, {"words": "--restart"}, "delete these trials with `--restart`"
     ),
-    "search in the folder of another, changed back": Row(changed_search, {"units": 9}, {"units": 8}, "Undo the change"),
+    "search in the folder of another search, original space": Row(
+        changed_search, {"units": 9}, {"units": 8}, "Undo the change"
+    ),
     "unknown name for ls": Row(
         command,
         {"words": "ls methods FedVit2"},
@@ -521,7 +523,7 @@ ROWS |= {
         UnknownNameError,
         "data.clents",
     ),
-    "unknown argument that is near to none": Row(
+    "unknown argument without a similar name": Row(
         recipe,
         {"words": "--trainer.strategy.compression TopK --trainer.strategy.compression.share 0.5"},
         {"words": "--trainer.strategy.compression TopK --trainer.strategy.compression.fraction 0.5"},
@@ -537,7 +539,7 @@ ROWS |= {
         InvalidTypeError,
         "trainer.max_epochs",
     ),
-    "short name within a part": Row(
+    "short class name in a nested scenario": Row(
         recipe,
         {"files": [ONLINE.format("Blurry")]},
         {"files": [ONLINE.format("lightning_fcl.data.scenarios.Blurry")]},
@@ -571,7 +573,7 @@ ROWS |= {
         UnknownNameError,
         "trainer.callbacks",
     ),
-    "unknown class that is near to none": Row(
+    "unknown class without a similar name": Row(
         recipe,
         {"words": "--model.optimizer Zzz"},
         {"words": "--model.optimizer torch.optim.SGD"},
@@ -587,7 +589,7 @@ ROWS |= {
         UnknownNameError,
         "trainer.callbacks",
     ),
-    "module of another folder": Row(
+    "module in another folder": Row(
         module_of_a_folder,
         {"folder": "."},
         {"folder": "project"},
@@ -603,7 +605,7 @@ ROWS |= {
         UnknownNameError,
         "model.optimizer",
     ),
-    "function in place of a class": Row(
+    "function instead of a class": Row(
         recipe,
         {"files": [CALLBACK.format("{class_path: os.getcwd}")]},
         {"files": [CALLBACK.format("{class_path: lightning_fcl.callbacks.Replay}")]},
@@ -646,13 +648,13 @@ ROWS |= {
         UnknownNameError,
         "config",
     ),
-    "folder in place of a recipe": Row(
+    "folder instead of a recipe": Row(
         command,
         {"words": "fit quickstart --config run --print_config", "prepare": with_run},
         {"words": "fit quickstart --config run/config.yaml --print_config"},
         "Pass a file",
     ),
-    "recipe that is not there": Row(
+    "missing recipe": Row(
         command,
         {"words": "fit nothing.yaml --print_config"},
         {"words": "fit quickstart --print_config"},
@@ -675,7 +677,7 @@ ROWS |= {
         MissingValueError,
         "--trainer.max_epochs",
     ),
-    "option cut short": Row(
+    "abbreviated option": Row(
         lambda lab, words: take_settings(words, ["--root"]),
         {"words": ["--rot"]},
         {"words": ["--root", "x"]},
@@ -699,14 +701,14 @@ ROWS |= {
         UnknownNameError,
         "init_arg",
     ),
-    "setting of an entry that is not listed": Row(
+    "setting of an unlisted callback": Row(
         recipe,
         {"words": "--trainer.callbacks.Repaly.memory_size 5"},
         {"words": "--trainer.callbacks.Replay.memory_size 5"},
         "Did you mean Replay?",
         UnknownNameError,
     ),
-    "run that is not there": Row(
+    "missing run": Row(
         lambda lab, name: find_recipe(str(lab.run() / name)),
         {"name": "nothing"},
         {"name": "config.yaml"},
@@ -805,14 +807,14 @@ ROWS |= {
         {"runs": 1},
         "Leave out one of the two runs",
     ),
-    "results that are missing": Row(
+    "missing results": Row(
         read_damaged,
         {"damage": lambda lab: (lab.run() / "results.json").unlink()},
         fit_again,
         "or repeat the run",
         MissingFileError,
     ),
-    "results that are no JSON": Row(
+    "results that are not JSON": Row(
         read_damaged,
         {"damage": lambda lab: (lab.run() / "results.json").write_text("{")},
         fit_again,
@@ -830,7 +832,7 @@ ROWS |= {
         {"change": None},
         "Write the table with `lightning-fcl reproduce`",
     ),
-    "table that is no JSON": Row(
+    "table that is not JSON": Row(
         table_of, {"change": lambda text: text[1:]}, {"change": None}, "Write the table with `lightning-fcl reproduce`"
     ),
     "record without a clock": Row(
@@ -1025,14 +1027,14 @@ ROWS |= {
     "full disk of a download": Row(
         download_on, {"limit": 1000}, {"limit": None}, "Free disk space, then try again", DiskFullError
     ),
-    "folder that is not there": Row(
+    "missing folder": Row(
         lambda lab, name="new/mine.txt": write_atomic(lab.folder / name, "x"),
         {},
         lambda lab: (lab.folder / "new").mkdir(),
         "Create the parent folder",
         FileAccessError,
     ),
-    "folder that is not there, another": Row(
+    "missing folder, other path": Row(
         lambda lab, name: write_atomic(lab.folder / name, "x"),
         {"name": "new/mine.txt"},
         {"name": "mine.txt"},
@@ -1049,16 +1051,18 @@ ROWS |= {
         "or use another folder (set LIGHTNING_FCL_CACHE)",
         FileAccessError,
     ),
-    "file that the server lacks": Row(fetch_file, {}, offer, "Try again", ConnectionFailedError),
-    "file that the server lacks, by hand": Row(
+    "file that is missing on the server": Row(fetch_file, {}, offer, "Try again", ConnectionFailedError),
+    "file that is missing on the server, copied manually": Row(
         fetch_file, {}, by_hand, "or download it by hand to", ConnectionFailedError
     ),
     "download in offline mode": Row(offline, {}, go_online, "Unset LIGHTNING_FCL_OFFLINE", ConnectionFailedError),
-    "download in offline mode, by hand": Row(offline, {}, by_hand, "to this path by hand", ConnectionFailedError),
+    "download in offline mode, copied manually": Row(
+        offline, {}, by_hand, "to this path by hand", ConnectionFailedError
+    ),
     "download of another digest": Row(
         offered, {"digest": "0" * 64}, {"digest": DIGEST}, "ask its publisher for the new digest"
     ),
-    "data that are not there": Row(
+    "missing data": Row(
         lambda lab: archive(lab).find(lab.folder / "data"),
         {},
         lambda lab: lab.source.download(lab.folder / "data"),
@@ -1072,13 +1076,13 @@ ROWS |= {
         "Free disk space, or delete ",
         FileAccessError,
     ),
-    "checkpoint from afar": Row(
+    "checkpoint at a URL": Row(
         remote_checkpoint, {"end": ""}, {"end": "#sha256={}"}, "Append `#sha256=` and the 64 digits"
     ),
-    "checkpoint from afar, by hand": Row(
+    "checkpoint at a URL, downloaded manually": Row(
         remote_checkpoint, {"end": ""}, {"end": "path"}, "or download the file and pass its path"
     ),
-    "checkpoint that is not there": Row(
+    "missing checkpoint": Row(
         load_checkpoint,
         {"name": "nothing.ckpt"},
         {"name": "whole.ckpt"},
@@ -1095,14 +1099,14 @@ ROWS |= {
     "checkpoint above the limit": Row(
         limited, {"limit": "100"}, {"limit": "100000000"}, "set LIGHTNING_FCL_MAX_BYTES to at least", DamagedFileError
     ),
-    "limit that is no number": Row(
+    "limit that is not a number": Row(
         limited,
         {"limit": "3 GB"},
         {"limit": "3000000000"},
         "Set LIGHTNING_FCL_MAX_BYTES to a whole number",
         DamagedFileError,
     ),
-    "folder that is no run": Row(
+    "folder that is not a run": Row(
         lambda lab, name: get_run_checkpoint(lab.run().parent / name),
         {"name": "."},
         {"name": "run"},
@@ -1110,10 +1114,10 @@ ROWS |= {
         MissingFileError,
     ),
     "file of another digest": Row(digest_of, {}, copy_again, "Delete this copy and get the file again"),
-    "list of other lines": Row(
+    "list of files with invalid lines": Row(
         read_list, {"text": "a\n"}, {"text": f"a {DIGEST}\n"}, "Delete this copy and get the file again"
     ),
-    "name that leads elsewhere": Row(
+    "name that leads out of the folder": Row(
         link_out, {"name": ".."}, {"name": "a_b-1"}, "Use a name of letters, digits, `_` and `-`"
     ),
     "name of a link that leads elsewhere": Row(
@@ -1139,7 +1143,7 @@ ROWS |= {
         {"aliases": 20},
         "Use fewer aliases",
     ),
-    "value that contains itself": Row(
+    "recursive value": Row(
         lambda lab, text: read_yaml(written(lab, "a.yaml", text)),
         {"text": "a: &a [*a]\n"},
         {"text": "a: [[]]\n"},
@@ -1266,7 +1270,7 @@ def two_samples(line):
 
 
 ROWS |= {
-    "more classes for a network that is not solved for": Row(
+    "new classes for a network without a ridge readout": Row(
         lambda lab, classes=None, head=None: (
             zoo.create_model(NAME, pretrained=True, num_classes=head) if head else continue_from(NAME, classes=classes)
         ),
@@ -1274,7 +1278,7 @@ ROWS |= {
         {"head": 12},
         "or create a new head with `create_model(..., num_classes=...)`",
     ),
-    "more classes for a network that is not solved for, left out": Row(
+    "new classes for a network without a ridge readout, removed": Row(
         lambda lab, classes: continue_from(NAME, classes=classes),
         {"classes": 2},
         {"classes": None},
@@ -1287,7 +1291,7 @@ ROWS |= {
         "Leave `clients` out",
         argument="clients",
     ),
-    "state to continue that is damaged": Row(
+    "damaged state for continued training": Row(
         lambda lab: once(
             lab,
             lambda folder: (folder / CONTINUE).write_bytes(b"x"),
@@ -1297,7 +1301,7 @@ ROWS |= {
         copy_again,
         "Delete this copy and get the file again",
     ),
-    "configuration that is damaged": Row(
+    "damaged configuration": Row(
         lambda lab: once(
             lab, lambda folder: (folder / CONFIG).write_text("{}"), lambda folder: read_entry(folder / CONFIG)
         ),
@@ -1318,7 +1322,7 @@ ROWS |= {
         copy_again,
         "Delete this copy and get the file again",
     ),
-    "tensors that are damaged": Row(
+    "damaged tensors": Row(
         lambda lab: once(
             lab, lambda folder: (folder / WEIGHTS).write_bytes(b"x"), lambda folder: read_tensors(folder / WEIGHTS)
         ),
@@ -1326,7 +1330,7 @@ ROWS |= {
         copy_again,
         "Delete this copy and get the file again",
     ),
-    "class in place of a published name": Row(
+    "class instead of a published name": Row(
         lambda lab, name: zoo.create_model(name, pretrained=True),
         {"name": "MLP"},
         {"name": NAME},
@@ -1339,8 +1343,8 @@ ROWS |= {
         {"name": "esn.ucihar.incfed"},
         "Use one of esn.",
     ),
-    "model that computes other outputs": Row(changed_weights, {}, {"check": False}, "or load it with `check=False`"),
-    "samples that are not finite": Row(
+    "model with different outputs": Row(changed_weights, {}, {"check": False}, "or load it with `check=False`"),
+    "non-finite samples": Row(
         lambda lab, x: zoo.load(relist(lab, measurement=None)).predict(x),
         {"x": np.full((1, 1, 8, 8), np.nan)},
         {"x": np.zeros((1, 1, 8, 8))},
@@ -1350,13 +1354,13 @@ ROWS |= {
     "classes of a network of features": Row(
         predict_features, {"head": False}, {"head": True}, "or add a head with `create_model("
     ),
-    "line of text": Row(
+    "line with text in a CSV file of samples": Row(
         samples_of,
         {"text": two_samples("1,2,3,4,5,x")},
         {"text": two_samples("1,2,3,4,5,6")},
         "Correct this line of the file",
     ),
-    "lines that are left over": Row(
+    "surplus lines in a CSV file of samples": Row(
         samples_of,
         {"text": two_samples("1,2,3,4,5,6") + "\n1,2,3,4,5,6"},
         {"text": two_samples("1,2,3,4,5,6")},
@@ -1369,14 +1373,14 @@ ROWS |= {
         "Publish to a folder, then copy the folder to the URL",
         argument="destination",
     ),
-    "model that did not come with the package": Row(
+    "model without weights in the package": Row(
         packaged,
         {},
         {"setting": "folder"},
         "Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout",
         MissingFileError,
     ),
-    "model that did not come with the package, from a URL": Row(
+    "model without weights in the package, from a URL": Row(
         packaged, {}, {"setting": "url"}, "or to a URL that serves it", MissingFileError
     ),
     "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}, also in registry.txt."),
@@ -1451,19 +1455,19 @@ def plan_rounds(lab, columns, scenario=None):
 SAME = "Deploy the same recipe on all machines"
 
 ROWS |= {
-    "recipe that is not deployed": Row(
+    "incomplete recipe of a deployment": Row(
         lambda lab, whole: read_recipe(written(lab, "r.yaml", recipe(lab) if whole else {"model": {}})),
         {"whole": False},
         {"whole": True},
         "Write it again with `lightning-fcl deploy flower`",
     ),
-    "client of the server's name": Row(
+    "client with the server's name": Row(
         lambda lab, client: split_file(lab.folder, client), {"client": "Server"}, {"client": "ann"}, "Rename the client"
     ),
     "split without test samples": Row(
         split, {"share": 0.0}, {"share": 0.2}, "Increase `test` of `split`", MissingValueError
     ),
-    "data of a node that are not there": Row(
+    "missing data of a node": Row(
         own_data,
         {"name": "b.npz"},
         {"name": "a.npz"},
@@ -1497,28 +1501,28 @@ ROWS |= {
         "Decrease the learning rate",
         RejectedMessageError,
     ),
-    "update that is large": Row(
+    "large update": Row(
         sent,
         {"change": lambda w: w * 100, "largest": 0.5},
         {"change": lambda w: w * 1.1},
         "Decrease the learning rate",
         RejectedMessageError,
     ),
-    "update that is large, allowed": Row(
+    "large update, allowed": Row(
         sent,
         {"change": lambda w: w * 100, "largest": 0.5},
         {"largest": 1000.0},
         "or increase `max-update-norm`",
         RejectedMessageError,
     ),
-    "sum of a narrow type": Row(
+    "sum that overflows its type": Row(
         sent,
         {"change": lambda w: w * 100, "kind": torch.int8, "rule": "sum", "clients": 3},
         {"kind": torch.int64},
         "Use a wider type, such as float32 or int64",
         RejectedMessageError,
     ),
-    "name of a client that is no file's": Row(
+    "client id that is not a valid file name": Row(
         lambda lab, name: parse_file_name({"client": name}, "client"),
         {"name": ".."},
         {"name": "ann_1"},
@@ -1646,13 +1650,13 @@ ROWS |= {
         InvalidTypeError,
         "data",
     ),
-    "columns between semicolons": Row(
+    "columns separated by semicolons": Row(
         read_cells, with_header("a;b;y"), with_header("a,b,y"), "Separate the columns by commas", UnknownNameError
     ),
-    "column that is not there": Row(
+    "missing column": Row(
         read_cells, {"target": "zzz"}, {"target": "y"}, "Name a column of the file", UnknownNameError, "target"
     ),
-    "column that is there twice": Row(
+    "duplicate column": Row(
         read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the duplicates", argument="data"
     ),
     "table without rows": Row(
@@ -1677,7 +1681,7 @@ ROWS |= {
         InvalidTypeError,
         "y",
     ),
-    "classes of one name": Row(
+    "duplicate class name": Row(
         lambda lab, names: check_class_names(names),
         {"names": ["p", "p"]},
         {"names": ["p", "q"]},
@@ -1691,7 +1695,7 @@ ROWS |= {
         "Rename it",
         argument="classes",
     ),
-    "variable that is not set": Row(
+    "unset environment variable": Row(
         lambda lab, key=None: (lab.env.setenv("LAB_KEY", key) if key else None, with_variables({"key": "${LAB_KEY}"})),
         {},
         {"key": "x"},
@@ -1699,7 +1703,7 @@ ROWS |= {
         MissingValueError,
         "key",
     ),
-    "pipe in place of a file": Row(
+    "pipe instead of a file": Row(
         lambda lab, name: (
             (lab.folder / "pipe").exists() or os.mkfifo(lab.folder / "pipe"),
             written(lab, "a.yaml", "a: 1"),

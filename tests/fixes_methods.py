@@ -183,7 +183,7 @@ ROWS |= {
         "Use a strategy that needs only the model, such as `HerdingSelectionStrategy`.",
         InvalidTypeError,
     ),
-    "buffer of another class": Row(
+    "buffer of a subclass": Row(
         replay_with_buffer, {"own": True}, {"own": False}, "Use an object of one of these classes.", InvalidTypeError
     ),
     "buffer with repeat": Row(
@@ -195,7 +195,7 @@ ROWS |= {
         {"methods": [FedProx(0.1)]},
         "Keep one `FedProx`, and remove the others.",
     ),
-    "loss scaling beside a method": Row(
+    "loss scaling with a method": Row(
         check_precision, {"precision": "16-mixed"}, {"precision": "bf16-mixed"}, 'Use "bf16-mixed" or "32-true".'
     ),
     "client of a method outside a fit": Row(
@@ -219,14 +219,14 @@ ROWS |= {
         {"tasks": [[0, 2], [1, 3]]},
         "Give `DyTox(tasks=...)` the classes of each experience.",
     ),
-    "samples to remember that are dicts": Row(
+    "replay samples that are dicts": Row(
         lambda lab, data: finite_pairs(data),
         {"data": {"x": torch.zeros(2, 6), "y": torch.zeros(2)}},
         {"data": [torch.zeros(2, 6), torch.zeros(2)]},
         "Return `[x, y]` pairs from the dataset.",
         InvalidTypeError,
     ),
-    "Fed3R with samples that return": Row(
+    "Fed3R with repeated samples": Row(
         lambda lab, **history: fit_one_round(
             lab, small_stream(scenario=ClassIncremental(2, **history)), mlp(), callbacks=[Fed3R()]
         ),

@@ -193,7 +193,7 @@ ROWS |= {
     "processes without clients": Row(
         count_processes, {"processes": 4, "max_vectorized_clients": 1}, {"processes": 3}, "Set fewer `devices`."
     ),
-    "processes without cohorts": Row(
+    "processes without vectorized training": Row(
         count_processes,
         {"processes": 3, "max_vectorized_clients": 2},
         {"max_vectorized_clients": 1},
@@ -222,7 +222,7 @@ ROWS |= {
         resume_server, {"change": cut_versions}, {"starts_again": True}, "Start without `ckpt_path`."
     ),
     "round without clients": Row(fit_until, {"rounds": 3}, {"rounds": 2}, "Lower `max_epochs`."),
-    "file of speeds that is no CSV": Row(
+    "file of speeds that is not CSV": Row(
         read_speeds,
         {"text": 'client,seconds_per_sample\n0,"' + "0" * 200_000},
         {"text": "client,seconds_per_sample\n0,0.1\n"},
@@ -238,7 +238,7 @@ ROWS |= {
         MissingValueError,
     ),
     "sums of clients in other experiences": Row(fit_sums, {"scenario": LATE}, {"participation": 1.0}, SUMS),
-    "sums of clients in other experiences, together": Row(
+    "sums of clients in other experiences, same round": Row(
         fit_sums, {"scenario": LATE}, {"scenario": ClassIncremental(2, 2)}, SUMS
     ),
 }

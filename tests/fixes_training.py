@@ -192,19 +192,19 @@ ROWS |= {
         {"size": 1},
         COHORT,
     ),
-    "method that keeps an entry of some clients": Row(
+    "method with a state entry for some clients": Row(
         fit_with_method,
         {"make": Remembers},
         {"fills": True},
         "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
     ),
-    "method that keeps an entry of some clients, one at a time": Row(
+    "method with a state entry for some clients, sequential": Row(
         fit_with_method,
         {"make": Remembers},
         {"together": False},
         "Add the missing entries in `prepare_client_state`, or set `vectorizable = False`.",
     ),
-    "method that asks for the client of a step": Row(
+    "method that reads the round in its penalty": Row(
         fit_with_method,
         {"make": AsksPart},
         {"stores": True},
@@ -212,7 +212,7 @@ ROWS |= {
         "`vectorizable = False`.",
         InvalidStateError,
     ),
-    "method that asks for the client of a step, one at a time": Row(
+    "method that reads the round in its penalty, sequential": Row(
         fit_with_method,
         {"make": AsksPart},
         {"together": False},
@@ -220,7 +220,7 @@ ROWS |= {
         "`vectorizable = False`.",
         InvalidStateError,
     ),
-    "DyTox with balanced epochs alone": Row(
+    "DyTox with only balanced epochs": Row(
         learn_two_tasks, {"epochs": 1}, {"epochs": 2}, "Raise `max_epochs`.", MissingValueError
     ),
     "RegMean of a network without linear layers": Row(
@@ -241,13 +241,13 @@ ROWS |= {
         {"requests": {"0": 1, "1": 1}},
         "Name a later round for this client, or leave the client out of `requests`.",
     ),
-    "request of a client without data, left out": Row(
+    "request of a client without data, removed": Row(
         forget,
         {"requests": {"0": 1, "1": 0}},
         {"requests": {"0": 1}},
         "Name a later round for this client, or leave the client out of `requests`.",
     ),
-    "images of bytes for a backbone": Row(
+    "images of uint8 for a backbone": Row(
         embed_images,
         {"images": BYTES},
         {"images": BYTES / 255},

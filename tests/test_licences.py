@@ -81,7 +81,7 @@ def test_non_permissive_licenses_are_on_the_page(brought):
         said = said_by(package)
         pattern = next((one for one in named if fnmatch(name.lower().replace("_", "-"), one)), None)
         if not said & PERMISSIVE and (pattern is None or not said <= named[pattern]):
-            amiss.append(f"{name}: {', '.join(said) or 'names none'}")
+            amiss.append(f"{name}: {', '.join(said) or 'no license'}")
     assert amiss == []
 
 
