@@ -112,9 +112,9 @@ def test_links_to_source_files_become_pages_or_copies(site):
         parser.feed((site / page).read_text())
         return parser.found
 
-    assert "papers/index.html" in links("recipes.html")  # from ../recipes/README.md
-    assert "incfed.html" in links("papers/fedclip.html")  # from ../incfed/README.md in the included page
-    assert "../recipes.html#add-a-paper" in links("papers/index.html")  # from ../docs/recipes.md in the included page
+    assert "papers/index.html" in links("recipes.html")  # The source links to ../recipes/README.md.
+    assert "incfed.html" in links("papers/fedclip.html")  # The included page links to ../incfed/README.md.
+    assert "../recipes.html#add-a-paper" in links("papers/index.html")  # The included page links to ../docs/recipes.md.
     copies = [link for link in links("papers/incfed.html") if link.endswith("table.json")]
     assert (site / "papers" / copies[0]).read_bytes() == (ROOT / "recipes" / "incfed" / "table.json").read_bytes()
 

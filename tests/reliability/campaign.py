@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command process ended.
+    """The end of a command process.
 
     Args:
         code: Exit code.

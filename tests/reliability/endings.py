@@ -114,7 +114,7 @@ def fill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     work = rng.choice(works(campaign.folder))
     whole(campaign, work)
     largest = int(10 ** rng.uniform(1, 5.3))
-    what = f"{work.name}, no room for files of more than {largest} bytes"
+    what = f"{work.name}, files limited to {largest} bytes"
     ended = Command(folder, work.first(), largest).end()
     return ended.wrong(what, {0, 2}) or _goes_on(campaign, work, folder, what)
 
