@@ -1089,7 +1089,7 @@ ROWS |= {
         "the newest undamaged one there",
         MissingFileError,
     ),
-    "checkpoint that is cut off": Row(
+    "truncated checkpoint": Row(
         load_checkpoint,
         {"name": "zcut.ckpt"},
         {"name": "whole.ckpt"},
@@ -1120,7 +1120,7 @@ ROWS |= {
     "name that leads out of the folder": Row(
         link_out, {"name": ".."}, {"name": "a_b-1"}, "Use a name of letters, digits, `_` and `-`"
     ),
-    "name of a link that leads elsewhere": Row(
+    "link that leads out of the folder": Row(
         link_out, {"name": "linked"}, {"name": "plain"}, "that is not a link to another folder"
     ),
     "key that a file repeats": Row(
