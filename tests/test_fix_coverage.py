@@ -68,7 +68,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     ],
     ", or use another repository.": ["tests/zoo/test_hub.py::test_push_rejected_changes_nothing"],
     "Set `max_vectorized_clients=1`.": [
-        "tests/local_training/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
+        "tests/local_training/test_one_at_a_time.py::test_state_stored_in_later_vectorized_step_raises",
     ],
 }
 
