@@ -17,7 +17,7 @@ fcl --version
 expect "recipes" ls
 expect "Replay" ls methods replay
 fcl cp quickstart mine.yaml
-expect "All of it fits." validate mine.yaml
+expect "The recipe is valid." validate mine.yaml
 
 echo "== run it, by name"
 expect "lightning-fcl test runs/quickstart" fit quickstart --trainer.max_epochs 2 "${quiet[@]}"

@@ -314,7 +314,7 @@ ROWS |= {
         name_file,
         {"name": "models/model.yaml"},
         {"name": "../models/model.yaml"},
-        "Write ../models/model.yaml: names of files are relative to",
+        "Write ../models/model.yaml: file names are relative to",
     ),
     "unknown recipe, name from the list": Row(
         lambda lab, name=None: find_recipe(name or listed_name(lab, "ls recipes")),
@@ -341,7 +341,7 @@ ROWS |= {
             "prepare": with_damaged_optimizer,
         },
         {"words": "--trainer.max_epochs 2"},
-        "Use another checkpoint, or leave `ckpt_path` out.",
+        "Use another checkpoint, or remove `ckpt_path`.",
         argument="ckpt_path",
     ),
 }

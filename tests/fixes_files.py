@@ -412,7 +412,7 @@ ROWS |= {
 def recipe(lab, words="", files=()):
     """Resolve the quickstart recipe with overrides, as a command does."""
     paths = [recipes_folder() / "quickstart.yaml", *(written(lab, f"{n}.yaml", text) for n, text in enumerate(files))]
-    return resolve_recipe(Recipe.of_words([*(f"--config={path}" for path in paths), *shlex.split(words)]))
+    return resolve_recipe(Recipe.from_words([*(f"--config={path}" for path in paths), *shlex.split(words)]))
 
 
 def trainer(lab, **arguments):
@@ -497,7 +497,7 @@ ROWS |= {
         fit_callbacks,
         {"callbacks": "{class_path: ContinualMetrics}, {class_path: ContinualMetrics}"},
         {"callbacks": "{class_path: ContinualMetrics}"},
-        "Leave all but one out",
+        "Remove all but one",
         argument="trainer.callbacks",
     ),
     "same method twice": Row(
@@ -629,7 +629,7 @@ ROWS |= {
             "prepare": with_run,
         },
         {"words": "--ckpt_path run/checkpoints/last.ckpt --trainer.max_epochs 2"},
-        "Leave `weights_only` out",
+        "Remove `weights_only`",
         argument="weights_only",
     ),
     "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase it"),
@@ -658,7 +658,7 @@ ROWS |= {
         command,
         {"words": "fit nothing.yaml --print_config"},
         {"words": "fit quickstart --print_config"},
-        "or a name of `lightning-fcl ls recipes`",
+        "or a name from `lightning-fcl ls recipes`",
         MissingFileError,
     ),
     "--config of nothing": Row(
@@ -689,7 +689,7 @@ ROWS |= {
         recipe,
         {"files": ["model: {optimizer: {class_path: torch.optim.SGD, lr: 0.1}}"]},
         {"files": ["model: {optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}}"]},
-        "Write it into `init_args`, as in init_args: {lr: ...}",
+        "Write it in `init_args`, as in init_args: {lr: ...}",
         UnknownNameError,
         "lr",
     ),
@@ -795,7 +795,7 @@ ROWS |= {
         lambda lab, name: find_runs([lab.run() / name]),
         {"name": "checkpoints"},
         {"name": "."},
-        "Pass a folder that `lightning-fcl fit` has written",
+        "Pass a folder that `lightning-fcl fit` wrote",
         MissingFileError,
     ),
     "figure of clients that were not tested": Row(

@@ -179,6 +179,6 @@ def test_recipe_short_class_names_are_resolved():
     from lightning_fcl.runs.recipe import Recipe
 
     words = ["--model=Classifier", "--model.num_classes=6", "--model.model=HARCNN"]
-    recipe = resolve_recipe(Recipe.of_words([*words, "--trainer.callbacks+=FLwF2T"]))
+    recipe = resolve_recipe(Recipe.from_words([*words, "--trainer.callbacks+=FLwF2T"]))
     found = [recipe["model"], recipe["model"]["init_args"]["model"], recipe["trainer"]["callbacks"][0]]
     assert [entry["class_path"].rsplit(".", 1)[1] for entry in found] == ["Classifier", "HARCNN", "FLwF2T"]

@@ -1,4 +1,5 @@
-"""A recipe becomes a model, a stream and a Trainer, and a run leaves a folder; it ends whole, however it is ended.
+"""Runs of recipes: recipes are read, checked and trained, and results are written to the run's folder.
 
-What never belongs here: the words of a command line beyond LightningCLI's, or many runs at once (that is `cli`).
+This package contains no command-line code except the subclasses of LightningCLI. Commands, and programs that start
+several runs, are in `lightning_fcl.cli`.
 """

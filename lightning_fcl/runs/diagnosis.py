@@ -1,4 +1,4 @@
-"""Errors for recipes that the parser rejects, with the argument, its value and the nearest name."""
+"""Error messages for recipes that the parser rejects, with the argument, its value and the most similar name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_fcl.runs.merging import SECTIONS, argument_names, full_name, is_s
 from lightning_fcl.validation import did_you_mean, format_names, nearest_name, other_lightning
 
 MODE = "recipe"
-"""The mode of jsonargparse in which values are read within limits."""
+"""The parser mode of jsonargparse that reads YAML with limits on size and depth."""
 
 _OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
 _ANY = inspect.Parameter.empty
@@ -47,26 +47,26 @@ def explain_parser_error(
     bases: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> LightningFCLError:
-    """Return an error that says which value of a recipe the parser rejects, and why.
+    """Return an error that names the value of a recipe that the parser rejects, and the reason.
 
     The recipe is compared with the parser's keys and with the annotations of the classes that it names.
 
     Args:
         error: The parser's error.
         keys: The parser's keys.
-        owners: For each section that holds the arguments of a class, the class.
-        bases: For each section that names its class, a base of that class.
+        owners: Classes of the sections that contain the arguments of a fixed class, by the name of the section.
+        bases: Base classes of the sections that name their class, by the name of the section.
         content: The recipe.
     """
     try:
         _Diagnosis(keys, owners, bases).check(content)
     except LightningFCLError as explanation:
         return explanation
-    return InvalidValueError(f"Expected a recipe that can be read but got: {one_line(error)}.", code="not-understood")
+    return InvalidValueError(f"Expected a valid recipe, but got: {one_line(error)}.", code="not-understood")
 
 
 class _Diagnosis:
-    """A check of a recipe, value by value, that raises an error at the first one that the parser rejects."""
+    """A check of a recipe that raises an error at the first value that the parser rejects."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class _Diagnosis:
         self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in self._keys)]))
 
     def check(self, content: Mapping[str, Any]) -> None:
+        """Raise an error at the first invalid value of a recipe. Return without an error if all values are valid."""
         for section, value in content.items():
             if section not in self._top:
                 raise UnknownNameError(
-                    f"Expected {', '.join(SECTIONS[:3])} or the like but got `{section}`.",
+                    f"Expected a section such as {', '.join(SECTIONS[:3])}, but got `{section}`.",
                     hint=did_you_mean(section, self._top),
                     argument=section,
                 )
@@ -89,7 +90,7 @@ class _Diagnosis:
             if owner is not None:
                 if not isinstance(value, Mapping):
                     raise InvalidTypeError(
-                        f"Expected `{section}` to hold arguments by name but got {value!r:.100}.",
+                        f"Expected `{section}` to be a mapping of arguments, but got {value!r:.100}.",
                         argument=section,
                         value=value,
                     )
@@ -100,23 +101,23 @@ class _Diagnosis:
                 self._check_value(section, value, _OPTIONS[section], _ANY)
         if "model" in self._bases and "model" not in content:
             raise MissingValueError(
-                "Expected a recipe with a `model` but got none.",
+                "Expected a recipe with a `model`, but got a recipe without one.",
                 hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
                 argument="model",
             )
 
     def _check_arguments(self, owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
-        """Check arguments of a class or function by their names and types."""
+        """Check the names and types of the arguments of a class or function."""
         if not isinstance(values, Mapping):
             raise InvalidTypeError(
-                f"Expected arguments of {owner} by name but got {values!r:.100}.", argument=path, value=values
+                f"Expected a mapping of arguments of {owner}, but got {values!r:.100}.", argument=path, value=values
             )
         types, names = argument_types(factory), argument_names(factory)
         for name, value in values.items():
             plain = str(name).removesuffix("+")
             if plain not in names and f"{path}.{plain}" not in self._keys:
                 raise UnknownNameError(
-                    f"Expected arguments of {owner} but got `{f'{path}.{name}' if path in self._owners else name}`.",
+                    f"Expected an argument of {owner}, but got `{f'{path}.{name}' if path in self._owners else name}`.",
                     hint=_nearest_argument(path, plain, names, values),
                     argument=f"{path}.{name}",
                     value=value,
@@ -126,10 +127,10 @@ class _Diagnosis:
 
     @staticmethod
     def _check_required(owner: str, path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
-        """Check whether a class or function gets all arguments that have no default."""
+        """Raise an error if a class or function lacks an argument that has no default."""
         try:
             parameters = inspect.signature(factory).parameters
-        except ValueError:  # a built-in class
+        except ValueError:  # Some built-in classes have no signature.
             return
         for name, parameter in parameters.items():
             if (
@@ -138,11 +139,13 @@ class _Diagnosis:
                 and name not in values
             ):
                 raise MissingValueError(
-                    f"Expected `{name}` of {owner} but got none.", hint=f"Set {path}.{name}.", argument=f"{path}.{name}"
+                    f"Expected a value for `{name}` of {owner}, but got none.",
+                    hint=f"Set {path}.{name}.",
+                    argument=f"{path}.{name}",
                 )
 
     def _check_value(self, path: str, value: Any, hint: Any, default: object) -> None:
-        """Check a value by the annotation of its argument."""
+        """Check a value against the annotation of its argument."""
         name = path.rpartition(".")[2]
         if isinstance(value, list):
             inner = item_type(hint)
@@ -154,7 +157,8 @@ class _Diagnosis:
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             factory = _resolve(path, spec["class_path"], object_types(hint))
             self._check_arguments(full_name(factory), path, factory, spec.get("init_args") or {})
-            if not any(is_maker(one) for one in members(hint)):  # a function gets further arguments when it is called
+            # A function that makes objects gets its other arguments when it is called.
+            if not any(is_maker(one) for one in members(hint)):
                 self._check_required(full_name(factory), path, factory, spec.get("init_args") or {})
             if not self._accepts(value, hint):
                 self._check_short_names(path, factory, spec.get("init_args") or {})
@@ -170,14 +174,18 @@ class _Diagnosis:
 
     @staticmethod
     def _check_short_names(path: str, factory: Callable[..., Any], values: Mapping[str, Any]) -> None:
-        """Reject a class without its module in the arguments of another class, where the parser does not find it."""
+        """Raise an error for a class name without a module within the arguments of another class.
+
+        The parser does not find such a class.
+        """
         types = argument_types(factory)
         for argument, value in values.items():
             if is_spec(value) and "." not in str(value["class_path"]):
                 hint, _ = types.get(argument, (Any, _ANY))
                 resolved_class = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
                 raise InvalidValueError(
-                    f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
+                    f"Expected the full name of a class, with its module, for `{path}.{argument}`, but got "
+                    f"{value['class_path']}.",
                     hint=f"Write {full_name(resolved_class)}.",
                     argument=f"{path}.{argument}",
                     value=value["class_path"],
@@ -185,11 +193,11 @@ class _Diagnosis:
 
     @staticmethod
     def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
-        """Reject arguments below the name of their class, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
+        """Reject a class name as the key of its arguments, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
         (first, inner), *other_items = value.items() or [("", None)]
         if not other_items and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
-                f"Expected {{class_path: {first}, init_args: {{...}}}} but got {dict(value)}.",
+                f"Expected {{class_path: {first}, init_args: {{...}}}}, but got {dict(value)}.",
                 hint=f"Write {{class_path: {first}, init_args: {inner}}}.",
                 argument=path,
                 value=value,
@@ -197,7 +205,7 @@ class _Diagnosis:
 
     @staticmethod
     def _accepts(value: Any, hint: Any) -> bool:
-        """Return whether the parser accepts a value for an annotation alone."""
+        """Return whether the parser accepts a value for an annotation."""
         if hint in (Any, _ANY):
             return True
         parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
@@ -206,9 +214,9 @@ class _Diagnosis:
             parser.parse_object({"value": value})
         except ArgumentError:
             return False
-        except ValueError:  # an annotation that the parser does not support is not checked by it either
+        except ValueError:  # The parser does not support this annotation, and does not check its values.
             return True
-        except Exception:  # the module of a class may raise any error when the parser imports it
+        except Exception:  # Importing the module of a class can raise any error.
             return False
         return True
 
@@ -217,12 +225,14 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     """Return the class or function that a recipe names.
 
     Raises:
-        InvalidTypeError: If it is not derived from one of ``bases``.
-        InvalidValueError: If there is none, or several.
+        InvalidTypeError: If the object is not a class derived from one of ``bases``, and not a function with a return
+            annotation.
+        InvalidValueError: If several classes have the name, or if importing the module fails.
+        UnknownNameError: If there is no such class or module.
     """
     if not isinstance(name, str):
         raise InvalidTypeError(
-            f"Expected `{path}.class_path` to be a name but got {name!r:.100}.", argument=path, value=name
+            f"Expected `{path}.class_path` to be a name, but got {name!r:.100}.", argument=path, value=name
         )
     module, _, short = name.rpartition(".")
     if module and not module.replace(".", "").isidentifier():
@@ -232,14 +242,14 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         matches = sorted(full_names.get(short, []), key=lambda full: not full.startswith("lightning_fcl."))
         if len(matches) > 1:
             raise InvalidValueError(
-                f"Expected one class {name} but there are {len(matches)}.",
+                f"Expected one class with the name {name}, but there are {len(matches)}.",
                 hint=f"Write the full name of one of them: {format_names(matches)}.",
                 argument=path,
                 value=name,
             )
         if not matches:
             raise UnknownNameError(
-                f"Expected `{path}` to be {_described(bases)} but got {name}.",
+                f"Expected `{path}` to be {_described(bases)}, but got {name}.",
                 hint=did_you_mean(name, full_names) or "Write the full name of a class, as in torch.optim.SGD.",
                 argument=path,
                 value=name,
@@ -250,22 +260,22 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     except ModuleNotFoundError as error:
         first = module.partition(".")[0]
         raise UnknownNameError(
-            f"Expected a class of a module that can be imported but got {name}: {first_line(error)}.",
+            f"Expected a class of a module that can be imported, but got {name}: {first_line(error)}.",
             hint=_where(first) or did_you_mean(first, ["lightning_fcl", "lightning", "torch", "torchmetrics"]),
             argument=path,
             value=name,
         ) from error
-    except Exception as error:  # a module may raise anything when it is imported
+    except Exception as error:  # Importing a module can raise any error.
         raise InvalidValueError(
-            f"Expected a class of a module that can be imported but {module} raised {type(error).__name__}: "
-            f"{first_line(error)}.",
+            f"Expected a class of a module that can be imported, but importing {module} raised "
+            f"{type(error).__name__}: {first_line(error)}.",
             hint=f'Correct {module} until `python -c "import {module}"` works.',
             argument=path,
             value=name,
         ) from error
     if not hasattr(home, short):
         raise UnknownNameError(
-            f"Expected a class of {module} but it has no {short}.",
+            f"Expected a class of {module}, but the module has no {short}.",
             hint=did_you_mean(short, getattr(home, "__all__", dir(home))),
             argument=path,
             value=name,
@@ -275,7 +285,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         if "return" in getattr(factory, "__annotations__", {}):
             return factory
         raise InvalidTypeError(
-            f"Expected a class but got {name}, a {type(factory).__name__}.",
+            f"Expected a class, but got {name}, a {type(factory).__name__}.",
             hint="Name a class in `class_path`.",
             argument=path,
             value=name,
@@ -285,29 +295,29 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     checked = [kind for kind in bases if not getattr(kind, "_is_protocol", False)]
     if checked == [*bases] and bases and not issubclass(factory, bases):
         raise InvalidTypeError(
-            f"Expected `{path}` to be {_described(bases)} but got the class {name}.", argument=path, value=name
+            f"Expected `{path}` to be {_described(bases)}, but got the class {name}.", argument=path, value=name
         )
     return factory
 
 
 def _may_name_class(value: object, hint: Any) -> bool:
-    """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
+    """Return whether a text can be the name of a class, with or without its module, and is not a number."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
     return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
 
 def _where(module: str) -> str:
-    """Return the hint for a module that lies in a folder of the working directory; empty if there is none."""
+    """Return a hint if the module is in a subfolder of the working directory, otherwise an empty text."""
     folders = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
-    return f"Run the command in {folders[0]}, where {module}.py is." if folders else ""
+    return f"Run the command in {folders[0]}, which contains {module}.py." if folders else ""
 
 
 def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
-    """Return the full names of the imported public subclasses of some classes, by their names."""
+    """Return the full names of the imported public subclasses of ``bases``, by class name."""
     full_names: dict[str, list[str]] = {}
     classes = list(bases)
     seen_classes = set(classes)
-    for kind in classes:  # grows meanwhile
+    for kind in classes:  # The loop also visits the subclasses that it appends.
         new: set[type] = set(type.__subclasses__(kind)) - seen_classes
         classes.extend(new)
         seen_classes |= new
@@ -321,7 +331,7 @@ def _described(bases: tuple[type, ...]) -> str:
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return the hint with the nearest name among the arguments of a class, and of the classes in its arguments."""
+    """Return a hint with the most similar name among the arguments of a class and of the classes in its arguments."""
     prefix = f"{path}." if path in SECTIONS else ""
     full_names = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():
@@ -335,7 +345,7 @@ def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mappin
 
 
 def check_class_paths(content: object) -> None:
-    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
+    """Raise an error if a ``class_path`` is neither a class nor a function with a return annotation."""
     content = vars(content) if isinstance(content, Namespace) else content
     if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
         resolve_class(path)

@@ -1,4 +1,4 @@
-"""LightningCLI for a federation."""
+"""LightningCLI for federated training, with the results of a run in one folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_fcl.runs.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint_io import AtomicCheckpointIO
 from lightning_fcl.validation import did_you_mean
 
-Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
+Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # an entry of `callbacks`
 
 
 @dataclass
@@ -45,10 +45,11 @@ class RecipeInfo:
 
     Args:
         paper: Short name of the paper.
-        row: Name of the row of the paper's table.
-        expected_metrics: The paper's numbers, by metric.
-        eval_split: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
-        first_tasks: Each client's first tasks, which alone are trained, whatever ``max_epochs`` says; None: all.
+        row: Name of the row in the paper's table.
+        expected_metrics: Metric values from the paper, by the name of the metric.
+        eval_split: Samples that models are evaluated on: ``"test"``, or ``"validation"`` to tune hyperparameters.
+        first_tasks: Number of tasks to train. Each client trains only its first tasks, and ``max_epochs`` is ignored.
+            None trains all tasks.
     """
 
     paper: str = ""
@@ -59,15 +60,16 @@ class RecipeInfo:
 
 
 class FederatedCLI(LightningCLI):
-    """LightningCLI for a federation: a fit's results lie in one folder, ``--out``; mistakes get one sentence.
+    """A LightningCLI that trains a federation and writes the results of a run to one folder, ``--out``.
 
-    A project with one is in `docs/custom-cli.md`.
+    On the command line, errors of this library are printed without a traceback. Set the environment variable
+    ``LIGHTNING_FCL_TRACEBACK=1`` to see the traceback. `docs/custom-cli.md` contains an example project.
 
     Args:
-        model_class: The LightningModule to train; default: any, by its ``class_path``.
-        datamodule_class: A class of streams, such as a `FederatedStream` of your own.
-        program_name: What stands before ``fit`` on a command line; default: the script that runs.
-        kwargs: Arguments of LightningCLI, over those that serve a federation.
+        model_class: LightningModule to train. By default, the recipe names the class with ``class_path``.
+        datamodule_class: `FederatedStream` or a subclass.
+        program: Command before ``fit`` in printed commands, such as ``lightning-fcl``. By default, the running script.
+        kwargs: Arguments of LightningCLI. They override the defaults of this class.
     """
 
     program_name = ""
@@ -83,8 +85,9 @@ class FederatedCLI(LightningCLI):
         _import_public_classes()
         args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
         first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
+        # Building the parsers of all other commands would double the time to start.
         if commands := {name: skip for name, skip in self.subcommands().items() if name == first}:
-            self.subcommands = lambda: commands  # type: ignore[method-assign] # parsers of the others take as long again
+            self.subcommands = lambda: commands  # type: ignore[method-assign]
         cli_arguments = {
             "subclass_mode_model": model_class is L.LightningModule,
             "seed_everything_default": 0,
@@ -100,15 +103,15 @@ class FederatedCLI(LightningCLI):
         except LightningFCLError as error:
             if cli_arguments.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
-            self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
+            self.parser.exit(2, f"error: {error}\n(Set LIGHTNING_FCL_TRACEBACK=1 to see the traceback.)\n")
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser that raises its errors and reads values within limits. A name cut short is no name."""
+        """Create a parser that raises its errors, reads YAML within limits, and rejects abbreviated option names."""
         return super().init_parser(**{"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE} | kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what recipes say beside model, data and trainer."""
-        parser.add_argument("--out", type=str | None, help="folder of this run's results (default: runs/fit)")
+        """Add the arguments of a recipe other than model, data and trainer."""
+        parser.add_argument("--out", type=str | None, help="set the folder of the results (default: runs/fit)")
         parser.add_class_arguments(RecipeInfo, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -123,7 +126,7 @@ class FederatedCLI(LightningCLI):
             raise self._explain(error, parser, args) from error
 
     def _explain(self, error: ArgumentError, parser: LightningArgumentParser, args: ArgsType) -> LightningFCLError:
-        """Return the error that says which argument the parser rejects."""
+        """Return an error that names the argument that the parser rejects."""
         command, words, content = None, list[str](), dict(args) if isinstance(args, Mapping) else {}
         if isinstance(args, Mapping):
             command = content.get("subcommand")
@@ -144,29 +147,35 @@ class FederatedCLI(LightningCLI):
         trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else L.Trainer
         owners: dict[str, Callable[..., Any]] = {"trainer": trainer_class, "recipe": RecipeInfo}
         bases: dict[str, Callable[..., Any]] = {}
-        if not (self.subclass_mode_model and parser.default_config_files):  # these may name the model
+        # Default configuration files may name the model.
+        if not (self.subclass_mode_model and parser.default_config_files):
             (bases if self.subclass_mode_model else owners)["model"] = self._model_class
         (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
-        keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # flat ones
-        if "trainer.max_epochs" not in keys:  # a command is missing
+        keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # dotted names
+        if "trainer.max_epochs" not in keys:  # The words contain no known command.
             command_name = words[0] if words else "none"
             return UnknownNameError(
-                f"Expected one of the commands {', '.join(self.subcommands())} but got {command_name}.",
+                f"Expected one of the commands {', '.join(self.subcommands())}, but got {command_name}.",
                 hint=did_you_mean(command_name, self.subcommands()),
                 value=command_name,
             )
         return explain_parser_error(error, keys, owners, bases, content)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
+        """Skip a step of LightningCLI that creates objects from the hyperparameters of a checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what would be called and makes nothing; take a checkpoint from afar here, verified, as data alone."""
+        """Check the configuration, and replace the URL of a checkpoint by a downloaded, verified file.
+
+        Raises:
+            InvalidValueError: If a section is not a mapping, a ``class_path`` names neither a class nor a function with
+                a return annotation, or ``weights_only`` is false.
+        """
         config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
         for name in ("data", "recipe", "trainer"):
             if not isinstance(config[name], Namespace):
                 raise InvalidValueError(
-                    f"Expected `{name}` to hold arguments by name but got {config[name]!r}.",
+                    f"Expected `{name}` to be a mapping of arguments, but got {config[name]!r}.",
                     argument=name,
                     value=config[name],
                 )
@@ -174,15 +183,15 @@ class FederatedCLI(LightningCLI):
         if self.config.get("subcommand") and config["ckpt_path"]:
             if config["weights_only"] is False:
                 raise InvalidValueError(
-                    "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
-                    "values alone.",
-                    hint="Leave `weights_only` out.",
+                    "Expected `weights_only` to be true, but got false. A checkpoint may contain only tensors and "
+                    "plain values.",
+                    hint="Remove `weights_only`.",
                     argument="weights_only",
                 )
             config["ckpt_path"], config["weights_only"] = str(resolve_checkpoint(config["ckpt_path"])), True
 
     def instantiate_classes(self) -> None:
-        """Make the parts. An error of a class itself is raised as it is, also for an argument of several types."""
+        """Create the objects of the recipe. An error that a class raises is not wrapped in a parser error."""
         class_errors: list[Exception] = []
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
@@ -198,14 +207,14 @@ class FederatedCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            cause = class_errors[-1] if class_errors else error.__cause__  # of a class, or of a function
+            cause = class_errors[-1] if class_errors else error.__cause__  # the error of a class or a function
             if type(error) is ValueError and isinstance(cause, Exception):
-                raise cause from None  # the parser's error lists all types that it has tried
+                raise cause from None  # The parser's error would list all types that it tried.
             raise
 
     @property
     def output_folder(self) -> Path:
-        """The run's folder: as the command line or a recipe says, or that in which the recipe of a run lies."""
+        """Folder of the run: `out` if it is set, else the folder of the run whose recipe is used, else `runs/fit`."""
         config = self.config.get(self.config.get("subcommand") or "", self.config)
         if config["out"] is None:
             runs = [run for file in config.get("config") or [] if (run := find_run_folder(Path(file.relative)))]
@@ -213,8 +222,12 @@ class FederatedCLI(LightningCLI):
         return Path(config["out"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
-        if not self.config.get("subcommand"):  # who makes the parts alone runs them, too
+        """Create the Trainer, with default metrics, progress bar, checkpoints and logger if the recipe sets none.
+
+        Checkpoints are saved after every round.
+        """
+        # Without a command (`run=False`), the caller configures and runs the Trainer.
+        if not self.config.get("subcommand"):
             return super().instantiate_trainer(**kwargs)
         config = self.config_init[self.config_init.subcommand]["trainer"]
         callbacks = as_list(config["callbacks"])
@@ -237,14 +250,13 @@ class FederatedCLI(LightningCLI):
             if config["logger"] is None and not config["barebones"]:
                 kwargs["logger"] = TensorBoardLogger(str(self.output_folder), None, "")
             if config["default_root_dir"] is None:
-                kwargs["default_root_dir"] = str(
-                    self.output_folder
-                )  # where checkpoints of one's own go without a logger
+                # Custom checkpoint callbacks write to this folder if there is no logger.
+                kwargs["default_root_dir"] = str(self.output_folder)
             if config["max_epochs"] is None:
-                kwargs["max_epochs"] = -1  # as many as the stream has: see `fit`
+                kwargs["max_epochs"] = -1  # `fit` replaces it by the number of rounds of the stream.
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
-        else:  # a test leaves nothing behind
+        else:  # A test writes no files by default.
             kwargs |= {"logger": False} if config["logger"] is None else {}
             kwargs |= {"enable_checkpointing": False} if lacks(ModelCheckpoint) else {}
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -257,11 +269,14 @@ class FederatedCLI(LightningCLI):
 
     @property
     def should_write_results(self) -> bool:
-        """Whether this process writes a run's results: no fit under ``fast_dev_run`` has any."""
+        """Whether this process writes the results of the run: rank 0, except under ``fast_dev_run``."""
         return self.trainer.is_global_zero and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
 
     def fit(self, model: L.LightningModule, **arguments: Any) -> None:
-        """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
+        """Train, and write ``results.json`` and the report.
+
+        If the recipe sets no ``max_epochs``, train all rounds of the stream.
+        """
         config, first = self.config["fit"], self.trainer.is_global_zero
         with run_lock(self.output_folder) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
             tasks, trainer_config = config["recipe"]["first_tasks"], config["trainer"]
@@ -286,7 +301,7 @@ class FederatedCLI(LightningCLI):
 
 
 class FitCLI(FederatedCLI):
-    """The command ``lightning-fcl fit``, which prints how many clients train in a round."""
+    """The command ``lightning-fcl fit``. When training starts, it prints the number of clients per round."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
@@ -295,7 +310,7 @@ class FitCLI(FederatedCLI):
 
 
 def add_default_metrics(callbacks: list[Callback], eval_split: Literal["test", "validation"]) -> None:
-    """Measure by `ContinualMetrics`, on the samples that a recipe says."""
+    """Add `ContinualMetrics` if it is missing, and set the split that it evaluates."""
     if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
         callbacks.append(ContinualMetrics())
     for callback in callbacks if eval_split == "validation" else ():
@@ -308,7 +323,7 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
 
 
 def _import_public_classes() -> None:
-    """Import the classes that recipes may name without a module: the parser finds short names of imported classes."""
+    """Import the public classes: the parser resolves class names without a module only for imported classes."""
     for package in map(import_module, ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")):
         for name in dir(package):
             getattr(package, name)

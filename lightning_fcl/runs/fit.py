@@ -1,4 +1,4 @@
-"""Running of a recipe by LightningCLI, and the recipe with every default."""
+"""Training and testing a recipe with LightningCLI, and resolving a recipe with all defaults."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ CLI = TypeVar("CLI", bound=FederatedCLI)
 
 
 def run_cli(command: str, recipe: Recipe, cli_class: type[CLI]) -> CLI:
-    """Run ``fit`` or ``test`` of a recipe, by a kind of `FederatedCLI`."""
+    """Run ``fit`` or ``test`` with a recipe and a subclass of `FederatedCLI`."""
     return make_cli({"subcommand": command, command: recipe.content()}, cli_class)
 
 
 def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
-    """Make a command line of a dictionary, or of words, and run its command unless ``runs`` is False."""
+    """Create a command line from a dictionary or from words, and run its command unless ``runs`` is False."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The `srun` command is available",
-        "`LightningModule.configure_optimizers` returned `None`",  # a baseline that learns nothing
-        "Be aware that when using `ckpt_path`, callbacks used",  # a test needs none of them
+        "`LightningModule.configure_optimizers` returned `None`",  # Baselines that do not train have no optimizer.
+        "Be aware that when using `ckpt_path`, callbacks used",  # Testing does not use the callbacks' states.
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
     return kind(program="lightning-fcl", args=arguments, run=runs, trainer_defaults=None)
 
 
 class _ParsedError(Exception):
-    """A recipe has been parsed, and nothing is to be made of it."""
+    """An exception that ends the command line after parsing, before any object is created."""
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
         self.parser, self.config = parser, config
 
 
 class _ParserOnly(FederatedCLI):
-    """Parses a recipe and makes nothing of it."""
+    """A command line that parses a recipe and creates no objects."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         fit = self._parser("fit")
         if isinstance(args, Mapping) and args["fit"]:
             super().parse_arguments(parser, args)
             config = self.config["fit"]
-        else:  # a recipe that says nothing: all defaults
+        else:  # An empty recipe consists of the defaults.
             config = fit.get_defaults(skip_validation=True)
         raise _ParsedError(fit, config)
 
 
 def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
-    """Return a recipe with every default, checked, as YAML.
+    """Return a recipe with all defaults as YAML, after checking its values.
 
     Args:
         recipe: The recipe.
@@ -78,5 +78,5 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
 
 
 def resolve_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe with every default, checked."""
+    """Return a recipe with all defaults, after checking its values."""
     return dict(yaml.safe_load(resolved_text(recipe)))

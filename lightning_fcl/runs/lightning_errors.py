@@ -1,4 +1,4 @@
-"""Errors for recipes that Lightning rejects, with a hint."""
+"""Conversion of Lightning's errors about a recipe into errors of this library, with a hint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.simulation.hooks import RestoredNote
 from lightning_fcl.validation import did_you_mean
 
-_BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
+_BY_LIGHTNING = "Expected a recipe that Lightning accepts, but got:"
 
 
 @contextlib.contextmanager
 def convert_errors() -> Iterator[None]:
-    """Convert errors of Lightning in this block into errors of the library, with a hint."""
+    """Convert errors that Lightning raises in this block into errors of this library, with a hint."""
     try:
         yield
     except LightningFCLError:
@@ -32,46 +32,46 @@ def convert_errors() -> Iterator[None]:
         if not restored or isinstance(error, ImportError | ValueError):
             raise
         raise InvalidValueError(
-            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
-            hint="Use another checkpoint, or leave `ckpt_path` out.",
+            f"Expected a checkpoint of this recipe, but {restored[0]} and raised {type(error).__name__}: {error}.",
+            hint="Use another checkpoint, or remove `ckpt_path`.",
             argument="ckpt_path",
         ) from error
 
 
 def convert_lightning_error(error: Exception) -> InvalidValueError | None:
-    """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
+    """Return this library's error for an error that Lightning or torch raises for a wrong argument, otherwise None."""
     if error_match := match_error(error, LibraryError.UNKNOWN_PLUGIN):
         hint = did_you_mean(error_match[3], ["federated", "auto", "cpu", "gpu", "cuda"])
         return UnknownNameError(error_match[1], hint=hint, argument=f"trainer.{error_match[2]}", value=error_match[3])
     if error_match := match_error(error, LibraryError.UNKNOWN_METRIC):
         metric_names = re.findall(r"[`']([^`',]+/[^`',]+)[`']", error_match["known"])
         return UnknownNameError(
-            f"Expected `monitor` to be a metric that is logged but got {error_match['name']}.",
+            f"Expected `monitor` to be a logged metric, but got {error_match['name']}.",
             hint=did_you_mean(error_match["name"], metric_names) or f"Use one of {', '.join(metric_names)}.",
             argument="monitor",
             value=error_match["name"],
         )
     if error_match := match_error(error, LibraryError.SEED_BOUNDS):
         return InvalidValueError(
-            f"Expected `seed_everything` to be from 0 to {error_match[2]} but got {error_match[1]}.",
+            f"Expected `seed_everything` to be between 0 and {error_match[2]}, but got {error_match[1]}.",
             argument="seed_everything",
             value=int(error_match[1]),
         )
     if error_match := match_error(error, LibraryError.SAME_CALLBACKS):
         return InvalidValueError(
-            f"Expected one `{error_match[1]}` among the callbacks but got several.",
-            hint="Leave all but one out.",
+            f"Expected one `{error_match[1]}` among the callbacks, but got several.",
+            hint="Remove all but one.",
             argument="trainer.callbacks",
         )
     if match_error(error, LibraryError.DEVICES):
         return InvalidValueError(
-            "Expected `trainer.devices` to be 1 in a federation but got another number.",
-            hint="Set it to 1, or leave it out.",
+            "Expected `trainer.devices` to be a positive number of devices, but got another value.",
+            hint="Set `trainer.devices` to 1, or remove it.",
             argument="trainer.devices",
         )
     if error_match := match_error(error, LibraryError.NO_TORCH_DEVICE):
         return InvalidValueError(
-            f"Expected an accelerator that this machine has but: {error_match[1]}",
+            f"Expected an accelerator that is available on this machine, but got: {error_match[1]}",
             hint="Use `--trainer.accelerator cpu`.",
             argument="trainer.accelerator",
         )

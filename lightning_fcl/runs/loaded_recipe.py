@@ -1,4 +1,4 @@
-"""What recipes stand for: their parts, tried without training, or with the state of a run's checkpoint."""
+"""Objects of a recipe: creating them, checking them without training, and loading the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadedRecipe(FederatedCLI):
-    """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
+    """The objects of a recipe: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -57,7 +57,7 @@ class LoadedRecipe(FederatedCLI):
         self.callbacks: list[Callback] = as_list(callbacks)
 
     def make_trainer(self) -> L.Trainer:
-        """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
+        """Return a Trainer without a logger and without the default checkpoint callback."""
         trainer_config = self.config_init["trainer"]
         saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
         quiet = {"logger": False, "enable_model_summary": False}
@@ -76,27 +76,28 @@ class LoadedRecipe(FederatedCLI):
 
 
 def load_recipe(recipe: Recipe) -> LoadedRecipe:
-    """Make the parts that a recipe names."""
+    """Create the objects that a recipe names."""
     if not recipe.files:
         raise MissingValueError(
-            "Expected at least one recipe but got none.",
+            "Expected at least one recipe, but got none.",
             hint="Pass the name or the file of a recipe, such as quickstart.",
         )
     return make_cli(recipe.with_values({"seed_everything": False}).content(), LoadedRecipe, runs=False)
 
 
 def load_trained_recipe(run: Path) -> LoadedRecipe:
-    """A run's recipe, with the state of its newest checkpoint in the model."""
+    """Return the objects of a run's recipe. The model has the state of the newest checkpoint."""
     checkpoint = load_newest_checkpoint(run)
     return load_into_recipe(load_recipe(Recipe((run / "config.yaml",))), checkpoint)
 
 
 def load_newest_checkpoint(run: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run: tensors and plain values."""
+    """Return the newest checkpoint of a run, which contains only tensors and plain values."""
     return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), get_run_checkpoint(run))
 
 
 def load_into_recipe(recipe: LoadedRecipe, checkpoint: dict[str, Any]) -> LoadedRecipe:
+    """Load the model state of a checkpoint into the objects of a recipe."""
     for callback in recipe.callbacks:
         if isinstance(callback, BaseSession):
             callback.freeze(recipe.model.model)
@@ -107,12 +108,12 @@ def load_into_recipe(recipe: LoadedRecipe, checkpoint: dict[str, Any]) -> Loaded
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """Set up a fit of a recipe without training, and return a description of its parts."""
+    """Set up a fit of a recipe without training, and return a description of the recipe."""
     parts = load_recipe(recipe)
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = get_callbacks(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
-    # Without what trains before the first round, shows or saves.
+    # Remove callbacks that train before the first round, show progress or write files.
     callbacks[:] = [one for one in callbacks if not isinstance(one, ProgressBar | OnExceptionCheckpoint)]
     callbacks[:] = [_Checks(one) if isinstance(one, BaseSession) else one for one in callbacks]
     for callback in callbacks:
@@ -143,23 +144,23 @@ def describe_recipe(recipe: Recipe) -> str:
         "federation": f"{len(plan.clients)} clients, {plan.num_rounds} rounds, {experiences} experiences",
         "training": participation.describe(len(plan.clients)),
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
-        "methods": ", ".join(methods) or "none: plain fine-tuning",
+        "methods": ", ".join(methods) or "none (fine-tuning)",
     }
     if small_clients := _small_clients(stream):
         lines["min_size"] = small_clients
-    return "\n".join(["All of it fits.", *(f"{name:11}{what}" for name, what in lines.items())])
+    return "\n".join(["The recipe is valid.", *(f"{name:11}{what}" for name, what in lines.items())])
 
 
 class _WouldTrainError(Exception):
-    """A fit has come to its first round, and has refused nothing."""
+    """An exception that ends the setup of a fit at its first round, when all checks have passed."""
 
 
 class _Enough(Callback):
-    """A callback that ends a fit when its first round begins, before the users' callbacks run.
+    """A callback that ends a fit at the start of the first round, before the user's callbacks run.
 
     Args:
         processes: Number of processes of the fit.
-        saves: Whether the fit writes checkpoints.
+        saves: Whether the fit saves checkpoints.
     """
 
     def __init__(self, processes: int, saves: bool) -> None:
@@ -176,7 +177,7 @@ class _Enough(Callback):
 
 
 class _Checks(Callback):
-    """Stands for a base session: refuses what that does, and trains none."""
+    """A replacement for a base session that runs the session's checks and does not train."""
 
     def __init__(self, session: BaseSession) -> None:
         self._session = session
@@ -187,7 +188,7 @@ class _Checks(Callback):
 
 
 def _processes(strategy: object) -> int:
-    """How many processes a strategy would have started, which starts none now."""
+    """Return the number of processes that a strategy would start, and set the strategy to a single process."""
     if not isinstance(strategy, FederatedStrategy):
         return 1
     num_processes = strategy.expected
@@ -196,7 +197,7 @@ def _processes(strategy: object) -> int:
 
 
 def _samples(stream: FederatedStream) -> Any:
-    """Return two samples as a batch."""
+    """Return two samples as a batch, or None if all splits are empty."""
     plan = stream.plan
     with isolate_rng():
         for split, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_indices(stream))):
@@ -207,7 +208,10 @@ def _samples(stream: FederatedStream) -> Any:
 
 @torch.no_grad()
 def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> str:
-    """Return the shape of a module's output for a sample; empty if `forward` takes something else than the sample."""
+    """Return the shape of a module's output for a sample.
+
+    The text is empty if the batch has no labels, or if `forward` of a custom module does not accept a sample.
+    """
     batch = trainer.precision_plugin.convert_input(_samples(stream))
     if not is_labelled(batch):
         return ""
@@ -215,7 +219,7 @@ def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Traine
     try:
         with trainer.precision_plugin.forward_context():
             outputs = task.eval()(x)
-    except Exception as error:  # The steps of a user's module may prepare what `forward` takes.
+    except Exception as error:  # The steps of a custom module can prepare the input of `forward`.
         if isinstance(task, Task):
             raise
         log.debug("`forward` cannot process a sample.", exc_info=error)
@@ -244,7 +248,7 @@ def _shape_of(value: object) -> str:
 
 
 def _small_clients(stream: FederatedStream) -> str:
-    """Return which clients have too few samples in an experience for `min_partition_size`; empty if none has."""
+    """Return a note on clients with fewer than `min_partition_size` samples in an experience, or an empty text."""
     plan, min_size = stream.plan, stream.partition.min_partition_size if isinstance(stream.partition, Dirichlet) else 1
     sizes: dict[tuple[str, int], int] = {}
     for client, numbers in plan.experiences.items():

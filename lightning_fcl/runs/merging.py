@@ -1,4 +1,4 @@
-"""Merging of recipes: files and settings over others, as the command line merges them."""
+"""Merging of recipes: later files and settings override earlier ones, as on the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_fcl.io.safe_yaml import load_yaml, read_yaml
 from lightning_fcl.validation import did_you_mean
 
 SECTIONS = ("model", "data", "trainer", "recipe")
-# Where classes are looked up that a recipe names without their module.
+# Packages in which a class name without a module is looked up.
 _PACKAGES = (
     "lightning_fcl",
     "lightning_fcl.callbacks",
@@ -36,24 +36,25 @@ _PACKAGES = (
 )
 _SUFFIXES = (".yaml", ".yml", ".json")
 _ARGUMENTS = {"init_args", "dict_kwargs"}
-# For each section that holds arguments of a class that it does not name, the class.
+# Classes of the sections that contain the arguments of a fixed class.
 _SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightning.pytorch.Trainer"}
 
 
 def _is_no_folder(path: str | Path) -> bool:
-    """Return whether a path exists and is no folder. Reading it rejects what is not a regular file, such as a pipe."""
+    """Return whether a path exists and is not a folder. Reading a path that is not a regular file raises an error."""
     return exists(path) and not isdir(path)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a value in a recipe. Its annotation is found when it is needed, because this imports classes.
+    """The place of a value in a recipe. Its annotation is resolved only when needed, because this imports classes.
 
     Args:
-        find: Returns the annotation of the argument, or for ``group`` the class whose arguments the values are.
-        files: Files that lead to the value. Each one is named in the one before. Names are relative to the last one.
-        group: Whether the place is that of arguments by name, as that of a section or ``init_args``.
-        sections: Whether the place is that of a whole recipe.
+        find: Returns the annotation of the argument. If ``group``, returns the class of the arguments.
+        files: Chain of files that leads to the value. Each file names the next one. File names are relative to the
+            last file.
+        group: Whether the place contains arguments by name, such as a section or ``init_args``.
+        sections: Whether the place contains a whole recipe.
     """
 
     find: Callable[[], Any] = lambda: Any
@@ -67,35 +68,39 @@ class _Place:
 
     @property
     def owner(self) -> Any:
-        """The class whose arguments stand here by name. None if a dictionary stands for itself, or for an object."""
+        """The class whose arguments this place contains by name. None for a plain dictionary or another value."""
         return self.hint if self.group else dataclass_type(self.hint)
 
     def argument(self, name: str) -> _Place:
-        """Return the place of the value of a name here."""
+        """Return the place of an argument."""
         if self.sections:
             return _Place(lambda: find_class(_SECTION_CLASSES.get(name)), self.files, name in SECTIONS)
         return _Place(lambda: all_argument_types(self.owner).get(name, Any) if self.owner else Any, self.files)
 
     def arguments_of(self, path: object) -> _Place:
-        """Return the place of the arguments of a class that stands here."""
+        """Return the place of the arguments of the class with the name ``path``."""
         return _Place(lambda: find_class(path), self.files, True)
 
     @property
     def item(self) -> _Place:
-        """The place of an item of a list, or of a value of a dictionary, that stands here."""
+        """The place of an item of the list, or a value of the dictionary, at this place."""
         return _Place(lambda: item_type(self.hint), self.files)
 
     def follow(self, value: Any) -> tuple[Any, _Place]:
-        """Return the content of the file that a value names, and its place. Another value is returned as it is.
+        """Return the content of the file that a value names, and the place of the content.
+
+        Another value is returned unchanged.
 
         Raises:
-            InvalidValueError: If files name each other, or if a name is relative to the working directory.
+            InvalidValueError: If files name each other in a cycle, or if a file name is relative to the working
+                directory instead of the recipe.
         """
         location = self
         while isinstance(value, str) and (file := location._file(value)):
             if file.resolve() in [one.resolve() for one in location.files]:
                 raise InvalidValueError(
-                    f"Expected files of a recipe that end but {' names '.join(map(str, [*location.files, file]))}.",
+                    "Expected the files of a recipe to contain no cycle, but "
+                    f"{' names '.join(map(str, [*location.files, file]))}.",
                     hint=f"Write the values into {file}.",
                     value=value,
                 )
@@ -104,24 +109,24 @@ class _Place:
         return value, location
 
     def _file(self, name: str) -> Path | None:
-        """Return the file of a name. None if there is no file, or if the argument takes no object of a class."""
+        """Return the file that a name refers to. None if there is no file, or if the argument accepts no object."""
         folder = self.files[-1].parent if self.files else Path()
         if not (_is_no_folder(folder / name) or _is_no_folder(name)) or not (self.group or object_types(self.hint)):
             return None
         if not self.group and str in members(self.hint) and Path(name).suffix not in _SUFFIXES:
-            return None  # a text that stands for itself
+            return None  # The text is the value itself, not the name of a file.
         if _is_no_folder(folder / name):
             return folder / name
         if find_class(name):
             return None
         raise InvalidValueError(
-            f"Expected a file at {folder / name} but there is none.",
-            hint=f"Write {relpath(name, folder)}: names of files are relative to {self.files[-1]}.",
+            f"Expected a file at {folder / name}, but there is no such file.",
+            hint=f"Write {relpath(name, folder)}: file names are relative to {self.files[-1]}.",
             value=name,
         )
 
     def leads_to_files(self, value: Any) -> bool:
-        """Return whether a value has the name of a file in it."""
+        """Return whether a value contains the name of a file."""
         if isinstance(value, Mapping | list):
             return any(map(self.leads_to_files, value.values() if isinstance(value, Mapping) else value))
         folder = self.files[-1].parent if self.files else Path()
@@ -129,11 +134,11 @@ class _Place:
 
 
 class _Dotted(dict[str, Any]):
-    """The values that a dotted name leads to: they are put into a dictionary, where another one would replace it."""
+    """The values below a dotted name. They are merged into a dictionary, while a plain dictionary replaces it."""
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    """A recipe that holds nothing but a value, by its dotted name."""
+    """Return a recipe with one value, at a dotted name."""
     *sections, last = name.split(".")
     nested_values = _Dotted({last: value})
     for section in reversed(sections):
@@ -142,18 +147,19 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 
 
 def merge(whole: dict[str, Any], updates: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
-    """Put the values of a recipe over those of another one.
+    """Merge the values of a recipe into another recipe, which they override.
 
-    Sections, arguments of classes and values of a dataclass are merged name by name. Another dictionary, such as
-    ``reductions``, is replaced as a whole. A class that is named again keeps its arguments; another class in its place
-    keeps those that it takes, too. A key that ends in ``+`` appends to a list. Values for a list go to its last entry,
-    or to the one whose class they name. The name of a file, where an object or a section is expected, stands for the
-    content of the file.
+    Sections, arguments of classes and fields of dataclasses are merged by name. Any other dictionary, such as
+    ``reductions``, is replaced. If the class of an object stays the same, its arguments are kept. If the class changes,
+    the arguments that the new class accepts are kept.
+
+    A key that ends in ``+`` appends to a list. Values for a list change its last entry, or the entry whose class they
+    name. The name of a file in place of an object or a section is replaced by the content of the file.
 
     Args:
-        whole: The recipe that is changed.
-        updates: The other recipe. Its values go by their names, which may be dotted.
-        files: The file of the other recipe, if it has one. Names of files in it are relative to this file.
+        whole: The recipe to change.
+        updates: The recipe with the new values. Its names may be dotted.
+        files: File of ``updates``, if there is one. File names in ``updates`` are relative to this file.
     """
     _merge(whole, updates, _Place(files=files, sections=True))
 
@@ -176,7 +182,7 @@ def _merge(whole: dict[str, Any], updates: Mapping[str, Any], location: _Place) 
 
 
 def _merged(current_value: Any, value: Any, location: _Place) -> Any:
-    """Return the value that stands where ``value`` is put over ``current_value``."""
+    """Return the result of merging ``value`` into ``current_value``."""
     value, location = location.follow(value)
     if isinstance(current_value, dict | list):
         value = _read(value)
@@ -227,7 +233,7 @@ def _merged(current_value: Any, value: Any, location: _Place) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """The values that a text stands for, as in ``"{lr: 0.1}"``; another value as it is."""
+    """Return the parsed value of a text such as ``"{lr: 0.1}"``. Any other value is returned unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         with suppress(yaml.YAMLError):
             return load_yaml(value)
@@ -240,9 +246,9 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
     if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
         expected_keys = ("class_path", "init_args", "dict_kwargs")
         raise UnknownNameError(
-            f"Expected {', '.join(expected_keys)} of {value['class_path']} but got `{unknown[0]}`.",
+            f"Expected {', '.join(expected_keys)} of {value['class_path']}, but got `{unknown[0]}`.",
             hint=did_you_mean(unknown[0], expected_keys)
-            or f"Write it into `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
+            or f"Write it in `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
             argument=unknown[0],
         )
     path = value.get("class_path", current_value["class_path"])
@@ -269,7 +275,7 @@ def _merged_class(current_value: dict[str, Any], value: Mapping[str, Any], locat
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield values by name. Dotted names stay whole, as jsonargparse reads the names behind ``dict_kwargs``."""
+    """Yield values by name. Dotted names are not split, because jsonargparse reads ``dict_kwargs`` with such names."""
     for name, value in values.items():
         if isinstance(value, _Dotted):
             yield from _flat(value, f"{prefix}{name}.")
@@ -278,12 +284,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def argument_names(factory: Any) -> list[str]:
-    """Return the names of the arguments of a class or function, with those that it passes on as ``**kwargs``."""
+    """Return the names of the arguments of a class or function, including those that it passes on as ``**kwargs``."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     names: list[str] = []
-    with suppress(ValueError, TypeError):  # built-in classes have no signature
+    with suppress(ValueError, TypeError):  # Built-in classes have no signature.
         names += inspect.signature(factory).parameters
         add = parser.add_class_arguments if isinstance(factory, type) else parser.add_function_arguments
         add(factory, fail_untyped=False)
@@ -292,9 +298,10 @@ def argument_names(factory: Any) -> list[str]:
 
 
 def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the position of the entry of a list to which a value belongs, and the value for it.
+    """Return the position of the list entry that a value changes, and the value for this entry.
 
-    A value below the name of a class belongs to the entry of this class, and another value to the last entry.
+    If the value is a dictionary below the name of a class, it changes the entry of this class. Otherwise it changes the
+    last entry.
     """
     (name, inner), *other_items = value.items()
     by_class = not other_items and isinstance(inner, Mapping) and str(name)[:1].isupper()
@@ -304,9 +311,9 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
     names = [str(path).rpartition(".")[2] for path in paths]
     if names.count(name) != 1:
         raise UnknownNameError(
-            f"Expected one {name} in a list but its entries are {', '.join(names)}."
+            f"Expected one {name} in a list, but its entries are {', '.join(names)}."
             if names
-            else f"Expected an entry for `{name}` in a list but the list is empty.",
+            else f"Expected an entry for `{name}` in a list, but the list is empty.",
             hint=did_you_mean(name, names),
             value=name,
         )
@@ -314,16 +321,16 @@ def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, 
 
 
 def is_spec(value: object) -> bool:
-    """Return whether a value of a recipe stands for an object of a class."""
+    """Return whether a value of a recipe describes an object by its class."""
     return isinstance(value, Mapping) and "class_path" in value and {*value} <= {"class_path", *_ARGUMENTS}
 
 
 def find_class(name: object) -> Any:
-    """Return the class or function that a recipe names, with its module or without; None if there is none."""
+    """Return the class or function with a name, which may omit the module. None if there is no such class."""
     if not isinstance(name, str) or not name.replace(".", "").isidentifier():
         return None
     if "." in name:
-        with suppress(Exception):  # a module may raise anything when it is imported
+        with suppress(Exception):  # Importing a module can raise any error.
             factory = resolve_name(name)
             return factory if callable(factory) else None
         return None
@@ -333,7 +340,7 @@ def find_class(name: object) -> Any:
 
 
 def full_name(factory: Any) -> str:
-    """Return the shortest name, with its module, of a class or function."""
+    """Return the shortest importable name, including the module, of a class or function."""
     name = str(factory.__qualname__)
     homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is factory]
     return f"{homes[-1] if homes else factory.__module__}.{name}"

@@ -1,4 +1,4 @@
-"""Results of a fit, as ``results.json`` has them."""
+"""Results of a fit, in the format of ``results.json``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ from lightning_fcl.methods.method import Method
 def make_results(
     trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str
 ) -> dict[str, Any]:
-    """What a fit has come to, as its ``results.json`` tells it."""
+    """Return the content of ``results.json`` for a fit.
+
+    Raises:
+        InvalidValueError: If the fit ended before the end of its first round.
+    """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
     if not metrics.record.get("rounds"):
@@ -42,18 +46,19 @@ def make_results(
         "parts": {
             "model": " in ".join([*inner, type(module).__name__]),
             "data": ", ".join([data_name(stream.data), *shared]),
-            "methods": ", ".join(methods) or "none: averaging alone",
+            "methods": ", ".join(methods) or "none (fine-tuning)",
         },
         "seed": config["seed_everything"],
         "measured_on": metrics.split,
         "metrics": summarize(record),
         "record": record,
         "expected": dict(recipe["expected_metrics"]),
-        # What an editable installation says of itself is as old as the installation.
+        # The metadata of an editable installation may contain an old version.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
         "machine": _machine(),
-        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
+        # The record includes the rounds before a fit was resumed.
+        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
     }
@@ -66,16 +71,16 @@ def make_results(
 
 
 def raise_no_round(trainer: L.Trainer) -> NoReturn:
-    """Refuse a fit that has ended before its first round."""
+    """Raise an error for a fit that ended before its first round."""
     raise InvalidValueError(
-        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` ended "
-        "it before its first.",
-        hint="Increase it, or leave it out to train all rounds of the stream.",
+        f"Expected the fit to train for at least one round, but `max_epochs={trainer.max_epochs}` or `max_time` ended "
+        "it before the first round.",
+        hint="Increase it, or remove it to train all rounds of the stream.",
     )
 
 
 def _machine() -> str:
-    """The machine in a line: processor, cores and threads, or the GPU."""
+    """Return a description of the machine in one line: processor, cores, threads and GPU."""
     info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     name_match = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
     processor, threads = name_match[1] if name_match else platform.machine(), torch.get_num_threads()

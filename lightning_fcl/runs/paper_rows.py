@@ -1,4 +1,4 @@
-"""Recipes by name: the quickstart, or a row of a paper's table, as ``flwf/flwf-2t-ft`` or ``fedvit/fedvit@small``."""
+"""Recipes by name: the quickstart, or a row of a paper's table, such as ``flwf/flwf-2t`` or ``fedvit/fedvit@small``."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from lightning_fcl.validation import did_you_mean, one_of
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: in the installed package, or at the top of a checkout."""
+    """Return the folder of the recipes: in the installed package, or at the top of a checkout."""
     package_folder = Path(__file__).parent.parent
     return package_folder / "recipes" if (package_folder / "recipes").is_dir() else package_folder.parent / "recipes"
 
 
 def paper_folder(paper: str) -> Path:
-    """The folder of a paper's recipes."""
+    """Return the folder of a paper's recipes."""
     papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
     one_of(papers, paper=paper)
     return recipes_folder() / paper
 
 
 def read_rows(folder: Path) -> dict[str, Any]:
-    """What ``rows.yaml`` of a paper's folder says."""
+    """Return the content of ``rows.yaml`` in the folder of a paper."""
     content: dict[str, Any] = yaml.safe_load(read_text(folder / "rows.yaml"))
     return content
 
 
 def scale_folder(recipes: Path, scale: str) -> Path:
-    """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
+    """Return the folder of the table, figures and committed runs of a scale, in the folder of a paper."""
     return recipes if scale == "paper" else safe_join(recipes, scale)
 
 
 @dataclass(frozen=True)
 class RowEntry:
-    """What ``rows.yaml`` says of a row.
+    """An entry of ``rows.yaml`` for one row of a paper's table.
 
     Args:
-        configs: Its files, behind the one that all rows begin with.
-        overrides: Further arguments by their dotted names.
-        scale_overrides: More of these at some scales.
-        expected: The paper's numbers, where they are not in the files.
-        scales: Those at which it is run; None: all.
-        notes: What tables tell of it beside its numbers, by the column.
-        search: The file of the search for its settings.
+        configs: Recipe files, merged into the base file of all rows.
+        overrides: Settings by their dotted names, merged into the files.
+        scale_overrides: Further settings by scale.
+        expected: The paper's numbers. None if the recipe files contain them.
+        scales: Scales at which the row can be run. None for all scales.
+        notes: Texts for further columns of tables, by the name of the column.
+        search: File of the hyperparameter search of this row.
     """
 
     configs: Sequence[str]
@@ -68,13 +68,13 @@ class RowEntry:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe, such as a row of a paper's table.
+    """A recipe with a title, such as a row of a paper's table.
 
     Args:
-        title: Its name in the table.
-        configs: Its files, later ones over earlier ones.
-        expected: The paper's numbers, where they are not in the files.
-        settings: Values that go over those of its files.
+        title: Name of the row in the table.
+        configs: Recipe files. Later files override earlier files.
+        expected: The paper's numbers. None if the recipe files contain them.
+        settings: Settings that override the values of the files.
     """
 
     title: str
@@ -84,12 +84,12 @@ class Row:
 
     @property
     def slug(self) -> str:
-        """Its name as that of a folder: of a row that is a file, the file's."""
+        """Name of the row's folder: the name of its last file, or the slug of its title if `expected` is set."""
         return self.configs[-1].stem if self.expected is None else slug(self.title)
 
     @property
     def recipe(self) -> Recipe:
-        """Its files and settings, with the name of the row and the paper's numbers."""
+        """The recipe of the files and settings, with the name of the row and the paper's numbers if they are set."""
         recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
             return recipe
@@ -97,13 +97,16 @@ class Row:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the last file's head, as far as its first line has it."""
+        """First sentence of the comment at the top of the last file, up to the end of its first line, or the title."""
         first = read_text(self.configs[-1]).partition("\n")[0]
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 
 def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
-    """Every row of a paper's table at a scale, or the ``rows`` asked for, from ``rows.yaml``: see `expand_grids`."""
+    """Return rows of a paper's table at a scale: all rows, or only those in ``rows``.
+
+    `expand_grids` describes the format of ``rows.yaml``.
+    """
     content = read_rows(folder)
     entries = expand_grids(content)
     at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
@@ -112,7 +115,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
         if title not in at_scale:
             scales = ", ".join(entries[title].scales or ())
             raise InvalidValueError(
-                f"Expected `scale` to be one of {scales} for row {title} but got {scale}.",
+                f"Expected `scale` to be one of {scales} for row {title}, but got {scale}.",
                 argument="scale",
                 value=scale,
             )
@@ -127,7 +130,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
 
 
 def scaled_configs(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
-    """A row's files, and that of a scale, which goes over them."""
+    """Return the recipe files of a row and the file of a scale, which overrides them."""
     if scale == "paper":
         return tuple(configs)
     scaling = configs[0].with_name(f"scale-{scale}.yaml")
@@ -136,15 +139,22 @@ def scaled_configs(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
 
 
 def slug(name: str) -> str:
+    """Return a name in lower case with hyphens, for folders and files."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
-    """All rows of a ``rows.yaml``: ``rows`` gives each its own file, or more of it; further ones are made by ``grids``.
+    """Return all rows of a ``rows.yaml``: those in ``rows``, and those that ``grids`` generate.
 
-    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs``, in which
-    ``{row}`` stands for the row's name as that of a file, and ``overrides``. The new rows are called by both names.
-    ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
+    An entry of ``rows`` is the name of a recipe file, or the arguments of `RowEntry`. A grid combines each of its
+    ``rows`` with each change in ``with``. The title of a generated row is the name of the change and the title of the
+    row.
+
+    A change has ``overrides`` and ``configs``. In ``configs``, ``{row}`` is replaced by the slug of the row. The
+    ``scales`` of a grid apply to all its rows. ``expected`` contains the paper's numbers by row.
+
+    Raises:
+        InvalidValueError: If a grid names a row that does not exist.
     """
     rows = {
         title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry])
@@ -157,7 +167,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
         unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*row_titles})
         if unknown:
             raise InvalidValueError(
-                f"Expected the rows of a grid among {', '.join([*rows, *row_titles])} but got {unknown[0]}.",
+                f"Expected the rows of a grid to be among {', '.join([*rows, *row_titles])}, but got {unknown[0]}.",
                 argument="rows",
                 value=unknown[0],
             )
@@ -178,7 +188,7 @@ def expand_grids(content: Mapping[str, Any]) -> dict[str, RowEntry]:
 
 
 def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
-    """Of each change that the ``grids`` of a ``rows.yaml`` make, by its name, the rows that it changes and their notes.
+    """Return the rows that each change of the ``grids`` applies to, with their notes, by the name of the change.
 
     Example:
         >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}
@@ -193,27 +203,27 @@ def list_protocols(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[st
 
 
 def list_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
-    """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
+    """Return the recipes of the package at a scale by name: all recipes, or those of a paper and the quickstart."""
     rows_by_name = (
         {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
     )
     for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
         for row in paper_rows(folder, None, scale).values() if paper in ("", folder.name) else ():
-            with suppress(ValueError):  # the paper has no such scale
+            with suppress(ValueError):  # The paper has no such scale.
                 rows_by_name[f"{folder.name}/{row.slug}"] = replace(row, configs=scaled_configs(row.configs, scale))
     return rows_by_name
 
 
 def find_recipe(name: str) -> Row:
-    """The recipe of the package, or of a YAML file, that a name or a path tells."""
+    """Return the recipe with a name or a path, from the package or a YAML file."""
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         read_recipe_file(Path(name))
         return Row(Path(name).stem, (Path(name),))
     if Path(name).parts[:1] == ("runs",) or Path(name).is_absolute() or Path(name).is_dir():
         raise MissingFileError(
-            f"Expected a run's folder or a recipe at {name} but there is "
+            f"Expected the folder of a run or a recipe at {name}, but there is "
             f"{'another folder' if Path(name).is_dir() else 'none'}.",
-            hint="Pass a folder that `lightning-fcl fit` has written, or a YAML file.",
+            hint="Pass a folder that `lightning-fcl fit` wrote, or a YAML file.",
             value=name,
         )
     plain, _, scale = name.partition("@")
@@ -221,12 +231,12 @@ def find_recipe(name: str) -> Row:
     if plain not in recipes:
         recipes = list_recipes(scale or "paper")
         raise UnknownNameError(
-            f"Expected the name of a recipe, or of a YAML file, but got {name}.",
+            f"Expected the name of a recipe or a YAML file, but got {name}.",
             hint=f"{did_you_mean(plain, recipes)} List all names with `lightning-fcl ls recipes`.",
         )
     return recipes[plain]
 
 
 def find_recipes(names: Sequence[str]) -> Recipe:
-    """Some recipes as one, later ones over earlier ones."""
+    """Return several recipes merged into one. Later recipes override earlier recipes."""
     return Recipe(tuple(layer for name in names for layer in find_recipe(name).recipe.layers))

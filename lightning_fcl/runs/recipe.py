@@ -1,4 +1,4 @@
-"""A recipe: files and settings, merged into one dictionary."""
+"""A recipe: files and settings that are merged into one dictionary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from lightning_fcl.validation import did_you_mean
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that goes over those of the files before it.
+    """A value that overrides the values of the files before it.
 
     Args:
-        name: Dotted name, such as ``data.partition.num_clients``. An entry of a list goes by its position at the end,
-            or by the name of its class, as in ``trainer.callbacks.Replay.memory_size``. A ``+`` at its end appends to a
-            list.
-        value: The value, or its text, which is read by the type of the argument.
+        name: Dotted name, such as ``data.partition.num_clients``. A name within a list applies to the last entry, or to
+            the entry of a class, as in ``trainer.callbacks.Replay.memory_size``. A ``+`` at the end appends to a list.
+        value: The value, or its text, which is converted to the type of the argument.
     """
 
     name: str
@@ -30,13 +29,13 @@ class Setting:
 
     @property
     def words(self) -> tuple[str, str]:
-        """The words of a command line that say the same."""
+        """The words of a command line for this setting."""
         return f"--{self.name}", self.value if isinstance(self.value, str) else json.dumps(self.value)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Files and settings, of which later ones replace values of earlier ones.
+    """Files and settings. Later ones override values of earlier ones.
 
     Args:
         layers: The files and settings.
@@ -45,11 +44,11 @@ class Recipe:
     layers: tuple[Path | Setting, ...] = ()
 
     @classmethod
-    def of_words(cls, words: Sequence[str]) -> Recipe:
-        """Return the files and settings that the words of a command line name.
+    def from_words(cls, words: Sequence[str]) -> Recipe:
+        """Return the recipe of the files and settings in the words of a command line.
 
         Example:
-            >>> Recipe.of_words(["--config", "mine.yaml", "--data.batch_size=16"]).words
+            >>> Recipe.from_words(["--config", "mine.yaml", "--data.batch_size=16"]).words
             ['--config', 'mine.yaml', '--data.batch_size', '16']
         """
         return cls(tuple(take_settings(words, ())[1]))
@@ -64,25 +63,25 @@ class Recipe:
 
     @property
     def words(self) -> list[str]:
-        """The words of a command line that name it."""
+        """The words of a command line for this recipe."""
         pairs = [("--config", str(one)) if isinstance(one, Path) else one.words for one in self.layers]
         return [word for pair in pairs for word in pair]
 
     def with_layers(self, *layers: Path | Setting) -> Recipe:
-        """Return the recipe with more files and settings, which go over it."""
+        """Return the recipe with further files and settings, which override its values."""
         return replace(self, layers=(*self.layers, *layers))
 
     def with_values(self, values: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with more settings, by their dotted names."""
+        """Return the recipe with further settings, given by their dotted names."""
         return self.with_layers(*(Setting(name, value) for name, value in values.items()))
 
     def content(self) -> dict[str, Any]:
-        """Return the values of all layers as one dictionary.
+        """Return the values of all layers, merged into one dictionary.
 
         Raises:
-            InvalidValueError: If a file holds no settings by name, or is too large.
+            InvalidValueError: If a file does not contain settings by name, or is too large.
             MissingFileError: If a file does not exist.
-            UnknownNameError: If a list has no entry of a class that a setting names, or a class a misspelt key.
+            UnknownNameError: If a setting names a class that a list does not contain, or if a key is unknown.
         """
         whole: dict[str, Any] = {}
         for layer in self.layers:
@@ -90,7 +89,7 @@ class Recipe:
             for name, value in values.items():
                 if name in ("subcommand", "config"):
                     raise UnknownNameError(
-                        f"Expected {', '.join(SECTIONS[:3])} or the like in a recipe but got `{name}`.",
+                        f"Expected a section such as {', '.join(SECTIONS[:3])} in a recipe, but got `{name}`.",
                         hint="Pass further recipes on the command line, as in `--config FILE`.",
                         argument=str(name),
                     )
@@ -101,22 +100,27 @@ class Recipe:
 
 
 def read_recipe_file(path: Path) -> dict[str, Any]:
-    """Return the content of a recipe's file."""
+    """Return the content of a recipe file.
+
+    Raises:
+        InvalidValueError: If the path is a folder, or if the file does not contain settings by name.
+        MissingFileError: If the file does not exist.
+    """
     if not path.exists():
         raise MissingFileError(
-            f"Expected a recipe at {path} but there is no such file.",
-            hint="Pass an existing file, or a name of `lightning-fcl ls recipes`.",
+            f"Expected a recipe at {path}, but there is no such file.",
+            hint="Pass an existing file, or a name from `lightning-fcl ls recipes`.",
         )
     if path.is_dir():
         raise InvalidValueError(
-            f"Expected a recipe at {path} but it is a folder.",
+            f"Expected a recipe at {path}, but it is a folder.",
             hint="Pass a file, or the folder of a run, as in `lightning-fcl fit runs/fit`.",
             value=path,
         )
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise InvalidValueError(
-            f"Expected {path} to hold settings by name, as in trainer: {{max_epochs: 3}}, but got "
+            f"Expected {path} to contain settings by name, as in trainer: {{max_epochs: 3}}, but got "
             f"{'nothing' if content is None else f'{content!r:.100}'}.",
             value=content,
         )
@@ -124,11 +128,17 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
 
 
 def take_settings(words: Sequence[str], command_options: Collection[str]) -> tuple[list[str], list[Path | Setting]]:
-    """Return the words that belong to the options of a command, and the files and settings among the others, in order.
+    """Split the words of a command line into the command's own words and the layers of a recipe.
 
     Args:
         words: The words of a command line.
         command_options: The options of the command, such as ``--out``.
+
+    Returns:
+        The words that belong to the command, and the files and settings in their order.
+
+    Raises:
+        MissingValueError: If an option has no value.
     """
     rest, layers, remaining_words = list[str](), list[Path | Setting](), list(words)
     while remaining_words:
@@ -137,7 +147,7 @@ def take_settings(words: Sequence[str], command_options: Collection[str]) -> tup
         if option == "--config":
             if not equals and not remaining_words:
                 raise MissingValueError(
-                    "Expected a file behind `--config` but got none.",
+                    "Expected a file after `--config`, but got none.",
                     hint="Write --config=FILE.",
                     argument="--config",
                 )
@@ -148,7 +158,7 @@ def take_settings(words: Sequence[str], command_options: Collection[str]) -> tup
             layers.append(Setting(option[2:], value if equals else remaining_words.pop(0)))
         else:
             raise MissingValueError(
-                f"Expected a value behind `{option}` but got none.",
+                f"Expected a value after `{option}`, but got none.",
                 hint=did_you_mean(option, command_options) or f"Write {option}=VALUE.",
                 argument=option,
             )

@@ -1,4 +1,4 @@
-"""The callbacks of every fit from a command line: its ``config.yaml``, and its end where it is told to stop."""
+"""Callbacks of every fit on the command line: writing ``config.yaml``, and stopping at the end of a round."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from lightning_fcl.io.atomic import write_atomic
 from lightning_fcl.runs.secret_values import secrets_of, without_secrets
 from lightning_fcl.runs.signals import Stopped, stop
 
-_PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
+# Arguments that are not part of a run's recipe. They are not written to `config.yaml`.
+_PLACES = ("config", "out", "ckpt_path", "weights_only")
 
 
 class SaveConfig(SaveConfigCallback):
-    """A callback that writes ``config.yaml`` when training starts, with names of variables in place of secrets.
+    """A callback that writes ``config.yaml`` when training starts, with environment variables in place of secrets.
 
-    A fit that is rejected before training leaves the file of an earlier run.
+    A fit that fails before training keeps the file of an earlier run.
     """
 
     folder = Path("runs/fit")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Nothing yet."""
+        """Do nothing. Lightning's callback would write the file here, before training starts."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -50,7 +51,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class PrintParticipation(Callback):
-    """A callback that prints how many clients train in a round when a fit starts."""
+    """A callback that prints the number of clients per round when a fit starts."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation, stream = find_federation(trainer), find_stream(trainer)
@@ -59,18 +60,18 @@ class PrintParticipation(Callback):
 
 
 class StopAfterRound(Callback):
-    """Ends a fit with the round in which Ctrl-C or SIGTERM came, where Lightning would cut that round short.
+    """A callback that stops a fit at the end of the round in which Ctrl-C or SIGTERM was received.
 
-    A round is the safe point: within one, some clients have kept what they learnt in it and others have not.
+    Lightning would stop within the round, when only some clients have been trained.
 
     Args:
-        checkpoint: Where that of the last round goes if no other callback writes one; None: nowhere.
+        checkpoint: File for a checkpoint of the last round if no other callback saved one. None saves no checkpoint.
     """
 
     def __init__(self, checkpoint: Path | None) -> None:
         self._checkpoint = checkpoint
         self._saved = -1  # the round of the newest checkpoint
-        self._told = False  # whether any process of the federation was told to stop
+        self._told = False  # whether any process of the federation received a signal
         self._patience = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -101,17 +102,17 @@ class StopAfterRound(Callback):
             trainer.save_checkpoint(self._checkpoint)
 
     def close(self) -> None:
-        """From now on a signal ends the process at once."""
+        """Stop deferring signals: from now on, a signal ends the process at once."""
         self._patience.close()
 
     def check(self, program: str, out: Path, num_finished_rounds: int, rounds: int, checkpoint: Path | None) -> None:
-        """Say how to go on if the fit was told to stop."""
+        """Raise `Stopped` with the command that resumes the fit, if the fit received a signal to stop."""
         if not stop.signal:
             return
-        report = f"Results of the rounds done: {out / 'report.html'}"
+        report = f"Results of the finished rounds: {out / 'report.html'}"
         if num_finished_rounds >= rounds:
-            raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
+            raise Stopped(stop.signal, f"all {rounds} rounds were finished. {report}")
         words = ["python", sys.argv[0], "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
         words = [program, "fit", str(out)] if program else words
-        advice = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
+        advice = f"Resume with: {shlex.join(words)}" if checkpoint else "The fit saved no checkpoint to resume from."
         raise Stopped(stop.signal, f"stopped after round {num_finished_rounds} of {rounds}. {report}\n{advice}")

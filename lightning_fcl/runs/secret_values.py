@@ -1,7 +1,7 @@
-"""Secret values of recipes: names of environment variables in place of keys, tokens and passwords.
+"""Secret values of recipes: environment variables in place of keys, tokens and passwords.
 
-A recipe may have ``${NAME}`` for any text of a class. The text is the value of the environment variable when the class
-is made. Files and messages have the name of a variable in place of a secret.
+A recipe may contain ``${NAME}`` as a text argument of a class. The text is replaced by the value of the environment
+variable when the object is created. Files and messages contain the name of a variable in place of a secret.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lightning_fcl.library_errors import replace_in_text
 _SECRET = re.compile(
     r"(.*[_-])?(api_?-?key|token|access_?-?key|secret(_?-?key)?|passw(or)?d|passphrase|credentials?)", re.IGNORECASE
 )
-_TEXT = re.compile(r"(.*_)?(bos|class|cls|eos|mask|pad|sep|unk)_token", re.IGNORECASE)  # of tokenizers
-_URL = re.compile(r"[\w.+-]+://[^/\s@]+@", re.IGNORECASE)  # user:password@host
+_TEXT = re.compile(r"(.*_)?(bos|class|cls|eos|mask|pad|sep|unk)_token", re.IGNORECASE)  # arguments of tokenizers
+_URL = re.compile(r"[\w.+-]+://[^/\s@]+@", re.IGNORECASE)  # URLs with user:password@host
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _LEFT_OUT = ("init_args", "dict_kwargs")
 _SHORTEST = 4
-"""Characters of the shortest value that is replaced in the text of a message."""
+"""Minimum length, in characters, of a secret that is replaced in messages."""
 
 Path = tuple[str, ...]
 
 
 def without_secrets(content: Any, path: Path = ()) -> Any:
-    """Return a recipe, or a part of one, with names of environment variables in place of its secrets.
+    """Return a recipe, or a part of a recipe, with names of environment variables in place of its secrets.
 
     Args:
         content: Mappings, lists and plain values.
-        path: The names that lead to the content.
+        path: Names of the keys that lead to the content.
 
     Example:
         >>> without_secrets({"logger": {"init_args": {"api_key": "abc", "project": "mine"}}})
@@ -48,7 +48,7 @@ def without_secrets(content: Any, path: Path = ()) -> Any:
 
 
 def secrets_of(content: Any, path: Path = ()) -> Iterator[tuple[str, str]]:
-    """Yield each secret of a recipe and the name that `without_secrets` writes in its place."""
+    """Yield each secret of a recipe with the text that `without_secrets` writes in its place."""
     items: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(content, Mapping):
         items = iter(content.items())
@@ -72,7 +72,7 @@ def variable_of(path: Path) -> str:
 
 
 def with_variables(content: Any, path: Path = ()) -> Any:
-    """Return the arguments of a class with the values of environment variables in place of ``${NAME}``.
+    """Return the arguments of a class with ``${NAME}`` replaced by the values of environment variables.
 
     Raises:
         MissingValueError: If an environment variable is not set.
@@ -86,8 +86,8 @@ def with_variables(content: Any, path: Path = ()) -> Any:
         return content
     if (value := os.environ.get(variable_match[1])) is None:
         raise MissingValueError(
-            f"Expected the environment variable {variable_match[1]}, which has the value of `{'.'.join(path)}`, but "
-            "it is not set.",
+            f"Expected the environment variable {variable_match[1]} to contain the value of `{'.'.join(path)}`, but it "
+            "is not set.",
             hint=f"Set the variable: export {variable_match[1]}=...",
             argument=".".join(path),
         )
@@ -95,7 +95,7 @@ def with_variables(content: Any, path: Path = ()) -> Any:
 
 
 def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the words of a command line without secrets, and each secret with the name in its place."""
+    """Return the words of a command line without secrets, and pairs of each secret and its replacement."""
     safe, replacements, option = list[str](), list[tuple[str, str]](), ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -115,12 +115,12 @@ def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[s
 
 
 def text_without_secrets(text: str, secrets: Sequence[tuple[str, str]]) -> str:
-    """Return the text of a message with names in place of secrets."""
+    """Return the text of a message with each secret replaced by the name of its variable."""
     return replace_in_text(text, [pair for pair in secrets if len(pair[0]) >= _SHORTEST])
 
 
 def _is_secret(value: object, path: Path) -> bool:
-    """Return whether a value is a key, a token or a password, or a URL with one."""
+    """Return whether a value is a key, a token, a password, or a URL with a user name or a password."""
     if not isinstance(value, str) or not value or _VARIABLE.fullmatch(value):
         return False
     names = [part for part in path if part not in _LEFT_OUT and not part.isdigit()]

@@ -1,8 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what a command does when it is told to stop.
+"""Handling of Ctrl-C (SIGINT), SIGTERM and SIGHUP.
 
-At once, unless something is to be brought to an end first; asked twice, at once in any case. Nothing half-written and
-no process of its own stays behind. No exception is thrown into what runs: between two lines of somebody else's code it
-might be swallowed, or become another one.
+A signal ends the command at once, or at the next safe point if the command defers signals. A second signal always ends
+the command at once. Temporary files are removed, and child processes are ended.
+
+The handler raises no exception, because the running code could catch or replace it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import NoReturn
 from lightning_fcl.io.atomic import remove_temporary
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_PATIENCE = 5.0  # seconds that child processes have to end
+_PATIENCE = 5.0  # seconds until a child process that does not end is killed
 
 
 class Stopped(SystemExit):
-    """A command that was told to stop has brought to an end what it wanted to."""
+    """A command received a signal and has stopped at a safe point."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(128 + number)
@@ -33,22 +34,22 @@ class Stopped(SystemExit):
 
 
 class SignalHandler:
-    """Listens to the signals by which a command is told to stop.
+    """A handler of the signals that stop a command.
 
     Attributes:
-        signal: The first signal that came, while something was to be brought to an end; 0: none.
-        how_to_go_on: Tells what is finished and how to go on, where a command stops at once.
+        signal: Number of the first signal that was deferred. 0 if there was none.
+        how_to_go_on: Returns a text for a command that stops at once: what is finished, and how to resume.
     """
 
     def __init__(self) -> None:
         self.signal = 0
         self.how_to_go_on: Callable[[], str] = str
         self._finish: Callable[[], str] | None = None
-        self._process = 0  # the one that listens
+        self._process = 0  # ID of the process that installed the handlers
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen until the end of the block; signals that are ignored stay so, and a thread hears none."""
+        """Temporarily handle signals. Ignored signals stay ignored. Only the main thread can install handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -67,14 +68,14 @@ class SignalHandler:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals back from who has taken them meanwhile, as Lightning does; nothing where none are heard."""
+        """Install the handlers again, because Lightning may have replaced them. Do nothing outside `installed`."""
         for number in _SIGNALS if self._process else ():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._heard)
 
     @contextmanager
     def defer_stop(self, num_rounds: Callable[[], str]) -> Iterator[None]:
-        """Until the end of the block, the first signal is only noted."""
+        """Temporarily defer the first signal. ``num_rounds`` returns the message that is printed for it."""
         previous_finish, self._finish = self._finish, num_rounds
         try:
             yield
@@ -82,18 +83,19 @@ class SignalHandler:
             self._finish = previous_finish
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked one has its parent's handlers; at Ctrl-C its parent decides
+        # A forked process inherits the handlers. On Ctrl-C its parent decides, because both receive the signal.
+        if os.getpid() != self._process:
             if number != signal.SIGINT:
                 os._exit(128 + number)
             return
         if self._finish is None or self.signal:
             exit_now(number, f"stopped. {self.how_to_go_on()}")
         self.signal = number
-        write_stderr(f"{self._finish()} Once more: at once.")
+        write_stderr(f"{self._finish()} A second signal stops at once.")
 
 
 def exit_now(number: int, message: str = "") -> NoReturn:
-    """End this process and its children at once; of temporary files nothing stays."""
+    """End this process and its children at once, and remove temporary files."""
     if message:
         write_stderr(message)
     children = active_children()
@@ -104,19 +106,19 @@ def exit_now(number: int, message: str = "") -> NoReturn:
         child.kill()
     remove_temporary()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may be in the midst of a write
+        with suppress(Exception):  # The signal may have interrupted a write to this stream.
             stream.flush()
     os._exit(128 + number)
 
 
 def write_stderr(message: str) -> None:
-    """A line on stderr, past its buffer: a signal may have come in the midst of a write to that."""
+    """Write a line to stderr without its buffer, because a signal may have interrupted a write to the buffer."""
     with suppress(OSError):
         os.write(2, f"\nlightning-fcl: {message.strip()}\n".encode())
 
 
 def shorten_thread_errors() -> None:
-    """Let a thread that cannot write, as TensorBoard's on a full disk, say so in one line."""
+    """Print an OSError in a thread as one line. An example is TensorBoard's writer on a full disk."""
 
     def failed(hook_arguments: threading.ExceptHookArgs) -> None:
         if isinstance(hook_arguments.exc_value, OSError):
@@ -128,9 +130,9 @@ def shorten_thread_errors() -> None:
 
 
 def end_worker_with_parent() -> None:
-    """In a worker: end as soon as the parent process ends, whatever ends it, or at SIGTERM.
+    """End this worker process when its parent process ends, or on SIGTERM.
 
-    A thread waits for both, since Python's own handlers wait until the call that the main thread is in comes back.
+    A thread waits for both events. Python runs signal handlers only when the current call of the main thread returns.
     """
     from multiprocessing import parent_process
     from multiprocessing.connection import wait
@@ -144,11 +146,11 @@ def end_worker_with_parent() -> None:
 
     def watch() -> None:
         while parent.sentinel not in wait([parent.sentinel, read_fd]) and signal.SIGTERM not in os.read(read_fd, 64):
-            pass  # some other signal
+            pass  # another signal
         exit_now(signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 stop = SignalHandler()
-"""That of this process: signals are the process's."""
+"""The signal handler of this process."""

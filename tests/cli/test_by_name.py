@@ -144,7 +144,7 @@ def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change):
     monkeypatch.chdir(tmp_path)
     main(["validate", "quickstart", change])
     out = capsys.readouterr().out
-    assert "All of it fits." in out and "3 clients, 2 rounds, 2 experiences" in out and "FLwF2T, Replay" in out
+    assert "The recipe is valid." in out and "3 clients, 2 rounds, 2 experiences" in out and "FLwF2T, Replay" in out
     assert "training   3 of 3 clients per round" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["change.yaml"]
     main(["validate", "quickstart", change, "--trainer.fast_dev_run", "true"])

@@ -87,7 +87,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
 
 @pytest.mark.parametrize("given", [2, 0.34, 1.0])
 def test_participation_is_a_number_or_a_share(tiny, given):
-    parts = load_recipe(Recipe.of_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
+    parts = load_recipe(Recipe.from_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
     found = parts.strategy.participation
     assert found == given and type(found) is type(given)
 
@@ -100,7 +100,7 @@ def test_participation_is_a_number_or_a_share(tiny, given):
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        ({"trainer": {"val_check_interval": "x"}}, "that Lightning accepts but got: Invalid time format"),
+        ({"trainer": {"val_check_interval": "x"}}, "that Lightning accepts, but got: Invalid time format"),
         (
             {"data": {"scenario": {"init_args": {"num_experiences": 0.001}}}},
             "`num_experiences` to be a whole number or a list of whole numbers, but got 0.001. Leave it out",
@@ -322,7 +322,7 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
         yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"scenario": {"rounds_per_experience": 2}}})
     )
     words = [*tiny, "--config", str(path), "--out", str(tmp_path / "out")]
-    cli = run_cli("fit", Recipe.of_words(words), FederatedCLI)
+    cli = run_cli("fit", Recipe.from_words(words), FederatedCLI)
     rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.num_rounds))
 

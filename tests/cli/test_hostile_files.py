@@ -60,6 +60,6 @@ def test_a_recipe_cannot_pass_a_command_for_a_part(tiny, tmp_path, error_of, nam
 @pytest.mark.seconds
 def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, error_of):
     words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
-    assert "Expected `weights_only` to be true but got false" in error_of(["fit", *words])
+    assert "Expected `weights_only` to be true, but got false" in error_of(["fit", *words])
     words = [*tiny, "--ckpt_path", "http://127.0.0.1:1/x.ckpt"]
     assert "Expected the URL of a checkpoint to end in its SHA-256" in error_of(["test", *words])

@@ -48,7 +48,7 @@ def test_the_commands_of_the_page(project, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model.widht 3", "Expected arguments of `model` but got `model.widht`."),
+        ("--model.widht 3", "Expected an argument of `model`, but got `model.widht`."),
         ("--trainer.max_epochs 9", "at most 5, the number of rounds of the stream, but got 9. Set `max_epochs=5`"),
     ],
 )
@@ -63,10 +63,10 @@ def test_mistakes_on_the_page_s_command_line(project, capsys, words, message):
     ("words", "message"),
     [
         ("ft", "but got ft. Did you mean fit?"),
-        ("", "Expected one of the commands fit, validate, test, predict but got none."),
+        ("", "Expected one of the commands fit, validate, test, predict, but got none."),
         ("fit --quick --model.widht 3", "Did you mean model.width?"),
         ("fit --quick --nte x", "but got `nte`. Did you mean note?"),
-        ("fit --model.width", "Expected a value behind `--model.width` but got none."),
+        ("fit --model.width", "Expected a value after `--model.width`, but got none."),
     ],
 )
 def test_mistakes_beside_arguments_of_one_s_own(project, capsys, words, message, tmp_path):

@@ -95,7 +95,7 @@ def test_ctrl_c_ends_after_the_round(tmp_path):
     running.send_signal(signal.SIGTERM)
     _, said = running.communicate(timeout=900)
     assert running.returncode == 128 + signal.SIGTERM, said
-    assert "Go on with: lightning-fcl fit" in said
+    assert "Resume with: lightning-fcl fit" in said
     wait_until(lambda: all(map(gone, others)))
 
 

@@ -118,7 +118,7 @@ def _files(tmp_path, monkeypatch):
 def test_a_recipe_equals_its_words(line):
     words = ["--config", str(QUICKSTART), *shlex.split(line)]
     parsed = Parsed(args=["fit", *words], trainer_defaults=None)
-    assert resolve_recipe(Recipe.of_words(words)) == yaml.safe_load(parsed.text)
+    assert resolve_recipe(Recipe.from_words(words)) == yaml.safe_load(parsed.text)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_an_entry_of_an_empty_list_is_an_error(name):
 def test_a_misspelt_key_of_a_class_is_an_error():
     for wrong, hint in (
         ("init_arg", "Did you mean init_args?"),
-        ("lr", "Write it into `init_args`, as in init_args: {lr: ...}."),
+        ("lr", "Write it in `init_args`, as in init_args: {lr: ...}."),
     ):
         whole = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}}
         with pytest.raises(UnknownNameError) as raised:
@@ -250,7 +250,7 @@ def test_a_name_that_is_relative_to_the_working_directory_is_an_error(tmp_path):
 def test_files_that_name_each_other_are_an_error(texts, tmp_path):
     for name, content in zip(("a.yaml", "b.yaml"), texts, strict=False):
         (tmp_path / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-    with pytest.raises(InvalidValueError, match=r"Expected files of a recipe that end but a\.yaml names .*\.yaml"):
+    with pytest.raises(InvalidValueError, match=r"to contain no cycle, but a\.yaml names .*\.yaml"):
         Recipe((Path("a.yaml"),)).content()
 
 
@@ -306,7 +306,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "kind", "argument", "hint"), WRONG)
 def test_what_a_parser_refuses_is_told_by_class(line, kind, argument, hint):
     with pytest.raises(kind) as raised:
-        resolve_recipe(Recipe.of_words(["--config", str(QUICKSTART), *shlex.split(line)]))
+        resolve_recipe(Recipe.from_words(["--config", str(QUICKSTART), *shlex.split(line)]))
     assert (raised.value.argument, raised.value.hint) == (argument, hint)
 
 
@@ -365,7 +365,7 @@ def test_printed_commands_can_be_pasted(tmp_path):
     ],
 )
 def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
-    settings = Recipe.of_words(shlex.split(line)).settings
+    settings = Recipe.from_words(shlex.split(line)).settings
     row = Row("a row", (QUICKSTART, Path(file)), settings=settings)
     (tmp_path / "copy.yaml").write_text(fit_command.flatten_recipe(row))
     wanted = resolve_recipe(row.recipe)

@@ -162,7 +162,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
     # What is told to stop is a process of its own; what goes on, and what it is compared with, run here.
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    main(shlex.split(re.search("Go on with: lightning-fcl (.*)", said)[1]))
+    main(shlex.split(re.search("Resume with: lightning-fcl (.*)", said)[1]))
     sends["init_args"]["round"] = 9
     main([str(word) for word in fit_words(recipe(sends), "whole")])
     assert read_results(out)["finished"] and same_run(out, tmp_path / "whole")

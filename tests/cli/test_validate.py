@@ -173,7 +173,7 @@ REFUSED = [
     (trainer("max_epochs: 0"), "Expected the fit to train for at least one round but `max_epochs=0`"),
     (trainer("max_time: '00:00:00:00'"), "Expected the fit to train for at least one round"),
     (trainer("limit_train_batches: 0"), "Expected the fit to train for at least one round"),
-    (trainer("devices: -3"), "Expected `trainer.devices` to be 1 in a federation but got another number"),
+    (trainer("devices: -3"), "Expected `trainer.devices` to be a positive number of devices, but got another value"),
     (trainer("strategy: auto"), 'Expected a Trainer with `strategy="federated"` for a stream of 3 clients'),
     (
         trainer(f"callbacks: [], limit_train_batches: 1, strategy: {{init_args: {{synchronization: {DEADLINE}}}}}"),
@@ -189,7 +189,7 @@ REFUSED = [
     ),
     (
         trainer("enable_checkpointing: false, callbacks: [{class_path: ModelCheckpoint}]"),
-        "that Lightning accepts but got: Trainer was configured with `enable_checkpointing=False`",
+        "that Lightning accepts, but got: Trainer was configured with `enable_checkpointing=False`",
     ),
     (
         trainer("logger: false, callbacks: [{class_path: LearningRateMonitor}]"),
@@ -214,7 +214,7 @@ REFUSED = [
     (model("own_parts.Infinite"), "Expected finite numbers in the server state, but `model.1.weight` is non-finite"),
     (
         model("own_parts.ByHand", settings="gradient_clip_val: 2"),
-        "that Lightning accepts but got: Automatic gradient clipping is not supported",
+        "that Lightning accepts, but got: Automatic gradient clipping is not supported",
     ),
     (
         trainer("accumulate_grad_batches: 2, callbacks: [{class_path: lightning_fcl.callbacks.APFL}]"),
@@ -254,7 +254,7 @@ def test_what_a_fit_trains(recipe, tmp_path, capsys):
     before = sorted(path.name for path in tmp_path.iterdir())
     main(["validate", "quickstart", "small.yaml", "own.yaml"])
     said = capsys.readouterr().out
-    assert "All of it fits." in said
+    assert "The recipe is valid." in said
     assert "noted on_train_batch_start" not in said and "noted on_train_end" not in said
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
     main(["fit", "quickstart", "small.yaml", "own.yaml", "--out", "out"])
@@ -314,7 +314,7 @@ def test_it_starts_no_processes(error_of, monkeypatch, capsys):
     monkeypatch.setattr("subprocess.Popen", None)
     words = ["quickstart", "small.yaml", "--trainer.strategy.max_vectorized_clients", "1", "--trainer.devices"]
     main(["validate", *words, "3"])
-    assert capsys.readouterr().out.count("All of it fits.") == 1
+    assert capsys.readouterr().out.count("The recipe is valid.") == 1
     told = error_of(["validate", *words, "8"])
     assert (
         "Expected the number of processes (`devices` times `num_nodes`) to be at most the number of client groups "

@@ -107,7 +107,7 @@ class Rehearsal:
         """Simulate the recipe, and write the data of its clients to files. Return the fit."""
         self.simulated = run_cli(
             "fit",
-            Recipe.of_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
+            Recipe.from_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
             FederatedCLI,
         )
         self.split()

@@ -415,4 +415,4 @@ def test_validate_invalid_fedbuff_recipe_raises(recipe, error_of, changed, messa
 
 def test_validate_fedbuff_recipe_succeeds(recipe, capsys):
     main(["validate", *recipe()])
-    assert "All of it fits." in capsys.readouterr().out
+    assert "The recipe is valid." in capsys.readouterr().out
